@@ -1,7 +1,7 @@
-"""What other ranks hear of a lane's collectives before they are made, and what speaks against making one.
+"""Announce a lane's collectives to other ranks before they are made, and learn of objections to them.
 
-A communicator is told that wants to know (``announce``), and so is the comparison of calls, if there is one.
-It must not know when calls are made.
+Each call is passed to the communicator, if that has an ``announce`` method, and to the comparison of calls
+(``health.compared``), if there is one. This module must not know when calls are made.
 """
 
 from __future__ import annotations
@@ -20,25 +20,32 @@ if TYPE_CHECKING:
 
 __all__ = ["Announcing", "Objection"]
 
-#: What speaks against making a call: others make another one; or it is to be known first whether they do.
+#: Why a call is not made now: other ranks make another one (the error); or the comparison with them is still
+#: going on (a promise, which ends with that error or without one). None: make it.
 Objection = CollectiveMismatchError | Promise | None
 
 
 class Announcing:
-    """Of one lane. Used with its lock held, but for ``objection``, which the thread calls that drives it."""
+    """The announcements of one lane.
+
+    Called with the lane's lock held, except ``objection``, which the thread that drives the queue calls.
+    """
 
     __slots__ = ("_checked", "_connection", "_in_step", "_since", "compared")
 
     def __init__(self, connection: Connection, *, checked: bool) -> None:
-        """``checked``: each call is compared with the others' before, so that all find alike what differs."""
+        """``checked``: a collective of its own compares each call ahead (``check="full"``), so not here."""
         self._connection = connection
         self._checked = checked
-        self.compared: Compared | None = None  # with what others call; None where that is done elsewhere
-        self._since = 0  # when ranks were in step: the same number on all, whenever each has connected
-        self._in_step: Compared | None = None  # it knows that
+        self.compared: Compared | None = None  # compares calls with other ranks'; None if not done here
+        self._since = 0  # the number given to the last ``restart``, the same on all ranks
+        self._in_step: Compared | None = None  # the ``compared`` that has been told that number
 
     def call(self, spot: Spot, what: What, place: int, part: int, shares: bool) -> Objection:
-        """Announce the call that is about to be made, which may share its place."""
+        """Announce the call that is about to be made, and return the objection to it, if there is one.
+
+        ``shares``: it is one of several native calls at its place.
+        """
         announce = getattr(self._connection.communicator, "announce", None)
         if announce is not None:
             announce(None if self._checked else what, spot, place, part, shares and not self._checked)
@@ -50,7 +57,10 @@ class Announcing:
         return compared.call(what, spot, place, part)
 
     def objection(self, job: Job) -> Objection:
-        """The same of a queued call, or of the next step of a program."""
+        """Announce a queued call, or the next step of a program; returns the objection, if there is one.
+
+        A promise becomes the job's ``gate``, and its ``step`` so that the queue goes on once it is settled.
+        """
         if job.gate is None:
             shares = job.shares or job.program is not None
             found = self.call(job.called, job.what, job.place, job.part, shares) if job.place else None
@@ -65,7 +75,7 @@ class Announcing:
         return error
 
     def restart(self, since: int) -> None:
-        """Ranks are in step again, whatever each has called before."""
+        """Begin to compare anew, from number ``since``: ranks are in step again, whatever they called."""
         self._since, self._in_step = since, self.compared
         if self.compared is not None:
             self.compared.restart(since)

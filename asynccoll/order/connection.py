@@ -1,6 +1,6 @@
-"""The communicator of a lane: opened on first use, and again after a refusal that left calls half matched.
+"""The communicator of a lane: opened on first use, and replaced after a refusal that left calls half matched.
 
-What it must not know: what is issued on it.
+It must not know what is issued on it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
-#: How long a thread that opens a lane which is given up may take to notice.
+#: How long to wait for the opening thread when the lane is closed.
 _GIVE_UP_SECONDS = 5.0
 
 
 class Connection:
-    """One communicator after another, each for one epoch and those after it, until another is needed.
+    """A lane's communicators, one after another: each serves one or several epochs (``cut``).
 
-    The lane holds its lock whenever it opens or replaces one, or gives up, and never when it waits, retires
-    or closes, which a library may take its time over. What a helper thread has opened takes the lock itself.
+    ``open``, ``replace`` and ``give_up`` are called with the lane's lock held; ``wait``, ``retire``, ``join``
+    and ``close`` without it, as they may take long. A helper thread that has opened a communicator takes the
+    lock itself.
     """
 
     def __init__(
@@ -35,7 +36,10 @@ class Connection:
         made: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """``make`` one for an epoch; where a helper thread does, the lane is told without its lock held."""
+        """``make`` returns a communicator for an epoch.
+
+        If a helper thread runs it, that calls ``made`` or ``failed`` afterwards, without the lane's lock.
+        """
         self.name = name
         self.lock: host.Lock = lock
         self.communicator: Communicator | None = None
@@ -45,17 +49,17 @@ class Connection:
         self._epoch = 0
         self._opened_once = Promise()
         self._opener: host.Thread | None = None
-        self._previous: Communicator | None = None  # the messages of which the next one takes over
-        self._retired: list[Communicator] = []
+        self._previous: Communicator | None = None  # the latest one, whose messages the next takes over
+        self._retired: list[Communicator] = []  # replaced, but not closed yet
         self._begun = self._given_up = False
 
     @property
     def has_opened(self) -> bool:
-        """Whether all members have come, or it is given up that they do."""
+        """Whether the first communicator has been opened, or opening it was given up."""
         return self._opened_once.done()
 
     def open(self, *, waits: bool) -> None:
-        """Open the first, once; on a helper thread if that ``waits`` for the other members."""
+        """Open the first communicator, once; on a helper thread if that ``waits`` for the other members."""
         if not self._begun:
             self._open(waits=waits)
 
@@ -68,12 +72,12 @@ class Connection:
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
         opener.start()
-        self._opener = opener  # who closes joins it, which is not to be done before it has started
+        self._opener = opener  # only now: ``close`` joins it, which a thread must have started for
 
     def _open_here(self, epoch: int) -> None:
         try:
             communicator = self._make(epoch)
-        except BaseException as error:  # the lane's, and no longer this thread's
+        except BaseException as error:  # the lane's operations get it, not this thread
             if epoch == self._epoch:
                 self._failed(error)
             return
@@ -87,46 +91,49 @@ class Connection:
             self.retire(communicator)
 
     def opened(self) -> Communicator:
-        """What one issues on, where it is known to be open."""
+        """The communicator, for a caller that knows that it is open."""
         assert self.communicator is not None
         return self.communicator
 
     def _install(self, communicator: Communicator) -> None:
-        """Issue on this one from now on."""
+        """Have operations issued on ``communicator`` from now on."""
         if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:
             inherit(self._previous)
         self.communicator = self._previous = communicator
         self._opened_once.settle()
 
     def replace(self, epoch: int, *, waits: bool) -> Communicator | None:
-        """Open another one; gives what it replaces, which is to be retired."""
+        """Open another communicator for ``epoch``. Returns the replaced one, which is to be retired."""
         replaced, self.communicator = self.communicator, None
         self._epoch = epoch
         self._open(waits=waits)
         return replaced
 
     def retire(self, communicator: Communicator) -> None:
-        """Close what is of no more use of it; its messages go on, in the one that comes after it."""
+        """Close a replaced communicator, at the latest in ``close``; its messages go on in the next one."""
         retire = getattr(communicator, "retire", None)
         if retire is None or not retire():
             self._retired.append(communicator)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the first one is open, or given up, after at most ``seconds``."""
+        """Wait up to ``seconds`` for the first communicator; returns whether it is open or given up."""
         return self._opened_once.wait(seconds)
 
     def give_up(self) -> None:
-        """Let nobody wait for one that is being opened: it is wanted no more."""
+        """End all waits for a communicator that is being opened; it will be retired once it is open."""
         self._given_up = True
         self._opened_once.settle()
 
     def join(self) -> None:
-        """Wait for the thread that opens one, or the program may end while it is in native code."""
+        """Wait a bounded time for the opening thread, lest the program ends while that is in native code."""
         if self._opener is not None:
             self._opener.join(_GIVE_UP_SECONDS)
 
     def close(self, *, abort: bool) -> None:
-        """Close them all. All but the last have half-matched calls on them, as all have with ``abort``."""
+        """Close all communicators. Abort all but the latest first, as they have half-matched calls.
+
+        With ``abort``, abort the latest one as well.
+        """
         self._given_up = True
         self.join()
         last = self.communicator or self._previous

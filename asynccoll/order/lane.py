@@ -1,9 +1,10 @@
 """A lane: one order of operations on one communicator of one group.
 
 Every rank must issue the operations of a communicator in the same order. A lane keeps that order: an
-operation is accepted when the function is called and issued at once if nothing is queued before it, else by
-its ``queue``. A lane is put together of parts, each of one subject, which share its lock: each says which of
-its methods are called with it held. It must not know what operations mean, nor which backend runs them.
+operation is accepted when the user calls the function, and issued at once if nothing is queued before it,
+else later by the lane's ``queue``. A lane is made of objects that each have one subject and share the lane's
+lock; each of them says which of its methods have to be called with the lock held. ``cut`` defines place,
+part, epoch and refusal. This module must not know what operations mean, nor which backend runs them.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ __all__ = ["BACKWARD", "DEFAULT", "Lane"]
 DEFAULT = "default"
 BACKWARD = "/backward"
 
-#: How often a waiter for a lane to open asks whether all ranks are still alive.
+#: How often ``open``, while it waits, asks whether all ranks are still alive.
 _ASK_SECONDS = 0.5
 
 
 class Lane:
-    """The order named ``name`` of ``group``; operations on lanes of one name match across ranks."""
+    """An order of operations, named ``name``, among the ranks of ``group``.
+
+    Operations on lanes of the same name and group match across ranks.
+    """
 
     def __init__(
         self,
@@ -71,32 +75,32 @@ class Lane:
         start_order: StartOrder | None = None,
         child: int = 0,
     ) -> None:
-        """``key``: by which its ranks meet; another one each time that a closed name is opened again.
+        """``key``: the name under which the ranks open it; a new one each time a closed name is opened again.
 
-        ``start_order``: what decides when it may start an operation; None where any order will do.
-        ``child``: how many child tasks have ended that had it, one after the other.
+        ``start_order`` decides when the lane may start an operation; None if its operations may start in any
+        order relative to other lanes'. ``child``: how many child tasks that had this lane have ended so far.
         """
         self.group = group
         self.world = world
         self.name = name
         self.key: str = key or name
-        #: each with those of the other ranks, before it is made
+        #: whether each call is compared with those of the other ranks before it is made
         self.compares_calls: bool = world.policy.check
         self.broken: CollectiveError | None = None
-        self.refusals_seen = 0  # of how many it is known whether they are of this lane (``refusals``)
-        self.routes: dict[object, Any] = {}  # plans, and estimates, by what a tensor looks like
-        self.cost: Cost | None = None  # what its ranks have agreed on (``costs``)
+        self.refusals_seen = 0  # the world's count of refusals when this lane last looked (``refusals``)
+        self.routes: dict[object, Any] = {}  # plans and estimates, by kind of tensor
+        self.cost: Cost | None = None  # the cost model that its ranks have agreed on (``costs``)
         self.turns: Turns = Turns()
         self.records: Records = Records(world.recorder, group.key, self.key, name)
         self._estimates: dict[tuple[str, int], Estimate] = {}
-        self._before: Callable[[], object] | None = None  # what is to be accepted before anything else is
+        self._before: Callable[[], object] | None = None  # to be called before the next call is accepted
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._out = Outstanding()
         lock = self._lock = host.Lock()
         self._places = Places(child)
         epochs = self._epochs = Epochs(self._places)
         failing = self._failing = Failing(self, epochs)
-        made, failed = lambda: self.queue.drive(), self._failed_to_open  # noqa: PLW0108  # it comes later
+        made, failed = lambda: self.queue.drive(), self._failed_to_open  # noqa: PLW0108  # set below
         connection = self._connection = Connection(name, lock, partial(world.open, self), made, failed)
         self.announcing: Announcing = Announcing(connection, checked=self.compares_calls)
         self.queue: Queue = Queue(
@@ -112,32 +116,32 @@ class Lane:
 
     @property
     def kin(self) -> str:
-        """The key of all lanes that its child tasks have had, in whichever group, and in backward passes."""
+        """``key`` without the backward suffix: the same for a child task's lanes in all groups."""
         return self.name.removesuffix(BACKWARD) + self.key.removeprefix(self.name)
 
     @property
     def communicator(self) -> Communicator | None:
-        """On which its operations are issued now; None until it is open."""
+        """The communicator on which operations are issued now; None until it is open."""
         return self._connection.communicator
 
     @property
     def has_opened(self) -> bool:
-        """Whether all members have it open, as far as that is waited for; or have had it."""
+        """Whether its first communicator has been opened, or opening it was given up."""
         return self._connection.has_opened
 
     @property
     def sequence(self) -> int:
-        """The place of the latest collective that was accepted, or refused."""
+        """The place of the latest collective that was accepted or refused here."""
         return self._places.latest
 
     @property
     def epoch(self) -> int:
-        """How often its ranks have come in step again after a refusal."""
+        """The number of the current epoch (``cut``), from 0."""
         return self._epochs.number
 
     @property
     def sent_together(self) -> str:
-        """What the call that is being made now is sent together with; "" in the normal case."""
+        """What describes the call whose parts are accepted now (``together``), if text; else ""."""
         whole = self._places.whole
         return whole if isinstance(whole, str) else ""
 
@@ -155,12 +159,13 @@ class Lane:
         called: float | None = None,
         program: Job | None = None,
     ) -> Operation:
-        """Accept an operation of one native call; issued before this returns if nothing is queued.
+        """Accept an operation of one native call, and issue it before returning if nothing is queued.
 
-        ``estimate`` says which operation it is, and how long the likes of it take. ``stream`` names an
-        order of its own within the lane (point-to-point messages of one peer and tag), which does not
-        queue behind other streams. ``what`` is what has to be the same on all ranks; ``of``, what it is of,
-        for the record; ``called``, when the user called it, if not now; ``program``, what ``start`` begins.
+        ``estimate`` has the operation's name, and how long such operations take. ``stream`` names a separate
+        order within the lane (the point-to-point messages of one peer and tag), which does not queue behind
+        other streams. ``what`` describes the call, and has to be the same on all ranks; ``of`` describes its
+        data for the flight recorder; ``called`` is the time when the user called it, if not now; ``program``
+        is the program that ``start`` begins, if it begins one.
         """
         spot = caller()
         line = called_at.get() or spot
@@ -174,11 +179,11 @@ class Lane:
         with self._lock:
             self._admitted_owner(stream).spot = spot
             if (program is None or program.driven) and self.queue.is_free(stream):
-                # First of all the start: what is noted down afterwards costs no latency.
+                # Start before anything else is recorded: recording it afterwards costs no latency.
                 try:
                     found = None if stream else self.announcing.call(line, *places.next(what))
                     completion = self._made_unless(found, start)
-                except BaseException as error:  # refused by the library, which may have sent something
+                except BaseException as error:  # from the backend, which may have sent something already
                     self._failing.not_taken(error, estimate.name, message=stream is not None)
                     raise
             if completion is not None:
@@ -220,8 +225,8 @@ class Lane:
     ) -> Operation:
         """Accept an operation of several native calls; ``what``, ``of`` and ``called`` are as for ``issue``.
 
-        ``awaited_soon``: its waiter is likely to come at once, and may then drive it (``stepping``).
-        ``sent``: what the program has started so far, and does not wait for before it goes on.
+        ``awaited_soon``: a waiter is likely to wait for it at once, and may then drive it (``stepping``).
+        ``sent`` returns the completions of native calls that the program has started and does not wait for.
         """
         drive = self.queue.drive if awaited_soon or waiting.get() else None
         job = Job(None, program_as_called(program), driven_by=drive, sent=sent)
@@ -229,16 +234,17 @@ class Lane:
         return self.issue(estimate, begin, size_bytes, timeout, None, of, what, called, job)
 
     def _made_unless(self, found: Objection, start: Start) -> Completion | None:
-        """Make the call, if nothing is found against it; None if that is not known yet.
+        """Make the call, unless ``found`` objects to it. Returns the completion, or None if still undecided.
 
-        With the lock held, as what follows.
+        A mismatch is returned as a completion that has failed. This method, ``_admitted_owner`` and
+        ``_accept`` are called with the lock held.
         """
         if found is None:
             return returned(start(self._connection.opened()))
         return Ready(found) if isinstance(found, CollectiveMismatchError) else None
 
     def _admitted_owner(self, stream: Stream | None) -> Owner:
-        """Check that the caller may issue here now; it owns this order from now on."""
+        """Check that the caller may issue here now, and make it the owner of this order (``ownership``)."""
         if self.broken is not None:
             raise self.broken.for_waiter()
         return self._owners.admit(stream, self)
@@ -246,7 +252,7 @@ class Lane:
     def _accept(
         self, job: Job, operation: Operation, line: Spot, what: What, found: Objection, *, begun: bool
     ) -> None:
-        """``operation`` ends with ``job``, which is queued if it is not ``begun``."""
+        """Tie ``operation`` to ``job``; unless ``begun``, queue the job, or hold or fail it (``cut``)."""
         job.becomes(operation, line, self._places.named(what), shares=self._places.shared)
         if begun:
             return
@@ -259,7 +265,7 @@ class Lane:
             self.queue.extend((job,))
 
     def _go_on(self, operation: Operation, completion: Completion | None, found: Objection) -> None:
-        """Do what is left to do without the lock for an operation that was not simply issued."""
+        """Do, without the lock, what remains to be done for an operation that was not simply issued."""
         if completion is None:
             self.queue.start()
         elif isinstance(found, CollectiveMismatchError):
@@ -268,7 +274,7 @@ class Lane:
             completion.offer()
 
     def _show(self, operation: Operation, size_bytes: int) -> None:
-        """Tell the observers. Without the lock, which an observer of a program's end takes itself."""
+        """Call the observers; without the lock, which one that observes a program's end takes itself."""
         for observe in self.world.observers:
             observe(operation, size_bytes)
         if profiler._is_profiler_enabled:
@@ -276,7 +282,7 @@ class Lane:
 
     @contextmanager
     def after(self, before: Callable[[], object]) -> Iterator[None]:
-        """What is accepted inside comes after what ``before`` issues; not called if all of it is refused."""
+        """Call ``before`` just before the first call inside is accepted; not at all if all are refused."""
         self._before = before
         try:
             yield
@@ -290,12 +296,13 @@ class Lane:
 
     @contextmanager
     def together(self, place: int | None = None, what: What = None, name: str = "") -> Iterator[int]:
-        """What is accepted inside is one call of the user's (a tree): one place in the order, which it gives.
+        """Accept the operations inside the block as parts of one call (a tree). Yields that call's place.
 
-        ``name``: of that call. ``what`` has to be the same on all ranks, of each part accepted inside.
-        With ``place``, where the latest call took that one, it goes on with that call: raises what became of
-        it, ``PeerRefusedError`` or ``CollectiveMismatchError``, if it was refused meanwhile. If the block
-        fails its place is refused, whatever of it was issued. Inside another such block it is a part of that.
+        ``name`` is the call's name. ``what`` describes it, and has to be the same on all ranks for each part.
+        If the latest call took ``place``, the block adds parts to that call; it raises that call's
+        ``PeerRefusedError`` or ``CollectiveMismatchError`` if the call has been refused since. If the block
+        fails, the rest of its call is refused, whatever parts were issued. A block inside another adds parts
+        to the outer one's call.
         """
         places = self._places
         with self._lock:
@@ -318,14 +325,14 @@ class Lane:
             raise
 
     def end_of_parts(self, place: int) -> None:
-        """The call at ``place``, made in parts, has no more of them: for peers that wait for another."""
+        """Record that the call at ``place`` has no further parts, for peers that wait for another one."""
         with self._lock:
             lost = self.halting.is_halted or self._epochs.refusal_at(place) is not None
             if place == self.sequence and not lost:
                 self.records.ended(place, self._places.part + 1)
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
-        """What follows on ``operation`` once it is done: an operation with its place and its time limit."""
+        """Accept an operation that follows ``operation``, with the same place and deadline."""
         with self._lock:
             if self.broken is not None:
                 raise self.broken.for_waiter()
@@ -340,7 +347,7 @@ class Lane:
         """Open the communicator, and wait for it.
 
         Raises:
-            PeerLostError: a rank that was there has gone meanwhile.
+            PeerLostError: a rank was lost while this one waited.
         """
         with self._lock:
             self._connection.open(waits=self.world.open_waits)
@@ -353,7 +360,7 @@ class Lane:
             raise self.broken.for_waiter()
 
     def _failed_to_open(self, error: BaseException) -> None:
-        """A helper thread could not: every operation that waits for this lane fails with the reason."""
+        """A helper thread failed to open the communicator: break the lane off with that error."""
         failure = collective_error(error, f"opening {self}")
         if isinstance(failure, PeerLostError):
             self.world.find_out(self, failure)
@@ -361,19 +368,22 @@ class Lane:
             self.break_off(failure)
 
     def _restart(self, in_step: bool) -> Callable[[], object] | None:
-        """All begin another epoch. With the lock held; what comes back is to be done without it."""
+        """Begin the next epoch, on another communicator unless ``in_step``. Called with the lock held.
+
+        Returns what is to be called after the lock is released, or None.
+        """
         self.announcing.restart(self.epoch)
         if in_step:
             return None
-        self.cost = None  # it is unknown whether all had agreed on it
-        # There are half-matched operations on this one.
+        self.cost = None  # it is unknown whether all ranks had agreed on it
+        # The old communicator has half-matched operations.
         retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
         return None if retired is None else partial(self._connection.retire, retired)
 
     def next_child(self, error: BaseException | None) -> None:
-        """A child task has ended that had it: what is called from now on is another's.
+        """Note that a child task that used this lane has ended: later calls are the next child's.
 
-        With ``error`` it has not made all of its calls, and what is left of them is refused.
+        With ``error`` the child ended before it had made all of its calls, and the rest of them is refused.
         """
         with self._lock:
             missed = self._places.next_child()
@@ -382,12 +392,12 @@ class Lane:
             self.world.refuse(self, error, missed, until=until)
 
     def next_round(self) -> None:
-        """Go on counting at the next round number: ranks that have made fewer calls then count alike."""
+        """Go on counting at the next multiple of ``ROUND``: ranks with fewer calls then count alike."""
         with self._lock:
             self.announcing.restart(self._places.next_round())
 
     def break_off(self, error: CollectiveError) -> None:
-        """The lane cannot be used any more: fail what is in flight, refuse new calls."""
+        """Make the lane unusable: fail the operations in flight and queued, and refuse new calls."""
         with self._lock:
             if self.broken is None:
                 self.broken = error
@@ -400,7 +410,7 @@ class Lane:
             operation.fail(error)
 
     def lose(self, error: CollectiveError) -> None:
-        """A rank is gone, or calls are out of step: give the lane up, and tell the ranks that wait for us."""
+        """Break the lane off (a rank is gone, or calls are out of step), and tell ranks that wait for it."""
         self.break_off(error)
         self.world.pass_on(self)
 
@@ -409,7 +419,7 @@ class Lane:
         return self._failing.explain(operation, native)
 
     def needs(self, rank: int, made: int) -> bool:
-        """Whether an operation in flight waits for ``rank``, which has left after its call ``made``."""
+        """Whether an operation or unsettled refusal still needs ``rank``, which left after call ``made``."""
         index = self.group.ranks.index(rank)
         return self._epochs.unsettled is not None or any(
             operation.sequence > made if operation.sequence else operation.peer == index
@@ -417,14 +427,14 @@ class Lane:
         )
 
     def of_gradients(self) -> Lane:
-        """The lane of what backward sends for this one; gradients of gradients stay on it."""
+        """The lane on which backward passes send for this one; this lane itself if it is one of those."""
         if self.name.endswith(BACKWARD):
             return self
         found: Lane = self.group.lane(self.name + BACKWARD)
         return found
 
     def estimate(self, name: str, size_bytes: int) -> Estimate:
-        """The estimate of how long such an operation takes."""
+        """The running estimate for operations of this name whose size has as many bits."""
         kind = (name, size_bytes.bit_length())
         known = self._estimates.get(kind)
         if known is None:
@@ -432,24 +442,27 @@ class Lane:
         return known
 
     def outstanding(self) -> list[Operation]:
-        """The operations that use their memory: collectives in order, then messages."""
+        """The operations whose memory is still in use: collectives in order, then the others."""
         with self._lock:
             return self._out.using_memory()
 
     def is_over(self, place: int) -> bool:
-        """Whether all calls up to that place are over here. With the lock held."""
+        """Whether no operation up to ``place`` is in flight here. Called with the lock held."""
         first = next(iter(self._out.collectives), None)
         return first is None or first.sequence > place
 
     def disown(self, error: CollectiveError) -> list[Completion]:
-        """In a forked child: refuse new calls, fail what is in flight. Returns what must not be destroyed."""
+        """In a forked child, refuse new calls with ``error``, and fail the operations in flight.
+
+        Returns their native completions, which the child must not destroy.
+        """
         self._lock = self._connection.lock = self.queue.lock = self.halting.lock = host.Lock()
         self.broken = error
         self._epochs.end()
         return [operation.disown(error) for operation in self._out]
 
     def close(self, *, abort: bool = False) -> None:
-        """Close the communicators; with ``abort``, fail what is in flight and let nobody wait for it."""
+        """Close the communicators; with ``abort``, fail the operations in flight first."""
         if abort:
             self.break_off(AbortedError(f"{self} was aborted"))
         else:

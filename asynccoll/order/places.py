@@ -1,6 +1,7 @@
-"""The numbers of a lane's collectives: each has a place in its order, and parts of one call share one.
+"""The numbers of a lane's collectives: each call takes the next place, and the parts of one call share one.
 
-It must not know what is issued, nor when. All of it is used with the lane's lock held.
+``cut`` says more on places and parts, ``host.call_number`` on child tasks and rounds. This module must not
+know what is issued, nor when. All of it is used with the lane's lock held.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Places"]
 
-#: Of how many child tasks it is known where they ended: ranks are not that far apart.
+#: The last places of this many child tasks are kept: ranks are never that many children apart.
 _ENDS = 16
 
 
 class Places:
-    """Those that were given out so far."""
+    """The places given out so far on one lane."""
 
     __slots__ = ("ends", "latest", "part", "shared", "whole")
 
     def __init__(self, child: int = 0) -> None:
-        """``child``: how many child tasks have ended that had the lane."""
+        """``child``: how many child tasks that had the lane have ended."""
         self.latest: int = child * CHILD
         #: the last place of each of the latest children that have ended
         self.ends: dict[int, int] = {one: one * CHILD for one in range(max(0, child - _ENDS), child)}
-        self.part: int = 0  # of those at the latest place
-        self.shared: bool = False  # what is accepted now shares that place
-        self.whole: What = None  # what the call that takes it is
+        self.part: int = 0  # the latest part at the latest place
+        self.shared: bool = False  # operations accepted now are parts at the latest place
+        self.whole: What = None  # the description of the call that they are parts of
 
     def take(self) -> int:
-        """The place of a call that is accepted now; ``part`` is which of those there it is."""
+        """Take the place of an operation that is accepted now, and set ``part`` to its part there."""
         if self.shared:
             self.part += 1
             return self.latest
@@ -42,42 +43,42 @@ class Places:
         return latest
 
     def next(self, what: What) -> tuple[What, int, int, bool]:
-        """What ``what`` is as a call that is accepted now, its place and part, and whether it shares that."""
+        """For the next operation: its full description, its place, its part, and whether that place is shared."""
         if self.shared:
             return self.named(what), self.latest, self.part + 1, True
         return what, self.latest + 1, 1, False
 
     def open(self) -> int:
-        """A place that parts are to share, or whose call is not made."""
+        """Take a place without a part yet: for a call in parts, or for one that is refused."""
         self.latest += 1
         self.part = 0
         return self.latest
 
     def share(self, what: What) -> tuple[bool, What]:
-        """What is accepted from now on is a part of ``what``; comes back what ``leave`` is to restore."""
+        """Accept operations as parts of ``what`` from now on. Returns the state that ``leave`` restores."""
         before = self.shared, self.whole
         self.shared, self.whole = True, what or self.whole
         return before
 
     def leave(self, before: tuple[bool, What]) -> None:
-        """The block that shares the place ends."""
+        """Restore the state before ``share``: the block whose operations share a place has ended."""
         self.shared, self.whole = before
 
     def named(self, what: What) -> What:
-        """What a call is, together with the one that it is a part of."""
+        """The description of an operation, with that of the call that it is a part of, if any."""
         return (self.whole, what) if self.shared else what
 
     def have_come_to(self, place: int, stands: int) -> bool:
-        """Whether all places below that one have been given out, and as many parts of it as stand."""
+        """Whether all places below ``place`` have been given out, and ``stands`` parts at ``place``."""
         return (self.latest, self.part) >= ((place, stands) if stands else (place - 1, 0))
 
     def next_round(self) -> int:
-        """Go on at the next round number."""
+        """Go on at the next multiple of ``ROUND``; returns it."""
         self.latest += ROUND - self.latest % ROUND
         return self.latest
 
     def next_child(self) -> int:
-        """What is called from now on is another child task's; the place of what the last one left out."""
+        """Go on with the calls of the next child task. Returns the first place not used by the last one."""
         child = self.latest // CHILD
         self.ends[child] = self.latest
         self.ends.pop(child - _ENDS, None)

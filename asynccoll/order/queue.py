@@ -1,10 +1,10 @@
-"""The calls of a lane that are queued, and who issues them: in order, and in one thread at a time.
+"""The queued calls of a lane, which are issued in order, and by one thread at a time.
 
-A *program* (an operation of several native calls that depend on each other) is driven from its
-completions, or by a waiter that comes at once (``stepping``): it goes on whether or not anybody waits.
-What comes after it queues until it has issued its last call.
+A *program* (an operation of several native calls that depend on each other) is driven by its completions'
+callbacks, or by its waiter if that waits at once (``stepping``); so it goes on even if nobody waits for it.
+Later calls are queued until it has issued its last call.
 
-It must not know who is told of a call that fails, nor how a refusal is settled.
+It must not know which ranks are told of a call that fails, nor how a refusal is settled (``cut``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ __all__ = ["Queue"]
 
 
 class Queue:
-    """Of one lane. What comes before ``start`` is called with the lane's lock held, the rest without."""
+    """The queue of one lane, and what issues from it.
+
+    The methods above ``start`` are called with the lane's lock held, ``start`` and those below it without,
+    except ``_rest`` and ``_may_start``.
+    """
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class Queue:
         failing: Failing,
         start_order: StartOrder | None,
     ) -> None:
-        """``name`` and ``key``: the lane's, by which a ``start_order`` names it to other ranks."""
+        """``name`` and ``key`` are the lane's: ``start_order`` uses them to name it to other ranks."""
         self.name: str = name
         self.key: str = key
         self.lock: host.Lock = lock
@@ -61,11 +65,11 @@ class Queue:
         self._active: Job | None = None
         self._start_order = start_order
         self._admitted: int | None = None  # the epoch in which ``start_order`` lets one operation start
-        self._driving = False
-        self._kicked = False
+        self._driving = False  # a thread is in ``drive``
+        self._kicked = False  # ``drive`` was called since: that thread has to look again before it returns
 
     def is_free(self, stream: Stream | None) -> bool:
-        """Whether the next call, or one of ``stream``, may be issued by its caller."""
+        """Whether the next call, or the next message of ``stream``, may be issued by its caller at once."""
         return (
             self._connection.communicator is not None
             and not self._jobs
@@ -78,9 +82,9 @@ class Queue:
         ) or (stream is not None and self._only_awaits_others())
 
     def _only_awaits_others(self) -> bool:
-        """Whether a collective holds up all the rest until it is known what other ranks call.
+        """Whether all that is queued waits for a collective that is being compared with other ranks' calls.
 
-        A message must not wait for it: its receiver may have to have it before it calls that.
+        A message must not wait for that: its receiver may need the message before it makes its own call.
         """
         first = self._active or (self._jobs[0] if self._jobs else None)
         return (
@@ -93,11 +97,11 @@ class Queue:
         )
 
     def begin(self, job: Job, _: Communicator) -> Completion:
-        """Issue the first calls of a program that its waiter may drive, where nothing else is queued."""
+        """Issue the first call of a program that its waiter may drive, while nothing else is queued."""
         promise, self._active = job.promise, job
         try:
             last = self._next_call(job)
-        except BaseException:  # refused by the native call itself, as it is for a single one
+        except BaseException:  # from the native call itself: ``Lane.issue`` handles it, as for a single call
             self._active = None
             raise
         if last is not None:
@@ -106,37 +110,40 @@ class Queue:
         return promise
 
     def extend(self, jobs: Iterable[Job]) -> None:
-        """They come after those that are there."""
+        """Queue ``jobs`` behind those that are queued already."""
         self._jobs.extend(jobs)
 
     def take_out(self, refusal: Refusal, last: int) -> list[Job]:
-        """What may be lost with ``refusal``, and is not begun; what is begun is given up, up to ``last``."""
+        """Take the jobs at the places that ``refusal`` loses out of the queue, and return them.
+
+        The job that has begun is given up instead, if ``refusal`` loses it and its place is at most ``last``.
+        """
         lost = [job for job in self._jobs if refusal.loses(job.place, job.part)]
         self._jobs = deque(job for job in self._jobs if not refusal.loses(job.place, job.part))
         self.give_up(refusal, last)
         return lost
 
     def give_up(self, refusal: Refusal, last: int) -> None:
-        """What is begun is lost with ``refusal``, if its place is not above the ``last``."""
+        """Abandon the job that has begun, if ``refusal`` loses it and its place is at most ``last``."""
         active = self._active
         if active is not None and active.place <= last and refusal.loses(active.place, active.part):
             self._active = None
             active.abandon()
 
     def clear(self) -> list[Job]:
-        """Take out all, also what is begun."""
+        """Empty the queue; returns all jobs, also the one that has begun."""
         jobs = [*self._jobs] if self._active is None else [*self._jobs, self._active]
         self._jobs, self._active = deque(), None
         return jobs
 
     def reached(self, latest: int) -> int:
-        """The highest place that may have been issued by its caller, where ``latest`` was accepted last."""
+        """The highest place that may have been issued so far, where ``latest`` is the last one accepted."""
         first = next((job for job in self._jobs if job.place), None)
-        # One that others were told of counts: it is not announced once more.
+        # A queued call of which other ranks were told counts as issued: it is not announced again.
         return latest if first is None else first.place - (not first.shares and first.gate is None)
 
     def is_quiet_below(self, refusal: Refusal) -> bool:
-        """Whether nothing that has a place below the refused one is left, nor being issued."""
+        """Whether no call that ``refusal`` leaves valid is queued or being issued."""
         active = self._active
         return (
             not self._driving
@@ -145,17 +152,17 @@ class Queue:
         )
 
     def start(self) -> None:
-        """Something was queued: issue it if possible, and let no waiter hold it up."""
-        with self.lock:  # or it may be about to issue its first call, and then there is nothing to hand over
+        """Issue what was just queued, if possible, and let no waiter that drives a program hold it up."""
+        with self.lock:  # else the job may be about to issue its first call, with nothing to hand over yet
             active = self._active
-            promise = None if active is None else active.promise  # once: it may be over any moment
+            promise = None if active is None else active.promise  # read once: the job may end at any moment
         if isinstance(promise, Stepping):
-            promise.hand_over()  # somebody else waits for its end now
+            promise.hand_over()  # the queued call now waits for the program's end as well
         self.request(1)
         self.drive()
 
     def drive(self) -> None:
-        """Issue queued operations as far as possible."""
+        """Issue queued operations as far as possible; or have the thread do it that is driving already."""
         with self.lock:
             if self._driving:
                 self._kicked = True
@@ -168,7 +175,7 @@ class Queue:
             raise
 
     def _stop_driving(self) -> None:
-        """The driving waiter was interrupted, at any point: leave the rest to completions."""
+        """After the driving waiter was interrupted, at whatever point: leave the rest to completions."""
         with self.lock:
             self._driving = self._kicked = False
             active = self._active
@@ -204,7 +211,7 @@ class Queue:
         return self._start_order is None or not job.place or self._admitted == self._epochs.number
 
     def _rest(self) -> bool:
-        """Give up driving, unless somebody called for it meanwhile. With the lock held."""
+        """Stop driving, unless ``drive`` was called since; returns whether it stopped. With the lock held."""
         if self._kicked:
             self._kicked = False
             return False
@@ -216,15 +223,15 @@ class Queue:
         interrupted: KeyboardInterrupt | None = None
         try:
             last = self._next_unless_refused(job)
-        except BaseException as error:  # whatever a step raises belongs to its waiter, not to this thread
+        except BaseException as error:  # the job's waiter gets what a step raises, not this thread
             last = Ready(error)
-            if isinstance(error, KeyboardInterrupt):  # but this is meant for the thread
+            if isinstance(error, KeyboardInterrupt):  # but an interrupt is meant for this thread as well
                 interrupted = error
             if self._active is job:
                 self._failing.broke_off(job, error)
         if last is not None:
             with self.lock:
-                mine = self._active is job  # else it was given up meanwhile, and ``start_order`` told
+                mine = self._active is job  # else the job was given up: ``_pass_turn`` tells ``start_order``
                 if mine:
                     self._active = None
                 passed = mine and job.place > 0 and self._admitted is not None
@@ -240,7 +247,7 @@ class Queue:
             raise interrupted
 
     def _next_unless_refused(self, job: Job) -> Completion | None:
-        """``_next_call``, if nothing is found against it; None also if that is not known yet."""
+        """``_next_call``, unless the comparison of calls objects; None also if that is not known yet."""
         found = self._announcing.objection(job)
         if found is None:
             return on_stream(job.stream, self._next_call, job)
@@ -250,7 +257,7 @@ class Queue:
         return Ready(found)
 
     def _next_call(self, job: Job) -> Completion | None:
-        """Make it; what comes back is the completion of the job's last."""
+        """Make the job's next call. Returns its completion if it was the job's last call, else None."""
         if job.start is not None:
             return returned(job.start(self._connection.opened()))
         try:
@@ -259,7 +266,7 @@ class Queue:
                 job.step = job.generator.throw(error)
             else:
                 if job.step is not None and job.step.stream_ordered:
-                    job.step.synchronize()  # what the program computes of it comes after it
+                    job.step.synchronize()  # so that what the program computes from it runs after it
                 if job.generator is None:
                     assert job.program is not None
                     job.generator = job.program(self._connection.opened())
@@ -268,31 +275,31 @@ class Queue:
             return returned(stop.value)
         return None
 
-    # What the start order asks and says
+    # To and from the start order
 
     def request(self, times: int) -> None:
-        """So many operations were queued: ask for their start, if the group has an order of starts."""
+        """Ask ``start_order``, if there is one, for the start of that many operations that were queued."""
         if self._start_order is not None:
             for _ in range(times):
                 self._start_order.request(self)
 
     def next_epoch_to_start(self) -> int | None:
-        """The epoch of the next operation that waits to be started; None if no operation does."""
+        """The current epoch if a collective is queued and waits to be started, else None."""
         with self.lock:
             return self._epochs.number if any(job.place for job in self._jobs) else None
 
     def admit(self, epoch: int) -> None:
-        """The next operation of this lane may start: the one that rank 0 starts in ``epoch``."""
+        """Let the next operation of this lane start: the one that rank 0 starts in ``epoch``."""
         with self.lock:
             self._admitted = epoch
         self.drive()
 
     def _pass_turn(self) -> None:
-        """Take this lane's turn without starting anything, if the operation it was for was given up."""
+        """Release the turn given by ``admit`` without starting anything, if its operation was given up."""
         with self.lock:
             barren = self._epochs.is_exhausted and not self._jobs and self._active is None
             if self._admitted is None or self._admitted > self._epochs.number:
-                return  # the first rank has settled before us
+                return  # rank 0 has settled a refusal that this rank has not
             if self._admitted == self._epochs.number and not barren:
                 return
             self._admitted = None
