@@ -43,7 +43,7 @@ class Places:
         return latest
 
     def next(self, what: What) -> tuple[What, int, int, bool]:
-        """For the next operation: its full description, its place, its part, and whether that place is shared."""
+        """The next operation: its full description, place, part, and whether it shares that place."""
         if self.shared:
             return self.named(what), self.latest, self.part + 1, True
         return what, self.latest + 1, 1, False
