@@ -72,7 +72,7 @@ class Connection:
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
         opener.start()
-        self._opener = opener  # only now: ``close`` joins it, which a thread must have started for
+        self._opener = opener  # after the start: ``close`` cannot join a thread that has not started
 
     def _open_here(self, epoch: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A call of a lane that fails: which error its waiter gets, who has to hear of it, and what else it costs.
+"""A call of a lane fails: which error its waiter gets, whether peers are told, whether the lane is lost.
 
 It must not know how refusals are settled (``cut``), nor how a culprit is found (``needs.World``).
 """
@@ -26,16 +26,19 @@ __all__ = ["Failing"]
 
 
 class Failing:
-    """Of one lane. ``not_taken`` is called with its lock held, the others without."""
+    """The failures of one lane. ``not_taken`` is called with the lane's lock held, the others without."""
 
     def __init__(self, lane: Order, epochs: Epochs) -> None:
         self._lane = lane
         self._epochs = epochs
-        #: nothing more is issued: peers may be at another call of a program that broke off, or at a message
+        #: nothing more is issued: a program broke off, or a message was not sent, so peers may be out of step
         self.out_of_step: bool = False
 
     def not_taken(self, error: BaseException, name: str, *, message: bool) -> None:
-        """A library raised ``error`` instead of taking a call: raises a typed one, if that has no type."""
+        """Handle an ``error`` that a backend raised instead of accepting a call.
+
+        Raises a typed error if it is a ``RuntimeError`` of no type of ours; else the caller raises ``error``.
+        """
         if message:
             self._lose_messages(error)
         else:
@@ -44,16 +47,17 @@ class Failing:
             raise collective_error(error, f"{name} on {self._lane}") from error
 
     def broke_off(self, job: Job, error: BaseException) -> None:
-        """The program failed halfway: its peers wait for a rest that never comes, or are a call ahead.
+        """Handle the failure of a program halfway: peers may wait for its remaining calls, or be ahead of it.
 
-        An error that all of them raise (a mismatch that they compared) does not count.
+        Refuse the call, or lose the lane if one of its native calls failed. Errors that all ranks raise alike
+        (a mismatch that they compared) need neither.
         """
         if not job.place:
             self._lose_messages(error)
             return
         lane = self._lane
         if isinstance(error, CollectiveError):
-            # Of a call in parts the others may have made no more than this one: the rest of it is lost.
+            # Other ranks may have made fewer parts of this call: the rest of it is lost.
             if job.shares and isinstance(error, CollectiveMismatchError):
                 lane.world.refuse(lane, error, job.place, spare=job.promise, part=job.part)
             return
@@ -64,36 +68,39 @@ class Failing:
             lane.world.refuse(lane, error, job.place, spare=job.promise, part=job.part)
 
     def differs(self, found: CollectiveMismatchError, place: int, part: int, spare: Completion) -> None:
-        """Others make another call there, or at an earlier place: that one is refused."""
+        """Refuse the call at that place and part, or the earlier one at which other ranks began to differ."""
         place, part = min(found.begins or (place, part), (place, part))
         self._lane.world.refuse(self._lane, found, place, spare=spare, part=part)
 
     def _lose_messages(self, error: BaseException) -> None:
-        """The library has not taken a message: its receiver, or sender, would take the next one for it."""
-        if not isinstance(error, AsyncCollError):  # such as a tag that it lacks: nothing was sent
+        """Lose the lane as a message was not accepted: the peer would take the next one for it."""
+        if not isinstance(error, AsyncCollError):  # ours, as for a tag the backend lacks: nothing was sent
             self._lose_soon(collective_error(error, f"a message on {self._lane}"))
 
     def _lose_soon(self, failure: CollectiveError) -> None:
-        """Nothing more is issued until it is known what has failed; then the lane is lost."""
+        """Stop issuing at once; the lane is lost once another thread has found the culprit."""
         self.out_of_step = True
         self._lane.world.find_out(self._lane, failure)
 
     def explain(self, operation: Operation, native: BaseException) -> AsyncCollError:
-        """The typed error for ``native``; the world says which rank is the culprit."""
+        """The typed error for ``native``; the world finds out which rank is the culprit.
+
+        If it is a lost rank of the group, the lane is lost as well.
+        """
         lane = self._lane
         if isinstance(native, AsyncCollError) and not isinstance(native, CollectiveError):
-            return native  # of this rank's own call, which broke off for that reason
+            return native  # raised on this rank, by the call itself
         refusal = self._epochs.refusal_of(operation.sequence, operation.part)
         if refusal is not None and native is not lane.broken:
             own = refusal.rank == lane.world.rank and refusal.place == operation.sequence
             if not (own and refusal.why == f"{type(native).__name__}: {native}"):
-                # Its peers have closed the communicator.
+                # The native error is only a consequence: the peers have closed the communicator.
                 return refusal.error(lane, operation.sequence, operation)
         if lane.broken is not None and not isinstance(native, CollectiveError):
-            return lane.broken.for_waiter()  # with which the communicator was given up
+            return lane.broken.for_waiter()  # the communicator was given up with that error
         error = collective_error(native, str(operation))
         if operation.peer >= 0 and isinstance(error, (CollectiveMismatchError, PeerRefusedError)):
-            # A library knows neither the ranks of the world nor the line.
+            # A backend knows neither the ranks of the world nor the user's line.
             ranks = (lane.group.ranks[operation.peer],) if isinstance(error, PeerRefusedError) else ()
             return type(error)(f"{operation}: {error}", ranks)
         error = lane.world.diagnose(lane, error)
@@ -102,5 +109,5 @@ class Failing:
         return error
 
     def _is_without(self, ranks: tuple[int, ...]) -> bool:
-        """Whether these ranks are no members: of a message that cannot be connected without their store."""
+        """Whether none of ``ranks`` is a member: a message cannot connect if the store's rank is gone."""
         return bool(ranks) and set(ranks).isdisjoint(self._lane.group.ranks)

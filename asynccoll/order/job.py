@@ -21,16 +21,16 @@ __all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "returned"]
 
 #: One native call, given the communicator.
 Start = Callable[[Communicator], Completion]
-#: Several: each yielded completion is waited for; the last call's is returned.
+#: Several native calls: each yielded completion is waited for; that of the last call is returned.
 Program = Callable[[Communicator], Generator[Completion, None, Completion]]
-#: What of a call has to be the same on all ranks, besides the native calls that it comes to: shown in errors.
+#: The description of a call that has to be the same on all ranks, besides its native calls; shown in errors.
 What = str | tuple[Hashable, ...] | None
-#: Of a call that other ranks need not make: they go on with other calls meanwhile (``join``).
+#: The description of a call that other ranks need not make: they go on with other calls (``join``).
 UNCOMPARED: What = ("goes with any other call",)
 
 
 def returned(completion: Completion | None) -> Completion:
-    """What a backend has returned for a call, which somebody else may have written."""
+    """Check what a backend, perhaps another package's, has returned for a call, and return it."""
     if completion is None:
         raise UnsupportedOpError(
             "the backend's communicator has no such call, or returned nothing from it: what it does not have "
@@ -71,20 +71,20 @@ class Job:
         driven_by: Callable[[], object] | None = None,
         sent: Callable[[], Iterable[Completion]] = tuple,
     ) -> None:
-        #: what its first call waits for, and why it is not to be made if that ends with an error
+        #: the comparison that its first call waits for; if it ends with an error, the call is not made
         self.gate: Promise | None = None
-        self.place: int = 0  # in the lane's order; a message has none
-        self.part: int = 1  # of those at its place
-        self.ticket: int = 0  # of its record
-        #: its place with other parts of one call, some of which may have been issued
+        self.place: int = 0  # in the lane's order (``cut``); 0 for a message
+        self.part: int = 1  # which part of the call at its place it is
+        self.ticket: int = 0  # the number of its entry in the flight recorder
+        #: it shares its place with other parts of one call, some of which may have been issued
         self.shares: bool = False
         self.what: What = None
         self.called: Spot = NOWHERE
         self.start: Start | None = start
         self.program = program
-        #: the input is ready there, whichever thread issues the call
+        #: the stream on which the input is ready, whichever thread issues the call
         self.stream: torch.cuda.Stream | None = current()
-        #: the waiter drives it, not its completions (``stepping``)
+        #: whether its waiter drives it, not its completions (``stepping``)
         self.driven: bool = driven_by is not None
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.promise.sent = sent
@@ -92,18 +92,18 @@ class Job:
         self.step: Completion | None = None
 
     def becomes(self, operation: Operation, spot: Spot, what: What, *, shares: bool) -> None:
-        """``operation`` ends with it."""
+        """Take over the place, part, ticket and description of ``operation``, which ends with this job."""
         self.place, self.part, self.ticket = operation.sequence, operation.part, operation.ticket
         self.called, self.what, self.shares = spot, what, shares
 
     def abandon(self) -> None:
-        """Nobody goes on with it; what it waits for may still write to its memory."""
+        """Give the job up; its promise keeps the step in flight, which may still write to its memory."""
         if self.step is not None:
             if not self.promise.done():
                 self.promise.source = self.promise.source or self.step
             self.step.abandon()
 
     def let_go(self) -> None:
-        """It is over. Its promise, which others may keep, knows the job, and the job all that was sent."""
+        """Drop what the job refers to: others may keep its promise, which refers to the job."""
         self.program = self.generator = None
         self.promise = _SETTLED

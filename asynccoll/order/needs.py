@@ -1,4 +1,4 @@
-"""What a lane needs of what is around it; groups and the world implement it."""
+"""The protocols of what a lane needs from the packages above; groups and the world implement them."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ __all__ = ["Blame", "Compared", "Members", "Subject", "World"]
 
 
 class Blame(Protocol):
-    """Who keeps an operation from ending; ``str()`` says why."""
+    """Which ranks keep an operation from ending; ``str()`` says why."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks."""
+        """Their global ranks."""
 
 
 class Compared(Protocol):
-    """What compares a lane's calls with those of other ranks, before they are made."""
+    """Compares a lane's calls with those of other ranks before they are made."""
 
     def call(
         self, what: Hashable, spot: Spot, place: int, part: int
     ) -> CollectiveMismatchError | Promise | None:
-        """The call that is about to be made. What to raise instead, or to wait for first; None: make it.
+        """Compare the call that is about to be made.
 
-        None, too, where it was asked before. A promise ends with the error that is to be raised, or without.
+        Returns the error to raise instead, or a promise to wait for first, which ends with that error or
+        without one; None: make the call. Also None if the same call was compared before.
         """
 
     def restart(self, epoch: int) -> None:
-        """Ranks are in step again, whatever each has called before."""
+        """Compare anew from here: ranks are in step again, whatever they called before."""
 
 
 class Subject(Protocol):
-    """What an operation is of; it must not change."""
+    """The data of an operation, for the flight recorder; it must not change."""
 
     plan: Any
 
     @property
     def shape(self) -> Hashable:
-        """Of what is sent."""
+        """The shape of the data that is sent."""
 
     def described(self) -> str:
-        """As ``float32[4, 8] sum``."""
+        """The data in words, as in ``float32[4, 8] sum``."""
 
 
 class Members(Protocol):
-    """The ranks that a lane is among."""
+    """The group of ranks that a lane belongs to."""
 
     ranks: tuple[int, ...]
     size: int
@@ -69,26 +70,26 @@ class Members(Protocol):
 
     @property
     def key(self) -> str:
-        """The name by which they meet, the same on each of them."""
+        """The group's name in the store, the same on each of its ranks."""
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Of several equal nodes: which of them that member is on, and its index there."""
+        """The node of that member, of several equal ones, and its index on that node."""
 
     def topology(self, device: str) -> Topology:
-        """What planning must know of them, for tensors on a device of this type."""
+        """What planning must know of the group, for tensors on a device of this type."""
 
     def lane(self, name: str) -> Any:
-        """The lane of that name among them, opened on first use."""
+        """The group's lane of that name, opened on first use."""
 
     def lanes(self) -> list[Any]:
-        """Those that are open."""
+        """The group's open lanes."""
 
     def index(self, rank: int, role: str) -> int:
-        """The position among them of the global ``rank``, which a call names as its ``role``."""
+        """The index in the group of the global ``rank``, which a call names as its ``role``."""
 
 
 class World(Protocol):
-    """This rank's world, as its lanes see it; who is asked about a lane knows it better than ``Any``."""
+    """This rank's world, as its lanes see it; implementations have narrower types than ``Any`` for lanes."""
 
     rank: int
     timeout: float
@@ -101,14 +102,14 @@ class World(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are, and its numbers go."""
+        """The device of its tensors, to which numbers are sent."""
 
     @property
     def open_waits(self) -> bool:
         """Whether ``open`` waits for the other members."""
 
     async def computed(self, value: object) -> None:
-        """Wait until ``value`` is computed, where a backend puts that off."""
+        """Wait until ``value`` is computed, if the backend defers computation."""
 
     def open(self, lane: Any, epoch: int) -> Communicator:
         """A communicator of the lane's members, for one epoch."""
@@ -127,25 +128,25 @@ class World(Protocol):
         """Tell the peers that this rank does not make a call (``health.refusals``)."""
 
     def watch_over(self, operation: Any) -> None:
-        """Somebody waits for it: look from time to time whether it can still end."""
+        """Note that a waiter has begun: check from time to time whether the operation can still end."""
 
     def watch_no_more(self, operation: Any) -> bool:
-        """Nobody waits for it now."""
+        """Note that one waiter has ended; returns whether another one still waits."""
 
     def loss(self, lane: Any) -> PeerLostError | None:
-        """The error that names the ranks that are gone and that the lane waits for, if any is."""
+        """The error that names the lost ranks that the lane waits for, or None if there are none."""
 
     def diagnose(self, lane: Any, error: CollectiveError) -> CollectiveError:
-        """The same failure with its culprit named."""
+        """The same failure, with its culprit named."""
 
     def find_out(self, lane: Any, error: CollectiveError) -> None:
-        """Have the lane lost because of this failure, on another thread, once its culprit is known."""
+        """Have another thread find the culprit of this failure, and then lose the lane."""
 
     def blame(self, operation: Any) -> Blame:
-        """Which ranks keep an operation from ending, and what they do instead; asks them, within a bound."""
+        """Ask the ranks, within a bounded time, which of them keep an operation from ending, and why."""
 
     def dump(self) -> str:
-        """Keep what ranks have recorded, for a failure whose text this ends."""
+        """Save what the ranks have recorded; returns a text to append to a failure's."""
 
     def pass_on(self, lane: Any) -> None:
-        """Let those who wait for this rank on the lane know that it has given up."""
+        """Tell the ranks that wait for this one on the lane that it has given the lane up."""

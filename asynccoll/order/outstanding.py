@@ -15,10 +15,10 @@ __all__ = ["Outstanding"]
 
 
 class Outstanding:
-    """Collectives, which complete in order, and the rest, which completes at any time.
+    """One lane's collectives, which complete in order, and its other operations, which complete at any time.
 
-    These are messages, and operations given up, to whose memory native code may still write. The lane holds
-    its lock around each call.
+    The others are messages, and operations that have failed while native code may still write to their
+    memory. The lane holds its lock around each call.
     """
 
     def __init__(self) -> None:
@@ -26,31 +26,31 @@ class Outstanding:
         self._apart: list[Operation] = []
 
     def __iter__(self) -> Iterator[Operation]:
-        """Collectives in order, then the others; some may be over."""
+        """Yield the collectives in order, then the others; some may be over."""
         yield from self.collectives
         yield from self._apart
 
     def add(self, operation: Operation) -> None:
-        """A collective was accepted. Those before it that are over are forgotten."""
+        """Add a collective that was accepted, and forget the earlier ones that are over."""
         collectives = self.collectives
         while collectives and ((first := collectives[0]).over or first.completion.landed() or first.failure):
             collectives.popleft()
             if first.failure is not None:
                 self.add_apart(first)
             elif not first.over:
-                first.lane.world.recorder.ended(first.ticket, host.monotonic())  # nobody has seen it
+                first.lane.world.recorder.ended(first.ticket, host.monotonic())  # no waiter has seen its end
         collectives.append(operation)
 
     def add_apart(self, operation: Operation) -> None:
-        """Hold on to its memory, out of the others' way."""
+        """Add an operation outside the order of collectives, to keep its memory until it has landed."""
         self._apart = [one for one in self._apart if not one.completion.landed()]
         self._apart.append(operation)
 
     def using_memory(self) -> list[Operation]:
-        """Those whose memory may still be read or filled."""
+        """The operations whose memory may still be read or filled."""
         return [operation for operation in self if not operation.landed()]
 
     def clear(self) -> None:
-        """Let go of them: they hold native works, and those the connections."""
+        """Forget all operations: they refer to native works, which keep the connections open."""
         self.collectives.clear()
         self._apart.clear()

@@ -1,4 +1,4 @@
-"""What a lane writes into its rank's flight recorder: each call, where a block ends, what is refused.
+"""What a lane writes to its rank's flight recorder: each call, the end of a call in parts, each refused call.
 
 It must not know when calls are made, nor what becomes of them.
 """
@@ -22,7 +22,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """Of one lane, whose ranks meet by ``key``. With its lock held or not."""
+    """The records of one lane, which its ranks open under ``key``. The lane's lock need not be held."""
 
     __slots__ = ("_names", "_recorder", "number")
 
@@ -34,9 +34,9 @@ class Records:
     def note(
         self, operation: Operation, spot: Spot, size_bytes: int, of: Subject | None, *, queued: bool
     ) -> None:
-        """``operation`` was accepted, which was called at ``spot``."""
+        """Record that ``operation``, called at ``spot``, was accepted; sets its ``ticket``."""
         recorder, estimate, called = self._recorder, operation.estimate, operation.started
-        # Addresses stand for what is longer to compare; what is at them is kept for as long as that counts.
+        # Ids stand for objects that take longer to compare; ``learn`` keeps these alive as long as the key.
         key = (
             (estimate, id(spot[0]), spot[1])
             if of is None
@@ -54,28 +54,28 @@ class Records:
         )
 
     def _describe(self, key: Hashable, estimate: Estimate, spot: Spot, of: Subject | None) -> int:
-        """The text that is recorded for operations of this kind."""
+        """Record the text for operations of this kind; returns its number."""
         said = "" if of is None else of.described()
         parts = (*self._names, estimate.name, said, str(spot.place))
         return self._recorder.learn(key, parts, (estimate, spot, of and of.plan))
 
     def begun(self, ticket: int) -> None:
-        """What was queued is being issued."""
+        """Record that a queued operation is being issued."""
         self._recorder.begun(ticket, host.monotonic())
 
     def ended(self, place: int, part: int) -> None:
-        """The call at ``place``, made in parts, has no ``part``: for peers that wait for it."""
+        """Record that the call in parts at ``place`` has no ``part``, for peers that wait for that part."""
         spot, now = called_at.get() or caller(), host.monotonic()
         key = (END, self.number, id(spot[0]), spot[1])
         text = self._recorder.texts.get(key) or self._describe(key, Estimate(END), spot, None)
         self._recorder.ended(self._recorder.note(text, self.number, place, part, -1, 0, now, now), now)
 
     def refused(self, name: str, place: int, part: int, peer: int, why: str) -> None:
-        """What the caller has called is not made: for peers that miss it, and for tools."""
+        """Record that the caller's call is refused and not made, for peers that wait for it and for tools."""
         recorder, now = self._recorder, host.monotonic()
         text = self._describe(("refused", name), Estimate(name), called_at.get() or caller(), None)
         recorder.refused(recorder.note(text, self.number, place, part, peer, 0, now, now), why, now)
 
     def forget(self) -> None:
-        """The lane is closed."""
+        """Forget the lane, which is closed."""
         self._recorder.forget_lane(self.number)

@@ -1,10 +1,10 @@
-"""Programs that their own waiter drives, because it comes at once.
+"""Programs that are driven by their own waiter, because it waits at once.
 
-A program's next call is issued from the completion of the one before, on the thread that completes it:
-the waiter may come late. That costs wake-ups across threads at every step. Where the waiter is likely
-to come at once, as for an object that is awaited where it is sent, or says so (``waiting``), it waits
-on the native step itself and drives the lane from there; the order is the lane's as ever. If it gives up,
-or does not come within the grace of the progress thread, the completions take over.
+Normally a program's next call is issued from the completion of the one before, on the thread that completes
+it, as the user may begin to wait late. That costs wake-ups across threads at every step. If a waiter is
+likely to wait at once (an object is awaited where it is sent), or says so (``waiting``), it waits for the
+native step itself and drives the lane from there, in the lane's order. If it gives up, or does not begin to
+wait within the grace period of the progress thread, the completions take over.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from asynccoll.transport.progress import progress
 
 __all__ = ["Stepping", "waiting"]
 
-#: The caller waits for what it starts, before it does anything else.
+#: True while the caller waits for each operation that it starts before it does anything else.
 waiting: ContextVar[bool] = ContextVar("asynccoll_waiting", default=False)
 
 
 class Driven(Protocol):
-    """The job whose promise it is."""
+    """The job whose promise a ``Stepping`` is."""
 
     driven: bool
     step: Completion | None
 
     def let_go(self) -> None:
-        """It is over."""
+        """Drop what the job refers to: it is over."""
 
 
 class Stepping(Promise):
@@ -38,7 +38,7 @@ class Stepping(Promise):
 
     __slots__ = ("_drive", "_job", "_last", "attended")
 
-    # The progress thread looks at it once, after the grace period, to take it from its waiter.
+    # The progress thread polls it once, after the grace period, and then hands it over to the completions.
     urgent = False
     lateness = None
 
@@ -65,7 +65,7 @@ class Stepping(Promise):
                 self.hand_over()
                 return super().wait(left)
             if not step.wait(left):
-                return self._done  # that this waiter gives up is noticed by the progress thread
+                return self._done  # if this waiter gives up, the progress thread notices
             if step is self._last:
                 self.settle(step.error())
                 continue
@@ -75,7 +75,7 @@ class Stepping(Promise):
         return True
 
     def settle(self, error: BaseException | None = None) -> None:
-        self._job.let_go()  # first, so that who is told finds nothing kept
+        self._job.let_go()  # before waiters are woken, so that they find nothing kept alive
         super().settle(error)
 
     def follow(self, completion: Completion) -> None:
@@ -91,7 +91,7 @@ class Stepping(Promise):
         super().add_callback(callback)
 
     def offer(self) -> None:
-        """Leave it to its waiter, for a while."""
+        """Leave the driving to the waiter for the grace period; if it cannot block, hand over at once."""
         step = self._last or self._job.step
         if step is None or not step.blockable or step.done():
             self.hand_over()
@@ -104,19 +104,19 @@ class Stepping(Promise):
         return self._done or not self._job.driven
 
     def expected(self) -> float:
-        """It is looked at once."""
+        """The seconds during which to poll it again and again: 0.0, as one poll is enough."""
         return 0.0
 
     def poll(self) -> bool:
-        """Its waiter has not come."""
+        """Hand over to the completions: no waiter has driven it within the grace period."""
         self.hand_over()
         return True
 
     def hand_over(self) -> None:
-        """From now on completions drive the lane, also that of the step which is in flight."""
+        """Let completions drive the lane from now on, also that of the step in flight."""
         if not self._job.driven:
             return
-        self._job.driven = False  # first: what starts meanwhile sees it, or is seen below
+        self._job.driven = False  # first: a step that starts now either sees this, or is seen below
         if self._last is not None:
             super().follow(self._last)
         elif self._job.step is not None:

@@ -1,7 +1,7 @@
-"""The turns of receives from one source with one tag, where a message comes in more than one piece.
+"""The order of receives from one source with one tag, if a message may consist of two pieces.
 
-Messages of a source and tag are matched in the order in which they are received. One whose size only its
-first piece tells has a second piece, and what is received after it waits until that has been asked for.
+Messages of a source and tag are matched in the order of the receives. If only the first piece of a message
+tells its size, there is a second piece, and later receives wait until that has been asked for.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from asynccoll.transport.completion import Completion, Promise
 
 __all__ = ["Turns"]
 
-#: Which source and tag.
+#: Source and tag.
 Key = tuple[int, int]
 #: Asks for a message; settles the promise once all of its pieces have been asked for.
 Ask = Callable[[Promise], Completion]
 
 
 class Turns:
-    """Whose turn it is, by source and tag: of one lane."""
+    """Whose turn it is on one lane, by source and tag."""
 
     __slots__ = ("_asked", "_lock")
 
     def __init__(self) -> None:
-        self._asked: dict[Key, Promise] = {}  # the latest of each that is not settled yet
+        self._asked: dict[Key, Promise] = {}  # the promise of each key's latest receive, while unsettled
         self._lock = host.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
     def take(self, key: Key, ask: Ask) -> Completion:
-        """Ask for a message, now or once those before it have been asked for; its completion."""
+        """Ask for a message now, or once earlier ones have been asked for. Returns its completion."""
         asked, over = Promise(), Promise()
         with self._lock:
             before = self._asked.get(key)
@@ -45,7 +45,7 @@ class Turns:
         def follow() -> None:
             try:
                 over.follow(ask(asked))
-            except BaseException as error:  # raised in its waiter, not in this thread
+            except BaseException as error:  # the receive's waiter gets it, not this thread
                 asked.settle()
                 over.settle(error)
 
