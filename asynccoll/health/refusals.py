@@ -1,19 +1,20 @@
-"""A call that one rank refuses must not leave the others waiting for it: what the ranks tell each other.
+"""What ranks tell each other about refused calls, so that no rank waits for a call that a peer refused.
 
-``cut`` says what a refusal does to a lane, and why that is sound. Here is the talk that it takes, over the
-store, for each lane and epoch; every key has one writer:
+``order.cut`` says what a refusal does to a lane, why that is sound, and what place, epoch, cut, statement and
+verdict are. This module exchanges refusals and statements over the store, for each lane and epoch; every key
+has one writer:
 
-- ``refused/RANK``: what that rank refused, as soon as it did; ``any`` once there is such a key. A rank that
-  has waited for a second, for anything (on MPI also one that waits for nothing), looks for them on all of its
-  lanes: its peer may wait for a call on another lane, for which nobody waits here. It asks for one
-  number, of all refusals in this world, and for more only where that has changed.
-- ``asynccoll/unmade/KIN/RANK``: what child tasks have not called there on lanes that this rank has not
-  opened, where others may wait for it. As soon as it opens one it has refused all of that.
+- ``refused/RANK``: what that rank refused, written at once; ``any`` if there is such a key. A rank that
+  has waited for anything for a second (on MPI also a rank that waits for nothing) looks for these keys on all
+  of its lanes, as a peer may wait for a call on a lane on which this rank waits for nothing. It reads one
+  number, the count of all refusals in this world, and looks further only if that has changed.
+- ``asynccoll/unmade/KIN/RANK``: the calls that child tasks of that rank have not made on lanes that it has
+  not opened, but on which peers may wait. When it opens such a lane, it refuses all of them there.
 - ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
 
-A thread of the lane's own sees each cut through: it listens for lower refusals, states what there is to
-state, waits for the statements of all ranks, and lets the lane go on. It ends with the lane or the context,
-and when a rank that it waits for is gone.
+A separate thread sees each cut through: it listens for lower refusals, writes this rank's statement once that
+is fixed, waits for the statements of all ranks, and has the lane resume. It ends with the lane or the
+context, or if a rank that it waits for is lost.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _ABSENT_PAUSE_SECONDS = 0.2
 #: How often a waiter for statements asks whether all ranks are still alive.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
-#: How many refusals there were, on all lanes.
+#: The key of the number of refusals on all lanes.
 _COUNT = "asynccoll/refusals"
-#: On an error of which the peers know.
+#: The attribute of an error that the peers have been told of.
 _TOLD = "_asynccoll_told"
 
 
 class _Pace:
-    """How long to wait between two looks, and when that is of no more use."""
+    """The pauses between two looks into the store, and the time limit for peers to answer."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -64,17 +65,20 @@ class _Pace:
         self.hurry()
 
     def hurry(self) -> None:
-        """Something has happened: the time for the rest of it begins."""
+        """After progress: start with short pauses again, and restart the time limit."""
         self._seconds = _FIRST_PAUSE_SECONDS
         self._ends = host.monotonic() + self._limit
 
     def wait_for_absent(self) -> None:
-        """Somebody has yet to come: the time begins then, and may be long."""
+        """While a member has yet to open the lane: pause longer, and restart the time limit."""
         self._ends = host.monotonic() + self._limit
         self._seconds = _ABSENT_PAUSE_SECONDS
 
     def pause(self, *, for_peers: bool) -> None:
-        """Wait a little. ``for_peers``: who are to answer in time."""
+        """Sleep until the next look, and lose the lane if a rank that it waits for is lost.
+
+        Raises ``TimeoutError`` if ``for_peers`` (peers have to answer now) and the time limit has passed.
+        """
         now = host.monotonic()
         if now >= self._asked + _ASK_SECONDS:
             self._asked = now
@@ -88,15 +92,16 @@ class _Pace:
 
 
 class Refusals:
-    """This rank's side of the talk, for all of its lanes."""
+    """This rank's refusals and statements, for all of its lanes."""
 
     def __init__(self, clients: Clients | None, rank: int) -> None:
         self._clients = clients
         self._rank = rank
         self._settling: dict[host.Thread, None] = {}
-        #: Held while peers' refusals are read, which go once this rank has stated the epoch after theirs.
+        #: Held while peers' refusals are read, and while this rank writes a statement: peers may delete their
+        #: refusals of an epoch once this rank has stated the next one.
         self._reading = host.Lock()
-        #: What is still to be written of calls that children have not made, and the lock of who does.
+        #: By kin, what is still to be written of calls that children have not made; and the writers' lock.
         self._unmade: dict[str, str] = {}
         self._noting = host.Lock()
 
@@ -113,11 +118,12 @@ class Refusals:
         name: str = "",
         until: int = 0,
     ) -> None:
-        """This rank does not make the call at ``place`` (None: its next one) on ``lane``, for ``reason``.
+        """Refuse the call at ``place`` (None: the next one) on ``lane`` for ``reason``, and tell the peers.
 
-        Of a call in parts it has not made ``part`` (None: the next one there). Told once of each ``reason``,
-        however many layers it passes. ``spare`` has an outcome of its own. ``name``: of what was called just
-        now, for the record. ``until``: nor does it make the calls below that place.
+        ``part`` is the first part of it that is refused (None: the one after the last accepted). Each
+        ``reason`` is told once, however many layers it passes through. The operation with the completion
+        ``spare`` is not failed, as its waiter gets another error. ``name`` is the name of a call made just
+        now, for the record. ``until``: the calls from ``place`` to below this place are refused as well.
         """
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
@@ -128,7 +134,7 @@ class Refusals:
         )
 
     def note(self, kin: str, unmade: Unmade, opened: Iterable[Lane]) -> None:
-        """Children have not made those calls: for who waits for one on a lane not ``opened`` here."""
+        """Tell peers, which may wait on lanes not ``opened`` here, of calls that children have not made."""
         if self._clients is None:
             return
         refusal = Refusal(
@@ -139,8 +145,8 @@ class Refusals:
         self._start(self._write_unmade, kin)
 
     def _write_unmade(self, kin: str) -> None:
-        with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and all that read it
-            if said := self._unmade.pop(kin, ""):  # else another thread has written the latest
+        with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and its readers
+            if said := self._unmade.pop(kin, ""):  # else another thread has written the latest value
                 with self._store() as store:
                     store.set(self._unmade_key(kin, self._rank), said)
                     store.set(self._unmade_key(kin, "any"), "")
@@ -148,12 +154,12 @@ class Refusals:
         self._settling.pop(host.current_thread(), None)
 
     def before_open(self, lane: Lane) -> None:
-        """Tell what this rank refuses on a lane which it is about to open, before anybody can issue there."""
+        """Tell what this rank refuses on a lane that it is about to open, before any rank can issue there."""
         if self._clients is not None and (own := lane.halting.own) is not None:
             self._announce(lane, *own)
 
     def after_open(self, lane: Lane) -> None:
-        """Hear of what others have said then, before this rank issues on it."""
+        """Read what peers have refused by then, before this rank issues on the lane."""
         if self._clients is None or lane.group.size == 1:
             return
         with self._store() as store:
@@ -161,7 +167,7 @@ class Refusals:
         if count:
             self._look(lane)
 
-    # The ranks that wait for it
+    # The ranks that wait for a refused call
 
     def look(self, lanes: Sequence[Lane]) -> None:
         """Halt those of ``lanes`` on which a peer has refused a call."""
@@ -182,13 +188,13 @@ class Refusals:
             self._settle(lane, lane.halting.hear(epoch, refusal))
 
     def published(self, lane: Lane) -> CollectiveError | None:
-        """The refusal that explains a connection that closed, if there is one."""
+        """The error of a refusal that explains why a connection was closed, or None."""
         if self._clients is None:
             return None
         try:
             with self._reading:
                 heard = self._heard(lane, lane.epoch)
-        except RuntimeError:  # the store went with rank 0: then a lost peer explains it
+        except RuntimeError:  # the store is gone with rank 0: then a lost peer explains the closing
             return None
         reached = [refusal for refusal in heard if refusal.place <= lane.sequence]
         first = min(reached, key=lambda refusal: refusal.place, default=None)
@@ -197,7 +203,7 @@ class Refusals:
     # Both
 
     def _settle(self, lane: Lane, cut: Cut | None) -> None:
-        """See ``cut`` through, on a thread of its own, if there is a new one."""
+        """Start a thread that sees ``cut`` through, if it is a new one (not None)."""
         if cut is None:
             return
         self._start(self._see_through, lane, cut)
@@ -218,7 +224,7 @@ class Refusals:
             self._settling.pop(host.current_thread(), None)
 
     def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
-        """From the refusal to the verdict; the next cut, if there is one in what was held meanwhile."""
+        """See ``cut`` through from the refusal to the verdict. Returns the cut of the next epoch, if any."""
         told: Refusal | None = None
         pace = _Pace(lane)
         while True:
@@ -233,13 +239,13 @@ class Refusals:
                 following = lane.halting.resume(cut, Verdict.of(statements))
                 self._forget(lane, cut.epoch - 1)
                 return following
-            if cut.stated and not lane.has_opened:  # who has yet to open it states nothing so far
+            if cut.stated and not lane.has_opened:  # ranks that have yet to open it state nothing so far
                 self._hear(lane, cut.epoch)
                 pace.wait_for_absent()
             pace.pause(for_peers=cut.stated)
 
     def _conclude(self, lane: Lane, cut: Cut) -> bool:
-        """Say how far this rank went, if it can be said."""
+        """Write this rank's statement if it is fixed now; returns whether it is."""
         self._hear(lane, cut.epoch)
         if lane.halting.conclude(cut):
             self._state(lane, cut)
@@ -250,7 +256,7 @@ class Refusals:
             lane.halting.hear(epoch, refusal)
 
     def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
-        if is_of_store(error):  # nobody will hear what this rank has refused, unless its connections end
+        if is_of_store(error):  # peers learn of this rank's refusal only if its connections end
             lane.lose(
                 lane.world.diagnose(lane, collective_error(error, f"settling a refused call of {lane}"))
             )
@@ -277,10 +283,10 @@ class Refusals:
         with self._store() as store:
             store.set(self._key(lane, epoch, "refused", self._rank), json.dumps(_plain(refusal)))
             store.set(self._key(lane, epoch, "any"), "")
-            store.add(_COUNT, 1)  # last: who sees the number changed finds the rest
+            store.add(_COUNT, 1)  # last, so that a rank that sees the new count finds the keys
 
     def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
-        """What peers have refused in ``epoch``."""
+        """The refusals of peers in ``epoch``."""
         peers = [rank for rank in lane.group.ranks if rank != self._rank]
         found: list[Refusal] = []
         with self._store() as store:
@@ -304,7 +310,7 @@ class Refusals:
             store.set(self._key(lane, cut.epoch, "stated", self._rank), json.dumps(said))
 
     def _statements(self, lane: Lane, epoch: int) -> list[Statement] | None:
-        """Those of all ranks, once there are as many."""
+        """The statements of all ranks, in rank order; None as long as any is missing."""
         keys = [self._key(lane, epoch, "stated", rank) for rank in lane.group.ranks]
         with self._store() as store:
             if not store.check(keys):
@@ -312,7 +318,7 @@ class Refusals:
             return [_statement(json.loads(said)) for said in values(store, keys)]
 
     def _forget(self, lane: Lane, epoch: int) -> None:
-        """All ranks have left ``epoch`` behind, and read of the one after it."""
+        """Delete this rank's keys of ``epoch``: all ranks have stated the next one, so none reads these."""
         mine = [self._key(lane, epoch, kind, self._rank) for kind in ("refused", "stated")]
         if self._rank == lane.group.ranks[0]:
             mine.append(self._key(lane, epoch, "any"))
@@ -321,13 +327,13 @@ class Refusals:
                 store.delete_key(key)
 
     def close(self) -> None:
-        """Stop asking the store; the context says that it is closed, which the threads here look at."""
+        """Wait a bounded time for the threads here, which end as the context is closed."""
         for thread in list(self._settling):
             thread.join(_CLOSE_SECONDS)
 
 
 def _written(store: dist.Store, keys: Sequence[str]) -> list[Any]:
-    """What ranks have written, of those that have."""
+    """The values of those ``keys`` that have been written."""
     return [json.loads(said) for said in values(store, [key for key in keys if store.check([key])])]
 
 

@@ -1,7 +1,8 @@
 """The order of operations, the same on every rank: lanes, who may issue in them, and what a refusal does.
 
-What it needs of the world (open a communicator, ask who is lost) stands in protocols of its own; it must
-not know what the operations mean (``costs`` alone makes some, to measure what they cost).
+What this package needs of the world (to open a communicator, to ask which ranks are lost) is declared by the
+protocols in ``needs``. It must not know what the operations mean (only ``costs`` issues some itself, to
+measure what they cost).
 """
 
 from asynccoll.order.lane import Lane

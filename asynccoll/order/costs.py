@@ -1,8 +1,8 @@
 """What a collective costs in a group: alpha + beta * bytes, and how large buckets should therefore be.
 
-Measured once per group, on the first lane that fuses much, as part of that call: every rank takes part at
-the same place of the lane's order, and all of them go by the figures of the group's first rank. Any
-other lane asks it for them at its own first such call. So bucket sizes are the same on all ranks.
+The costs are measured once per group, on the first lane that fuses much, as part of that call: every rank
+takes part at the same place of the lane's order, and all ranks use the figures of the group's first rank.
+Any other lane gets them from that rank in its own first such call. So bucket sizes are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["agreed"]
 
-#: Two sizes tell a line apart from noise: one that latency rules, and one that bandwidth does.
+#: Two sizes to fit a line through: one dominated by latency, and one by bandwidth.
 _SMALL_BYTES, _LARGE_BYTES = 16 << 10, 2 << 20
 _REPEATS = 3
 
 
 class Costed(Protocol):
-    """A lane: its own figures, and its group's."""
+    """A lane with its own cost figures, and its group's."""
 
     group: Members
     cost: Cost | None
 
 
 def agreed(lane: Costed, communicator: Communicator) -> Generator[Completion, None, Cost | None]:
-    """The steps of a program after which all ranks of the lane have the same ``Cost`` (None: alone)."""
+    """The steps of a program after which all ranks of the lane have the same ``Cost``; None on one rank."""
     group = lane.group
     if group.size == 1:
         return None

@@ -1,12 +1,13 @@
-"""Who may issue on a lane: the task, else thread, that did so last, and whom the program orders after it.
+"""Which actor (task, else thread) may issue on a lane: the last one that did, or one ordered after it.
 
-Two tasks that run at a time may be scheduled in different order on different ranks, and their calls on one
-lane would then meet the wrong ones, also where one has ended before the other calls. So who follows was
-started when its predecessor had made its last call here: by it, or by somebody else when it had ended. (Or
-it started the predecessor, and waited for it; where it did not wait, that one cannot follow on the ranks on
-which it is late.) Messages have an order of their own for each peer and tag: a stream.
+Two concurrent tasks may be scheduled in different order on different ranks, and their calls on one lane would
+then be matched with the wrong ones, even if one task has ended before the other calls. So the next actor must
+have been started after its predecessor's last call here: by the predecessor, or by another actor once the
+predecessor had ended. (Or it started the predecessor and waited for it; if it did not wait, the predecessor
+cannot follow it on the ranks on which that one is late.) Messages have a separate order for each peer and
+tag: a *stream*.
 
-It must not know what is issued.
+This module must not know what is issued.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from asynccoll.host.call_site import NOWHERE, Spot, caller
 
 __all__ = ["Owner", "Owners", "Stream"]
 
-#: Of messages: ("send" or "recv", the peer's index in the group, the tag).
+#: The order of messages: ("send" or "recv", the peer's index in the group, the tag).
 Stream = tuple[str, int, int]
 
-#: Of how many streams the owners are kept.
+#: The owners of this many streams are kept.
 _MOST_STREAMS = 4096
 
 
 class Owner:
-    """Who issued last on an order, where, and in which call of the process."""
+    """The actor that issued last in one order, with the source line and the number of its call."""
 
     __slots__ = ("actor", "beside", "call", "name", "spot", "thread")
 
@@ -40,20 +41,20 @@ class Owner:
         self.spot: Spot = NOWHERE
         self.call: int = 0
         self.thread: host.Thread | None = None
-        #: The tasks or threads that were there when it came.
+        #: the tasks or threads that existed when it became the owner
         self.beside: AbstractSet[object] = frozenset()
 
     def becomes(self, node: actors.Descent) -> None:
-        """Another actor has this order from now on."""
+        """Make the actor of ``node`` the owner from now on."""
         self.actor = weakref.ref(node.actor)
         self.name = actors.label(node.actor)
         self.thread = actors.thread_of(node.actor)
         self.beside = bystanders.beside(node)
 
     def ran_beside(self, node: actors.Descent) -> bool:
-        """Whether that of ``node`` was there already, in no order with this one.
+        """Whether the actor of ``node`` already existed beside this owner, with no order between them.
 
-        A pool's threads live on: of their jobs nobody knows when they came.
+        False if this owner's thread is alive: a pool's threads go on, and when their jobs began is unknown.
         """
         if self.thread is not None and self.thread.is_alive():
             return False
@@ -61,20 +62,20 @@ class Owner:
 
 
 def _nobody() -> None:
-    """The owner of an order on which nothing was issued."""
+    """The reference to an actor, for an order in which nothing has been issued: None."""
 
 
 class Owners:
-    """The owner of a lane's collectives, and those of its streams."""
+    """The owner of a lane's collectives, and the owners of its streams."""
 
     def __init__(self, *, checked: bool) -> None:
-        """``checked``: whether another actor is refused; else owners only say where they have issued."""
+        """``checked``: whether an unordered actor is refused; else owners only record where they issued."""
         self._checked = checked
         self._collectives = Owner()
         self._streams: dict[Stream, Owner] = {}
 
     def admit(self, stream: Stream | None, lane: object) -> Owner:
-        """Check that the caller may issue on ``lane`` now; from now on it owns this order.
+        """Check that the caller may issue on ``lane`` now, and make it the owner of that order.
 
         Raises:
             LaneOrderError: nothing in the program orders the caller after its owner.
@@ -93,15 +94,16 @@ class Owners:
         owner = self._streams.get(stream)
         if owner is None:
             if len(self._streams) >= _MOST_STREAMS:
-                self._streams.clear()  # a tag for each message: the owners of old ones do not matter
+                self._streams.clear()  # a new tag for each message: the owners of old streams do not matter
             owner = self._streams[stream] = Owner()
         return owner
 
 
 def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane: object) -> None:
-    """Another actor follows on this order: as one that was started after the last call of its owner.
+    """Check that ``node``'s actor may follow ``owner``: that it was started after the owner's last call.
 
-    ``held`` is None where nobody has issued yet, or where the owner is gone: those who ran beside it are not.
+    ``held`` is the owner's actor; None if nothing was issued yet, or if that actor is gone. In the latter
+    case actors that ran beside it may still exist.
     """
     started = None if held is None else actors.started_after(node, held)
     over = held is None or actors.ended(held) or actors.left(held, owner.spot.file)

@@ -1,23 +1,25 @@
-"""Which lanes of ended children are closed: the ``TaskGroup``'s rule, which is the same on every rank.
+"""Which lanes of ended child tasks are closed: the ``TaskGroup``'s rule, which is the same on every rank.
 
-Ranks meet by a lane's name, and must close it as often, at the same place among its calls; but they may
-start and end the children of different names in any order, and in several tasks at a time. So what is done
-with a lane follows from what happened to its own name, and in the one task that leaves the groups:
+A child task's lane is named after the child. Ranks match lanes by name, so ranks must close a lane equally
+often, and at the same place among its calls; but they may start and end the children of different names in
+any order, and in several tasks at a time. So what is done with a lane depends only on what happened to its
+own name, and on what the one task does that leaves the groups:
 
-- the first child of a name: its lane is closed when it ends, for it may well be the only one;
-- from the second on it is kept: opening it anew at every step would cost milliseconds each time;
-- when a task leaves a group, and those that it has left had many names together: then the lanes of all
-  of these are closed, and the names count as new.
+- When the first child of a name ends, its lane is closed, as it may well be the only one.
+- From the second child on the lane is kept: opening it again at every step would cost milliseconds each time.
+- When a task leaves a group, and the groups that it has left had many names in total, the lanes of all these
+  names are closed, and the names count as new.
 
-A group inside of another of the same task is left with that one, for the other's children may still run.
-The lanes of a child's own children are closed when it ends: on another rank it may have ended before it had
-any. So which of them ranks meet on (``times``) never depends on what a child has called, or whether it has.
+A group inside another group of the same task counts as left when the outer one is, as the outer group's
+children may still run. The lanes of a child's own children are closed when the child ends, as on another rank
+it may have ended before it had any. So the key of a lane (``times``) never depends on which calls a child has
+made, if any.
 
-Which child of its name makes a call is a part of what that call is, for on another rank the one before may
-have made fewer calls, or more. One that fails or is cancelled makes no more calls: its lanes refuse
-them, which ends them on the ranks whose child goes on, and the lane is in step again for the next one. What
-it has not called on lanes that this rank has not opened is kept (``Unmade``): they refuse it when it opens
-them.
+The child's number is a part of each call's place, as on another rank the child before it may have made fewer
+calls, or more. A child that fails or is cancelled makes no more calls: its lanes refuse the rest, which ends
+those calls on the ranks whose child goes on; the lane is in step again for the next child (``order.cut``).
+What it has not called on lanes that this rank has not opened is kept (``Unmade``): the lane refuses it when
+this rank opens it.
 """
 
 from __future__ import annotations
@@ -39,32 +41,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Children", "Unmade"]
 
-#: So many names a task's groups may have that keep the lanes of those that come again.
+#: Lanes of names used again are kept while the groups that a task has left have at most this many names.
 MANY_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Unmade:
-    """Calls that children of one name have not made, on lanes that this rank has not opened."""
+    """Calls that children of one name have not made, on lanes that this rank has not opened.
+
+    They are those of children ``first`` to below ``end``; the last of these ended for the reason ``why``.
+    """
 
     first: int
-    #: all children of that name have ended up to that one, the last of them with ``why``
     end: int
     why: str
 
     @property
     def place(self) -> int:
-        """Of the first such call."""
+        """The place of the first such call."""
         return self.first * CHILD + 1
 
     @property
     def until(self) -> int:
-        """All are below that place."""
+        """A place above all of these calls."""
         return self.end * CHILD
 
 
 class Children:
-    """The names of lanes of which a child has ended, in one rank's world."""
+    """How often children of each name have ended in one rank's world, and what that closes and refuses."""
 
     def __init__(
         self,
@@ -72,34 +76,37 @@ class Children:
         close: Callable[[str, str], object],
         note: Callable[[str, Unmade, Iterable[Lane]], object],
     ) -> None:
-        """``lanes`` are those of a name, in whichever groups; ``close`` closes them, and is told why.
+        """``lanes`` returns the lanes of a name in all groups; ``close`` closes those of a name for a reason.
 
-        ``note`` tells other ranks of calls that are not made, by the key that those lanes have in common:
-        on lanes that are not among the given ones.
+        ``note`` tells other ranks of calls that are not made on lanes that are not among the given ones; its
+        first argument is the key that the lanes of that name share.
         """
         self._lanes = lanes
         self._close = close
         self._note = note
         self._unmade: dict[str, Unmade] = {}
-        #: How many children of a name have ended, since it was new and in all, and how often its lanes were
-        #: closed.
+        #: by name: how many children have ended since the name counted as new, and in all; and how often its
+        #: lanes were closed
         self._ended: Counter[str] = Counter()
         self._in_all: Counter[str] = Counter()
         self._closed: Counter[str] = Counter()
-        self._below: dict[str, dict[str, None]] = {}  # by the parent's name
+        self._below: dict[str, dict[str, None]] = {}  # the names of a child's own children, by its name
         self._left: weakref.WeakKeyDictionary[Actor, dict[str, None]] = weakref.WeakKeyDictionary()
         self._lock = host.Lock()
 
     def ended_on(self, name: str) -> int:
-        """How many children have ended whose lane was ``name``, since it was new."""
+        """How many children named ``name`` have ended since the name counted as new."""
         return self._ended[name]
 
     def unmade(self, name: str) -> Unmade | None:
-        """What the children that have ended since it was new have not called, on a lane that is new here."""
+        """The calls that ended children of that name have not made on lanes that this rank has not opened."""
         return self._unmade.get(name)
 
     def times(self, name: str) -> str:
-        """What tells the lanes apart that a name has had, on ranks that have used them all or not."""
+        """A suffix for the key of the name's lane now; it differs each time that the lane was closed.
+
+        It is the same on all ranks, whether or not they have used all of the name's lanes. "" at first.
+        """
         numbers = [self._closed[name]]
         parent = name
         while parent := _parent(parent):
@@ -107,7 +114,10 @@ class Children:
         return f"c{'.'.join(map(str, numbers))}" if any(numbers) else ""
 
     def ended(self, name: str, error: BaseException | None = None) -> None:
-        """A child has ended whose lane is ``name``; with ``error``, before it had made all of its calls."""
+        """Note that a child named ``name`` has ended; with ``error``, before it had made all of its calls.
+
+        Closes the lanes that this closes, and has the others refuse the calls that were not made.
+        """
         why = _not_called(name, error)
         lanes = list(self._lanes(name))
         with self._lock:
@@ -133,7 +143,10 @@ class Children:
             self._note(kin, unmade, lanes)
 
     def left(self, actor: Actor, names: Iterable[str]) -> None:
-        """``actor`` is in no group of tasks any more; in the last, its children had these ``names``."""
+        """Note that ``actor`` has left its outermost task group, whose children had these ``names``.
+
+        Closes the lanes of all names that its groups had, if these are too many.
+        """
         with self._lock:
             known = self._left.setdefault(actor, {})
             known |= dict.fromkeys(names)
@@ -145,7 +158,10 @@ class Children:
             self._close(each, "")
 
     def _forget(self, name: str) -> list[str]:
-        """``name``, and those below it, count as new; they are returned, to be closed. With the lock held."""
+        """Let ``name`` and the names below it count as new. Returns them: the caller closes their lanes.
+
+        Called with ``_lock`` held.
+        """
         del self._ended[name]
         self._unmade.pop(name, None)
         self._closed[name] += 1
@@ -155,9 +171,12 @@ class Children:
 
 
 def _not_called(name: str, error: BaseException | None) -> str:
-    """Why the child makes no more calls on its lane, which others may wait for; "" if it has made all."""
+    """Why the child makes no more calls on its lane, for ranks that wait for them; "" if it has made all.
+
+    "" also if the program ends, which other ranks learn in any case.
+    """
     if error is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-        return ""  # or the program ends, which is heard of in any case
+        return ""
     ended = f"ended with {in_a_line(error)}" if isinstance(error, Exception) else "was cancelled"
     return f"its child task {name.rpartition('/')[2]!r} {ended} there"
 
