@@ -1,7 +1,7 @@
-"""What goes wrong, on which rank: who is lost, who has refused what, who called something else.
+"""What goes wrong, on which rank: which ranks are lost, have refused a call, or called something else.
 
-Asks the store and the other hosts, and tells lanes. Must not know backends or contexts: which error a call
-then raises is the world's word.
+This package asks the store and other hosts, and tells lanes. It must not know backends or contexts: the world
+decides which error a call then raises.
 """
 
 from asynccoll.health.blame import Blame

@@ -1,8 +1,8 @@
 """``check="full"``: the signatures of all ranks are compared before any data moves.
 
-A signature says what a call is (operation, reduction, dtype, shape, root). It is sent in one small
-all_gather ahead of the call, on the same communicator, so that calls in different order are seen,
-too; on a mismatch every rank raises, nothing of the call was sent, and the lane stays in step.
+A signature describes a call (operation, reduction, dtype, shape, root). It is sent in one small all_gather
+ahead of the call, on the same communicator, so that calls in different order are found as well. On a mismatch
+every rank raises, nothing of the call has been sent, and the lane stays in step.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["checked", "compare", "mismatch", "signature"]
 
 _DIGEST_BYTES = 16
 _ROW_BYTES = 512
-#: What has ``uneven=``.
+#: The operations that have ``uneven=``.
 _UNEVEN = ("all_gather", "gather")
 
 
 def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, detail: str = "") -> str:
-    """What a call is, as one line: ``all_reduce sum float32[4, 8]``."""
+    """The signature of a call as one line: ``all_reduce sum float32[4, 8]``."""
     tensor = dtype + (str(list(shape)) if shape is not None else "")
     return " ".join(part for part in (name, detail, tensor) if part)
 
 
 def compare(lane: Lane, text: Callable[[], str]) -> list[Started[None]]:
-    """With ``check="full"``, a comparison with nothing behind it; else none."""
+    """With ``check="full"``, start a comparison of ``text`` without a call after it; else start nothing."""
     if not lane.compares_calls:
         return []
     operation = lane.run("check", checked(lane, text(), lambda _: READY))
@@ -45,9 +45,9 @@ def compare(lane: Lane, text: Callable[[], str]) -> list[Started[None]]:
 
 
 def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:
-    """``start`` (or ``program``) behind a comparison of ``text`` with that of every other rank.
+    """A program that compares ``text`` with every other rank's, and then runs ``start`` or ``program``.
 
-    With it, of calls that are sent together, all of them are compared.
+    For calls that are sent together, the description of all of them is compared as well.
     """
     row = _row(f"{lane.sent_together} {text}" if lane.sent_together else text, lane.sequence // CHILD)
     size = lane.group.size
@@ -96,9 +96,9 @@ def mismatch(
 
 
 def _hint(texts: Sequence[str]) -> str:
-    """What may be behind it, as far as the texts tell."""
+    """A hint at the likely cause, as far as the texts show it; else ""."""
     said = [text.rpartition(" at ") for text in texts]
-    whats = [what or line for what, _, line in said]  # not everywhere a line is known
+    whats = [what or line for what, _, line in said]  # the line is not always known
     lines = {line for what, _, line in said if what}
     if len({_any_length(what) for what in whats}) == 1 and whats[0].startswith(_UNEVEN):
         return f"\n(with uneven=True, {whats[0].split()[0]} takes tensors of different shapes)"
@@ -113,12 +113,12 @@ def _hint(texts: Sequence[str]) -> str:
 
 
 def _any_length(what: str) -> str:
-    """Without the first dimension of its shape."""
+    """``what`` with the first dimension of its shapes replaced by n."""
     return re.sub(r"\[\d+", "[n", what)
 
 
 def _grouped(ranks: Iterable[int], texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Ranks with the same text share a line."""
+    """Pairs of ranks and text, one for each different text."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)

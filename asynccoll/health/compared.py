@@ -1,9 +1,9 @@
-"""Calls are compared by default, as they are made: with those of ranks of this node, and of other nodes.
+"""The default comparison of calls, as they are made: with ranks of this node, and with other nodes.
 
-Of a lane among ranks of one node that a library connects by sockets each call's header (``flight.headers``)
-is read by the others before they make theirs. Where ranks share the memory through which they send, what
-carries the calls compares them itself. Ranks of other nodes are told of calls that they cannot expect
-(``confirming``). With ``check="full"`` all are compared ahead.
+If a backend connects ranks of one node by sockets, each rank writes a header of its call
+(``flight.headers``), which the others read before they make theirs. If ranks send through shared memory, the
+engine that moves the data compares the calls itself. Ranks of other nodes are told of calls that they cannot
+expect (``confirming``). With ``check="full"`` all calls are compared ahead instead (``checks``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Compared"]
 
 
 class Compared:
-    """The calls of one lane. Used with the lane's lock held."""
+    """Compares one lane's calls. ``call`` is used with the lane's lock held, or while driving its queue."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Compared:
         near: Mapping[int, memoryview],
         far: Confirming | None = None,
     ) -> None:
-        """``near``: the recorders' memory of the ranks of this node."""
+        """``near``: the memory of the flight recorders of this node's ranks, by rank."""
         self._far = far
         self._lane = lane
         self._rank = rank
@@ -48,7 +48,7 @@ class Compared:
         self._headers.restart(lane.epoch)
 
     def restart(self, epoch: int) -> None:
-        """Ranks are in step again, whatever each has called before."""
+        """Compare anew from here: ranks are in step again, whatever they called before."""
         self._headers.restart(epoch)
         if self._far is not None:
             self._far.restart(epoch)
@@ -56,9 +56,10 @@ class Compared:
     def call(
         self, what: Hashable, spot: Spot, place: int, part: int
     ) -> CollectiveMismatchError | Promise | None:
-        """The call that is about to be made. What to raise instead, or to wait for first; None: make it.
+        """Compare the call that is about to be made.
 
-        None, too, where it was asked before. A promise ends with the error that is to be raised, or without.
+        Returns the error to raise instead, or a promise to wait for first, which ends with that error or
+        without one; None: make the call. Also None if the same call was compared before.
         """
         key = (what, id(spot.code), spot.instruction)
         known = self._recorder.texts.get(key) or self._learn(key, what, spot)
@@ -79,7 +80,7 @@ class Compared:
         return self._far.call(said, self._headers.count)
 
     def _learn(self, key: Hashable, what: Hashable, spot: Spot) -> int:
-        """A checksum of what it is, below the number of its text: kept for as long as that holds."""
+        """Write the text of a new kind of call. Returns its number, above 32 bits of the kind's checksum."""
         checksum = zlib.crc32(shown(what).encode())
         number = self._recorder.write(_said(what, spot), (what, spot))
         known = self._recorder.texts[key] = number << 32 | checksum
@@ -87,7 +88,7 @@ class Compared:
 
 
 def _said(what: Hashable, spot: Spot) -> bytes:
-    """What is called, and where: the line helps most, so it is what is kept of a long text."""
+    """The call and its source line as text. A long text is cut before the line, which helps most."""
     said, line = shown(what).encode(), f" at {spot.place}".encode()
     if len(said) + len(line) > TEXT_BYTES:
         said = said[: max(0, TEXT_BYTES - len(line) - 3)] + b"..."

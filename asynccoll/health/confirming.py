@@ -1,22 +1,22 @@
-"""Calls are compared with those of ranks on other nodes, whose memory cannot be seen, before they are made.
+"""Compare calls with those of ranks on other nodes, whose memory this rank cannot read, before they are made.
 
-Ranks that have made the same calls expect the same next one (`Prediction`). A call that was to be expected is
-made at once. One that was not is made only once a rank of every other node is known to call the same: this
-rank tells them what it calls, and holds the call until each has said so, in its answer or in a note of its
-own. So of two ranks that differ about a call one at least calls what was not to be expected, holds it, and
-hears of the other's before it makes it. A rank that has made the call it expected, and then hears of another
-one, refuses it, which ends it on every rank (``cut``).
+Ranks that have made the same calls expect the same next one (`Prediction`). An expected call is made at once.
+An unexpected call is made only once a rank of every other node is known to make the same one: this rank sends
+them a *note* of it, and holds the call until each has confirmed it, in its answer or in a note of its own. So
+if two ranks differ about a call, at least one of them makes an unexpected call, holds it, and learns of the
+other's before making it. A rank that has made the call it expected, and then learns of a different one,
+refuses it, which ends the call on every rank (``order.cut``).
 
-Ranks of one node compare their calls among themselves (`Compared`) before they tell others, so that one rank
-of each node speaks for all. The first calls after all ranks were in step are compared with each other, then
-the second ones, and so on: where one rank goes on with parts of a call, and another with the next one, these
-differ. What is announced is kept until it is over and for a while longer; what was not to be expected, as
-long as there is room: a rank of another node may ask about it much later, when one beside it has said for
-both what they call.
+Ranks of one node compare their calls among themselves (`Compared`) before they tell other nodes, so that one
+rank speaks for its node. Calls are numbered from the last time that all ranks were in step, and calls of one
+number are compared: if one rank goes on with parts of a call while another makes the next call, these differ.
+Calls that were made are remembered until they are over and for a while longer; unexpected ones as long as
+there is room, as a rank of another node may ask about one much later, if another rank of its node has already
+confirmed the call for both.
 
-Lock order: a lane's lock, then ``Confirmations``'. What is settled drives lanes, so it is settled by a thread
-of the world's own, which holds neither, and not by the one that answers. Who has been silent is told again by
-another one, so that calls which do not need that rank are not held up.
+Lock order: a lane's lock, then that of ``Confirmations``. Settling a promise drives lanes, so that is done by
+one thread per world that holds neither lock, and not by the thread that answers questions. Ranks that have
+not answered are told again by another thread, so that calls that do not need these ranks are not delayed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Announced", "Confirmations", "Confirming"]
 
-#: How long a rank may take to take a note, and how soon it is sent again to one that has not.
+#: How long a rank may take to answer a note, and the pause before the note is sent again if it has not.
 TELL_SECONDS = 0.5
 AGAIN_SECONDS = 0.05
-#: Calls of a lane that are over, and still known; those of them that were not to be expected; and notes for
-#: calls that are still to come.
+#: How many calls of a lane that are over are remembered; how many unexpected ones; and how many calls have
+#: notes of other ranks before this rank makes them.
 OVER = 256
 MOST_UNEXPECTED = 4096
 MOST_NOTES = 1024
 _CLOSE_SECONDS = 1.0
 
-#: Sends a question to ranks: what those answer that take it.
+#: Sends a question to ranks, and returns the answers of those that answer within the seconds given.
 Ask = Callable[[Collection[int], str, float], Mapping[int, Mapping[str, Any]]]
 
 
 class Where(NamedTuple):
-    """Which call of a lane: the ``nth`` after ``since``, when all ranks were in step."""
+    """Which call of a lane: the ``nth`` since the ``restart`` numbered ``since``, with all ranks in step."""
 
     since: int
     nth: int
@@ -64,18 +64,18 @@ class Where(NamedTuple):
 class Announced(NamedTuple):
     """A call that a rank is about to make."""
 
-    #: a checksum of it and all before it
+    #: a checksum of this call and all calls before it
     word: int
-    #: of it alone
+    #: a checksum of this call alone
     checksum: int
     place: int
     part: int
-    #: how it is told
+    #: the call in words
     text: Callable[[], str]
 
 
 class Note(NamedTuple):
-    """What another rank calls."""
+    """A call that another rank has announced."""
 
     word: int
     place: int
@@ -84,43 +84,43 @@ class Note(NamedTuple):
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Note:
-        """As ``_plain`` has written it."""
+        """The note that ``_plain`` has written as ``said``."""
         return cls(int(said["word"]), int(said["place"]), int(said["part"]), str(said["text"]))
 
 
 @dataclass
 class _Held:
-    """A call that was not to be expected, until it is known what the other nodes call."""
+    """An unexpected call that is held until it is known what the other nodes call."""
 
     confirming: Confirming
     where: Where
     call: Announced
     #: ranks that are still to be told
     untold: set[int]
-    #: of each other node its ranks, until one of them has called the same
+    #: the ranks of each other node of which none has announced its call yet
     unheard: list[tuple[int, ...]]
     differ: dict[int, Note] = field(default_factory=dict)
     promise: Promise = field(default_factory=Promise)
     settled: bool = False
 
     def learn(self, rank: int, note: Note) -> None:
-        """``rank`` calls that."""
+        """Take into account that ``rank`` announced the call of ``note``."""
         if note.word != self.call.word:
             self.differ[rank] = note
         self.unheard = [ranks for ranks in self.unheard if rank not in ranks]
 
     def is_of(self, name: str, where: Where) -> bool:
-        """Whether it is that call, and not made yet."""
+        """Whether it is that call of the lane ``name``, and is still held."""
         return not self.settled and self.where == where and self.confirming.name == name
 
     @property
     def is_over(self) -> bool:
-        """Whether enough is known to make the call, or not to."""
+        """Whether enough is known to make the call, or to refuse it."""
         return bool(self.differ) or not self.unheard
 
 
 class Confirmations:
-    """Those of one rank's world: the thread that tells and settles, and the notes that have come early."""
+    """The held calls of all lanes of one rank, the thread that tells and settles them, and early notes."""
 
     def __init__(self, rank: int, ask: Ask) -> None:
         self.rank: int = rank
@@ -132,18 +132,18 @@ class Confirmations:
         self._late: list[tuple[Confirming, Where, Announced, dict[int, Note]]] = []
         self._wanted = host.Event()
         self._thread: host.Thread | None = None
-        #: who has not taken a note that was sent, and who tells them again
+        #: the ranks that have not answered a note, and the thread that sends it again
         self._silent: set[int] = set()
         self._again: host.Thread | None = None
         self._closed = False
 
     @property
     def is_telling(self) -> bool:
-        """Whether others are still to be told what this rank has called."""
+        """Whether other ranks are still to be told of a call of this rank."""
         return any(held.untold for held in self._held)
 
     def add(self, confirming: Confirming) -> None:
-        """Notes for its lane are for it."""
+        """Pass notes for the lane of ``confirming`` to it from now on."""
         with self.lock:
             self._lanes[confirming.name] = confirming
             if self._thread is None and not self._closed:
@@ -151,12 +151,12 @@ class Confirmations:
                 self._thread.start()
 
     def hold(self, held: _Held) -> None:
-        """Tell whom it names, and settle its promise once all is known. With the lock held."""
+        """Tell the ranks that it names, and settle its promise once enough is known. With the lock held."""
         self._held.append(held)
         self._wanted.set()
 
     def drop(self, confirming: Confirming) -> None:
-        """Nobody waits any more for what that lane has held."""
+        """Forget the lane's held calls, and the notes from before its ``since``."""
         with self.lock:
             self._held = [held for held in self._held if held.confirming is not confirming]
             for at in [
@@ -165,7 +165,10 @@ class Confirmations:
                 del self.notes[at]
 
     def hear(self, question: str) -> Mapping[str, object]:
-        """A note has come; what this rank calls there, if it has come so far. In the answering thread."""
+        """Take a note of another rank. Runs in the thread that answers.
+
+        Returns the call that this rank holds or has made there, as ``_plain`` writes it; {} if neither.
+        """
         said = json.loads(question.removeprefix(NOTE))
         name, where = str(said["lane"]), Where(*map(int, said["where"]))
         rank, note = int(said["rank"]), Note.of(said)
@@ -207,7 +210,7 @@ class Confirmations:
             self._have_told_again()
 
     def _have_told_again(self) -> None:
-        """Start who tells the silent, if there are any, and nobody does."""
+        """Start the thread that tells silent ranks again, if it is needed and does not run."""
         with self.lock:
             if self._again is None and not self._closed and any(self._still_untold()):
                 self._again = host.Thread(
@@ -219,7 +222,7 @@ class Confirmations:
         return [(held, ranks) for held in self._held if (ranks := held.untold & self._silent)]
 
     def _tell_again(self) -> None:
-        """Tell the silent until there are none."""
+        """Tell the silent ranks again and again, until all of them have answered."""
         while True:
             with self.lock:
                 untold = self._still_untold()
@@ -249,7 +252,7 @@ class Confirmations:
                     held.learn(rank, Note.of(answer))
 
     def _settle(self) -> None:
-        """Let go of which enough is known; what others are still to be told is kept until they are."""
+        """Settle the promises of calls of which enough is known; keep those that are still to be told."""
         with self.lock:
             over = [held for held in self._held if held.is_over and not held.settled]
             for held in over:
@@ -260,7 +263,7 @@ class Confirmations:
             held.promise.settle(error)
 
     def close(self) -> None:
-        """Nothing is held any more, nor told."""
+        """End the threads: no call is settled or told any more."""
         self._closed = True
         self._wanted.set()
         for thread in (self._thread, self._again):
@@ -269,21 +272,21 @@ class Confirmations:
 
 
 class Confirming:
-    """Of one lane. ``call`` is used with the lane's lock held."""
+    """Compares one lane's calls with other nodes; used with its lock held, or by what drives its queue."""
 
     def __init__(self, lane: Lane, all_of_them: Confirmations, nodes: Mapping[int, int]) -> None:
-        """``nodes``: that of each rank of the lane."""
+        """``nodes``: the number of each rank's node, for all ranks of the lane."""
         said = f"{lane.group.key}/{lane.key}"
         self.name: str = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
         self.since: int = lane.epoch
         self._lane = lane
         self._all = all_of_them
         self._prediction = Prediction()
-        #: what was called since then, by its number; the oldest that is there, and when to forget some
+        #: the calls made since ``since``, by number; the lowest kept; and the size at which to forget some
         self._said: dict[int, Announced] = {}
         self._oldest = 1
         self._most = 2 * OVER
-        #: those of them that could not be expected; up to where they are not all there
+        #: the unexpected ones among them; and the number up to which some of these were forgotten
         self._unexpected: dict[int, Announced] = {}
         self._forgotten = 0
         by_node: dict[int, list[int]] = {}
@@ -297,11 +300,11 @@ class Confirming:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the lane is given up, and with it whatever it holds."""
+        """Whether the lane is broken, so that its held calls need no settling."""
         return self._lane.broken is not None
 
     def restart(self, since: int) -> None:
-        """Ranks are in step again, whatever each has called before."""
+        """Number calls anew, with ``since``: ranks are in step again, whatever they called before."""
         self._said, self._oldest = {}, 1
         self._unexpected, self._forgotten = {}, 0
         self.since = since
@@ -309,14 +312,14 @@ class Confirming:
         self._all.drop(self)
 
     def call(self, call: Announced, nth: int) -> CollectiveMismatchError | Promise | None:
-        """A call that is about to be made. What to raise instead, or to wait for first; None: make it.
+        """Compare a call that is about to be made, the ``nth`` since all ranks were in step.
 
-        ``nth``: of those since all ranks were in step.
+        Returns the error to raise instead, or a promise to wait for first; None: make the call.
         """
         expected = self._prediction.expects(call.checksum << 1 | (call.part > 1))
         if expected:
-            # First said, then looked; a note is first kept, then compared with what was said. So one of the
-            # two threads finds the other's.
+            # This thread first says the call, then looks for notes; the answering thread first keeps a note,
+            # then looks for what was said. So at least one of the two finds the other's.
             self._say(nth, call)
             if not self._all.notes:
                 return None
@@ -346,7 +349,7 @@ class Confirming:
             self._forget()
 
     def _forget(self) -> None:
-        """Of what is over the latest are kept; of what is in flight, all."""
+        """Forget calls that are over, except the latest ones; keep all that are in flight."""
         while len(self._said) > OVER and self._lane.is_over(self._said[self._oldest].place):
             del self._said[self._oldest]
             self._oldest += 1
@@ -359,7 +362,10 @@ class Confirming:
         self._unexpected[where.nth] = call
 
     def made(self, where: Where, note: Note) -> Announced | None:
-        """What was called there, if it was; to who calls what ``note`` says, and could not expect it."""
+        """The call that this rank made there, for a rank that made the unexpected call of ``note``.
+
+        None if it has made none yet. If it was forgotten, what it must have been: the same, or another one.
+        """
         if where.since != self.since:
             return None
         found = self._said.get(where.nth) or self._unexpected.get(where.nth)
@@ -367,18 +373,18 @@ class Confirming:
             return found
         if where.nth <= self._forgotten:
             return Announced(note.word, 0, note.place, note.part, lambda: note.text)
-        # This rank had expected it, so it is another one.
+        # It is not among this rank's unexpected calls, so this rank expected its own: that is another call.
         return Announced(~note.word, 0, note.place, note.part, lambda: "another call, which is over")
 
     def error(self, call: Announced, others: Mapping[int, Note]) -> CollectiveMismatchError:
-        """What this rank calls, and what ``others`` do."""
+        """The error that names this rank's ``call`` and those of ``others``."""
         texts = {self._all.rank: call.text(), **{rank: note.text for rank, note in others.items()}}
         ranks = sorted(texts)
         begins = min((call.place, call.part), *((note.place, note.part) for note in others.values()))
         return mismatch(self._lane, ranks, [texts[rank] for rank in ranks], begins)
 
     def refuse(self, where: Where, call: Announced, others: Mapping[int, Note]) -> None:
-        """The call there was made, and others make another one."""
+        """Refuse a call that this rank has made, while ``others`` make another one there."""
         if where.since == self.since:
             error = self.error(call, others)
             place, part = error.begins or (call.place, call.part)

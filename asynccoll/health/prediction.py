@@ -1,31 +1,30 @@
-"""What a lane calls next, as far as what it has called before tells: the same guess on every rank.
+"""Predict a lane's next call from its previous calls, so that every rank makes the same guess.
 
-Training loops repeat themselves. After the two calls before it a call is expected to be the one that last
-followed on the same two.
+Training loops repeat themselves: the expected call is the one that last followed the same two calls.
 """
 
 from __future__ import annotations
 
 __all__ = ["Prediction"]
 
-#: Pairs that are remembered; a program that never repeats itself begins anew.
+#: This many pairs of calls are remembered; then all are forgotten, as in a program that never repeats itself.
 _MOST = 4096
 
 
 class Prediction:
-    """Calls are numbers. Ranks that have made the same calls since they began guess alike."""
+    """The prediction for one lane, of calls as numbers; ranks with the same calls since ``restart`` agree."""
 
     def __init__(self) -> None:
         self._followed: dict[tuple[int, int], int] = {}
         self._last = (0, 0)
 
     def restart(self) -> None:
-        """Forget everything: ranks are in step again, whatever each has called before."""
+        """Forget everything: ranks are in step again, whatever they called before."""
         self._followed.clear()
         self._last = (0, 0)
 
     def expects(self, call: int) -> bool:
-        """Whether ``call``, which is made now, is the one that was to be expected."""
+        """Record that ``call`` is made now; returns whether it is the expected one."""
         last = self._last
         self._last = (last[1], call)
         if self._followed.get(last) == call:

@@ -1,7 +1,8 @@
 """The warning that this rank and the next one are a call apart, so that results mix different calls.
 
-Each rank compares itself with one other member of a group only, the next one of its node: where some of them
-are a call apart, two neighbours are. It reads what both have recorded; nobody is asked, and no call waits.
+Each rank compares itself with only one other member of a group, the next one on its node: if any of them are
+a call apart, then two neighbours are. It reads the flight recorders of both, so no rank is asked and no call
+waits.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from asynccoll.health.stalls import say
 __all__ = ["Shifts"]
 
 _log = logging.getLogger("asynccoll.shift")
-#: Of lanes that were closed nobody says so; what is remembered of the oldest ones is forgotten.
+#: This many lanes are remembered, and the oldest forgotten, as it is not known here which lanes were closed.
 _MOST_LANES = 1024
 
 
 class Members(Protocol):
-    """A group, as far as it matters here."""
+    """What is needed of a group here."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its members."""
+        """Its members' global ranks."""
 
     @property
     def key(self) -> str:
-        """Its name."""
+        """Its name, the same on all members."""
 
 
 class Shifts:
-    """What one rank has found out about it and its neighbours."""
+    """The comparisons of one rank with its neighbours."""
 
     def __init__(
         self, rank: int, recorder: Recorder, seen: Callable[[tuple[int, ...]], Mapping[int, memoryview]]
     ) -> None:
-        """``seen``: the recorders' memory of those of the ranks that are on this node."""
+        """``seen`` returns the recorders' memory of those of the given ranks that are on this node."""
         self._rank = rank
         self._recorder = recorder
         self._seen = seen
         self._turn = 0
-        self._looked: dict[int, int] = {}  # by neighbour, how much was recorded here at the last look
-        self._lanes: dict[tuple[str, str], Comparison | None] = {}  # None of those that were told of
+        self._looked: dict[int, int] = {}  # by neighbour, how much this rank had recorded at the last look
+        self._lanes: dict[tuple[str, str], Comparison | None] = {}  # None once a lane was warned of
 
     def look(self, groups: Iterable[Members], *, at_all: bool = False) -> None:
-        """Warn of the lanes on which this rank and a neighbour are found to be a call apart; of each once.
+        """Warn once of each lane on which this rank and a neighbour are a call apart.
 
-        Looks at one neighbour in each call, where there are several, or ``at_all``.
+        If there are several neighbours, each call looks at the next one, or ``at_all`` of them.
         """
         neighbours = self._neighbours(groups)
         chosen = list(neighbours)

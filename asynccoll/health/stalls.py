@@ -1,6 +1,6 @@
-"""The warning that a call is stuck: long before its time is over, once for each, in the words of the error.
+"""The warning that a call is stuck: once for each call, long before it times out, with the error's text.
 
-It goes to the logger ``asynccoll.stall``, and to stderr unless that is where the log goes.
+It goes to the logger ``asynccoll.stall``, and to stderr unless the log goes there.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from asynccoll.errors import InvalidArgumentError
 
 __all__ = ["VARIABLE", "say", "stall_seconds", "warn"]
 
-#: After how many seconds; 0 is never.
+#: The environment variable for the seconds after which to warn; 0 is never.
 VARIABLE = "ASYNCCOLL_STALL_WARNING"
 _SECONDS = 30.0
 _log = logging.getLogger("asynccoll.stall")
 
 
 def stall_seconds(given: float | None = None, environ: Mapping[str, str] = os.environ) -> float:
-    """After how many seconds of waiting somebody is to be told; 0.0 is never.
+    """The seconds of waiting after which to warn, from ``given`` or the environment; 0.0 is never.
 
     Raises:
-        InvalidArgumentError: a number below 0, or none.
+        InvalidArgumentError: the value is below 0, or is not a number.
     """
     said = environ.get(VARIABLE, "") if given is None else given
     try:
@@ -38,16 +38,16 @@ def stall_seconds(given: float | None = None, environ: Mapping[str, str] = os.en
 
 
 def warn(rank: int, what: object, waited: float, why: object) -> None:
-    """Say that ``rank`` has waited so long for ``what``, and ``why``."""
+    """Warn that ``rank`` has waited for ``what`` for ``waited`` seconds, and ``why``."""
     text = f"rank {rank} has waited for {waited:.0f} s for {what}: {why}"
     say(_log, text)
 
 
 def say(log: logging.Logger, text: str) -> None:
-    """Warn by ``log``, and on stderr unless that is where it goes."""
+    """Log ``text`` as a warning to ``log``, and print it on stderr unless the log goes there."""
     log.warning(text)
     if log.hasHandlers() and not _goes_to_stderr(log):  # without any, logging itself writes to stderr
-        print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # who waits reads it there
+        print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the user reads it there
 
 
 def _goes_to_stderr(log: logging.Logger) -> bool:
