@@ -1,9 +1,10 @@
-"""Which ranks are still there: asked only after something failed, and costing nothing until then.
+"""Which ranks are still alive: asked only after something failed or was waited for, without cost until then.
 
-Each rank keeps a listening socket that nobody ever serves; its address is in the store. The kernel
-answers for a process that lives (even a stopped one) and refuses for one that is gone, so a survivor
-learns in one connection attempt who is dead, on this host or another. The connection is kept and looked
-at the next time: an unserved socket takes only so many, and the kernel closes it with the process.
+Each rank keeps a listening socket, its *beacon*, that is never served; its address is in the store. The
+kernel accepts connections for a live process (even a stopped one) and refuses them for one that is gone, so a
+survivor learns in one connection attempt which ranks are dead, on this host or another. The connection is
+kept and checked the next time: an unserved socket takes a limited number of connections, and the kernel
+closes them with the process.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Liveness"]
 
-#: How long one question may take.
+#: How long one connection attempt may take.
 PROBE_SECONDS = 0.5
-#: In a routine question silence may be a lost packet, on a network that is busy: for so long, asked again and
-#: again, it says nothing.
+#: In a routine question a missing answer may be a lost packet on a busy network: a rank counts as gone only
+#: after it has not answered for this long, while it was asked repeatedly.
 SILENCE_SECONDS = 4.0
 _AGAIN_SECONDS = 0.01
 
 
 class Liveness:
-    """This rank's beacon, and the addresses of the others'."""
+    """This rank's beacon, and the addresses of the other ranks' beacons."""
 
     def __init__(
         self, clients: Clients | None, rank: int, accounts: Accounts | None = None, *, one_host: bool = False
     ) -> None:
-        """``one_host``: all ranks are known to be here, so that nobody else need reach this one."""
+        """``one_host``: all ranks are known to be on this host, so the beacon listens on 127.0.0.1."""
         self._clients = clients
         self._rank = rank
         self._accounts = accounts
@@ -50,8 +51,8 @@ class Liveness:
         self._mine: Peer | None = None
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
-        self._silent: dict[int, float] = {}  # since when
-        #: those that a routine question found gone, and until when that is believed
+        self._silent: dict[int, float] = {}  # the ranks that do not answer, and since when
+        #: the ranks that a routine question found gone, and until when that result is used
         self._dead: dict[int, float] = {}
         self._asking = host.Lock()
         if clients is not None:
@@ -69,7 +70,7 @@ class Liveness:
             store.set(_key(self._rank), json.dumps(asdict(mine)))
 
     def learn(self, ranks: tuple[int, ...]) -> None:
-        """Read what ``ranks`` have published, while the store is there: rank 0 may take it with it."""
+        """Read what ``ranks`` have published, as long as the store exists: it may end with rank 0."""
         unknown = [rank for rank in ranks if rank != self._rank and rank not in self._peers]
         if self._clients is None or not unknown:
             return
@@ -86,9 +87,9 @@ class Liveness:
     ) -> tuple[int, ...]:
         """Those of ``ranks`` whose process is gone.
 
-        A process that dies closes its sockets one by one: within ``patience`` seconds of a lost
-        connection its beacon is closed, too. In a ``routine`` question nothing has failed yet: who is
-        silent may answer the next one.
+        Asks again for ``patience`` seconds if none is: a dying process closes its sockets one by one, and its
+        beacon may be closed later than a connection that was lost. In a ``routine`` question nothing has
+        failed yet, so a rank that does not answer is not counted as gone at once.
         """
         self.learn(ranks)
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
@@ -101,10 +102,10 @@ class Liveness:
             host.sleep(_AGAIN_SECONDS)
 
     def _gone(self, peers: dict[int, Peer], routine: bool) -> tuple[int, ...]:
-        """Those whose connection has ended, or who do not answer a first one.
+        """Those of ``peers`` whose connection has ended, or that do not accept a first one.
 
-        What a routine question has found is believed for as long as it took to find: each lane that waits
-        for a silent rank asks after it, and the last one's operations would be over their time before.
+        The result of a routine question is used again for as long as it took to find: each lane that waits
+        for a silent rank asks, and without that the last lane's operations would time out before.
         """
         dead = {rank for rank in peers if host.monotonic() < self._dead.get(rank, 0.0)}
         peers = {rank: peer for rank, peer in peers.items() if rank not in dead}
@@ -113,7 +114,7 @@ class Liveness:
         asked = {rank: (peer.address, peer.port) for rank, peer in peers.items() if rank not in self._lines}
         answered, silent = lines.connect(asked, PROBE_SECONDS)
         self._lines |= answered
-        # Anybody can fill a socket that is never served: who knows the secret is asked before silence counts.
+        # Any process can fill a socket that is never served, so the rank's answering thread is asked as well.
         heard = set() if self._accounts is None else self._accounts.heard({one: peers[one] for one in silent})
         silent = [rank for rank in silent if rank not in heard]
         now = host.monotonic()
@@ -127,53 +128,53 @@ class Liveness:
         return tuple(sorted(gone | dead))
 
     def in_doubt(self, ranks: tuple[int, ...]) -> bool:
-        """Whether one of ``ranks`` was silent when last asked: the store may be, too, and would keep us."""
+        """Whether one of ``ranks`` was silent when last asked: the store may not answer then either."""
         return not self._silent.keys().isdisjoint(ranks)
 
     def describe(self, rank: int) -> str:
-        """``rank 2 (host n1, pid 71)``."""
+        """The rank with its host and pid, if known: ``rank 2 (host n1, pid 71)``."""
         if rank not in self._peers:
             return f"rank {rank}"
         peer = self._peers[rank]
         return f"rank {rank} (host {peer.host}, pid {peer.pid})"
 
     def nodes(self, ranks: tuple[int, ...]) -> dict[int, int]:
-        """A number for the node of each of ``ranks``; none unless all have published where they are."""
+        """A number for the node of each of ``ranks``; {} unless all have published where they are."""
         peers = {rank: self._mine if rank == self._rank else self._peers.get(rank) for rank in ranks}
         numbers: dict[str, int] = {}
         found = {rank: numbers.setdefault(one.node, len(numbers)) for rank, one in peers.items() if one}
         return found if len(found) == len(peers) else {}
 
     def accounts(self, ranks: tuple[int, ...]) -> dict[int, Account]:
-        """What is known of those of ``ranks`` that have published where they are, asked now."""
+        """Ask those of ``ranks`` that have published where they are, and return what is known of each."""
         self.learn(ranks)
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         return {} if self._accounts is None else self._accounts.of(peers)
 
     def lives_here(self) -> None:
-        """It is this thread that stands where the program does."""
+        """Make the calling thread the one whose stack is given when peers ask where the program stands."""
         if self._accounts is not None:
             self._accounts.thread = host.get_ident()
 
     def tell(self, ranks: Collection[int], question: str, seconds: float) -> Mapping[int, Mapping[str, Any]]:
-        """What those of ``ranks`` that are known answer to ``question`` within ``seconds``."""
+        """Ask those of ``ranks`` that are known; returns the answers that arrive within ``seconds``."""
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         with contextlib.suppress(OSError):  # no descriptors are left
             return {} if self._accounts is None else self._accounts.tell(peers, question, seconds)
         return {}
 
     def hear_by(self, hear: Callable[[str], Mapping[str, object]]) -> None:
-        """Have ``hear`` take the notes of other ranks on what they call."""
+        """Have ``hear`` answer the notes in which other ranks announce calls (``confirming``)."""
         if self._accounts is not None:
             self._accounts.hear = hear
 
     def job(self) -> str:
-        """By what all ranks know this world: where its first rank is."""
+        """A name for this world that is the same on all ranks: host, pid and port of its first rank."""
         first = self._mine if self._rank == 0 else self._peers.get(0, self._mine)
         return f"{first.host} {first.pid} {first.port}" if first is not None else ""
 
     def recorded(self) -> dict[int, Flight]:
-        """What this rank has recorded, and those of its node whose memory is open: nobody is asked."""
+        """The records of this rank, and of ranks of its node whose memory is open, without asking any."""
         if self._accounts is None:
             return {}
         own = self._accounts.own()
@@ -185,12 +186,12 @@ class Liveness:
         return found
 
     def seen(self, ranks: tuple[int, ...]) -> dict[int, memoryview]:
-        """The recorders' memory of those of ``ranks`` that are on this node, as far as it is open."""
+        """The recorders' memory, as far as it is open, of those of ``ranks`` that are on this node."""
         held = {} if self._accounts is None else self._accounts.held
         return {rank: held[rank] for rank in ranks if rank in held}
 
     def leaving(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` on this node that leave their world, and may not have closed all they have."""
+        """Those of ``ranks`` on this node that have begun to leave their world, perhaps not completely."""
         return tuple(rank for rank, one in self._last_seen(ranks).items() if one.ending != "running")
 
     def killed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -198,7 +199,7 @@ class Liveness:
         return tuple(rank for rank, one in self._last_seen(ranks).items() if one.was_killed)
 
     def _last_seen(self, ranks: tuple[int, ...]) -> dict[int, Flight]:
-        """What is in the memory of those of ``ranks`` whose memory is open."""
+        """The records of those of ``ranks`` whose memory is open, whether or not they are alive."""
         if self._accounts is None:
             return {}
         known = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
@@ -206,7 +207,7 @@ class Liveness:
         return {rank: one for rank, one in seen.items() if one is not None}
 
     def last_words(self, rank: int) -> str:
-        """Of a rank that is gone: how it ended, and ``its last call was ...``; "" if that is not known."""
+        """How a rank that is gone ended, and ``its last call was ...``; "" if that is not known."""
         found = self._last_seen((rank,)).get(rank)
         if found is None:
             return ""
@@ -214,14 +215,14 @@ class Liveness:
         return "; ".join(filter(None, (ending(found, now), last_words(found, now))))
 
     def disown(self) -> None:
-        """In a forked child: a copy of the beacon would shine on after the rank has died."""
+        """In a forked child, close the copy of the beacon, which would outlive the rank."""
         self._asking = host.Lock()
         if self._accounts is not None:
             self._accounts.disown()
         self.close()
 
     def close(self) -> None:
-        """Put the light out: from now on this rank counts as gone."""
+        """Close the beacon: from now on this rank counts as gone."""
         if self._accounts is not None:
             self._accounts.close()
         if self._beacon is not None:

@@ -1,9 +1,10 @@
-"""The one thread that looks after operations which are in flight for longer than they should be.
+"""The one thread per rank that checks on operations that have been waited for for more than a second.
 
-It sleeps whenever nothing waits for a second; but where a call may be over on one rank before its peers have
-made theirs, it looks for refusals now and then also while nothing waits here: those peers may. And now and
-then it looks whether this rank is a call apart from the next one, unless nobody wants to be warned: then it
-exists only once something has waited. It never completes an operation; it finds out that one never will.
+It sleeps as long as no operation is. There are two exceptions. If a call may be over on one rank before its
+peers have made theirs (``ends_alone``), the thread looks for refusals at intervals also while nothing waits
+here, as those peers may wait. And unless warnings are off, it checks at intervals whether this rank is a call
+apart from its neighbour. With neither, the thread is started only once something waits. It never completes an
+operation; it finds out that one will never complete.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ __all__ = ["Watch"]
 _log = logging.getLogger("asynccoll.watch")
 
 PATIENCE_SECONDS = 1.0
-#: How often it looks while nothing waits, where it does.
+#: How often it looks for refusals while nothing waits, if it does so at all.
 IDLE_SECONDS = 5.0
-#: How often it looks whether ranks are a call apart: of 1,024 calls of each that takes a millisecond.
+#: How often it checks whether ranks are a call apart; comparing 1,024 calls of each takes a millisecond.
 SHIFT_SECONDS = 2.0
 _STOP_SECONDS = 1.0
 
 
 class Watched(Protocol):
-    """The world whose operations they are."""
+    """What the watchdog needs of the world."""
 
     @property
     def has_peers(self) -> bool:
-        """Whether there is anybody, and a store to hear of them."""
+        """Whether there are other ranks, and a store to learn of them."""
 
-    stall_seconds: float  # after which somebody is to be told; 0.0 is never
+    stall_seconds: float  # the seconds of waiting after which to warn; 0.0 is never
 
     def tell_of_stall(self, operation: Any) -> None:
-        """It has been waited for that long."""
+        """Warn that ``operation`` has been waited for that long."""
 
     @property
     def ends_alone(self) -> bool:
         """Whether a call may be over on one rank before its peers have made theirs."""
 
     def look_for_ends(self, parts: Sequence[Any]) -> None:
-        """Refuse those parts of calls that were over before on another rank."""
+        """Refuse those ``parts`` that another rank's call does not have."""
 
     def loss(self, lane: Any) -> PeerLostError | None:
-        """The error that names the ranks that are gone and that ``lane`` waits for, if any is."""
+        """The error that names the lost ranks that ``lane`` waits for, or None if there are none."""
 
     def store_answers(self) -> bool:
-        """Whether the rank that may serve the store is there."""
+        """Whether the rank that may serve the store answers."""
 
     def look_for_refusals(self) -> None:
         """Halt the lanes on which a peer has refused a call."""
@@ -64,23 +65,23 @@ class Watched(Protocol):
 
 
 class Watch:
-    """Operations that somebody is waiting for, and a thread that asks after the overdue ones."""
+    """The operations that have waiters, and the thread that checks on the overdue ones."""
 
     def __init__(self, world: Watched) -> None:
         self._world = world
         self._wake = host.Condition()
-        # As keys, here and below: a set has its order from addresses.
-        self._watched: dict[Operation, int] = {}  # and by how many
-        self._lately: dict[Operation, None] = {}  # waited for since the last look, for however short a time
-        self._told: dict[Operation, None] = {}  # of which somebody was told that they are stuck
-        self._looked: dict[Operation, int] = {}  # so often it was asked whether others have such a part
+        # Dicts, here and below, as the order of a set depends on addresses.
+        self._watched: dict[Operation, int] = {}  # with the number of their waiters
+        self._lately: dict[Operation, None] = {}  # waited for since the last look, but not any more
+        self._told: dict[Operation, None] = {}  # those that were warned of as stuck
+        self._looked: dict[Operation, int] = {}  # how often it was asked whether other ranks have such a part
         self._thread: host.Thread | None = None
         self._stopped = False
-        self._asleep = False  # with nothing to look after; else it looks once a second by itself
-        self._asked = self._compared = host.monotonic()  # when it looked last for refusals, for shifts
+        self._asleep = False  # in ``_sleep``, to be woken; else the thread looks once a second by itself
+        self._asked = self._compared = host.monotonic()  # when it last looked for refusals, for shifts
 
     def add(self, operation: Operation) -> None:
-        """Somebody waits for ``operation``."""
+        """Add a waiter of ``operation``; starts or wakes the thread."""
         if not self._world.has_peers:
             return
         with self._wake:
@@ -88,7 +89,7 @@ class Watch:
             self._start()
 
     def begin(self) -> None:
-        """The world has come together."""
+        """Start the thread, now that the world has formed, if it is to look also while nothing waits."""
         if (self._world.ends_alone or self._world.stall_seconds) and self._world.has_peers:
             with self._wake:
                 self._start()
@@ -101,7 +102,7 @@ class Watch:
             self._wake.notify()
 
     def discard(self, operation: Operation) -> bool:
-        """One does not any more, or not just now; whether another one does."""
+        """Remove a waiter of ``operation``; returns whether it has others."""
         with self._wake:
             others = self._watched.pop(operation, 1) - 1
             if others:
@@ -111,7 +112,7 @@ class Watch:
             return others > 0
 
     def stop(self) -> None:
-        """End the thread; when this returns it is in no native call that the interpreter could end under."""
+        """End the thread, and wait for that, lest it is in a native call when the interpreter ends."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
@@ -139,7 +140,7 @@ class Watch:
                     self._ask_after(lanes)
                     if parts:
                         self._world.look_for_ends(parts)
-                except OSError:  # of descriptors there may be none just now: it is asked again in a second
+                except OSError:  # the process may be out of descriptors: it is asked again in a second
                     _log.debug("asking after %s failed", lanes, exc_info=True)
             for operation in stalled:
                 if not operation.done():
@@ -157,7 +158,7 @@ class Watch:
             self._world.look_for_shifts()
 
     def _stalled(self, waited_for: Iterable[Operation]) -> list[Operation]:
-        """Those that have become overdue; each is told of once. With the lock held."""
+        """The operations to warn of as stuck, each of them once. Called with the lock held."""
         limit = self._world.stall_seconds
         late = host.monotonic() - limit
         stalled = [one for one in waited_for if limit and one.started <= late and one not in self._told]
@@ -165,14 +166,14 @@ class Watch:
         return stalled
 
     def _due(self, overdue: Iterable[Operation]) -> list[Operation]:
-        """Parts of calls, of which other ranks may have fewer: asked after whenever their age has doubled."""
+        """The parts of calls to ask about, as other ranks may have fewer: whenever their age has doubled."""
         now = host.monotonic()
         ages = {one: int(now - one.started).bit_length() for one in overdue if one.part > 1}
         before, self._looked = self._looked, ages
         return [one for one, age in ages.items() if age > before.get(one, 0)]
 
     def _sleep(self) -> bool:
-        """Until something waits here: whether it does, or it is time to look although nothing does."""
+        """Sleep until something waits here, or until the next look; returns whether something waits."""
         self._asleep = True
         alone = IDLE_SECONDS if self._world.ends_alone else None
         seconds = SHIFT_SECONDS if self._world.stall_seconds else alone
@@ -181,7 +182,7 @@ class Watch:
         return bool(woken)
 
     def _ask_after(self, lanes: Iterable[Order]) -> None:
-        """Find out whether a rank is gone that ``lanes`` wait for, or one has refused a call on any lane."""
+        """Find out whether ``lanes`` wait for a lost rank, or a peer has refused a call on any lane."""
         for lane in lanes:
             lost = self._world.loss(lane)
             if lost is not None:
