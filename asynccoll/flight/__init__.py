@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of each rank, in memory that can be read from outside.
 
-Always on. A ``Recorder`` writes, once for each operation; ``read`` gives what is there as a ``Flight``, also
-of another process of this host. Must not know what an operation does, nor who asks.
+It is always on. A ``Recorder`` writes a record of each operation; ``read`` returns the records as a
+``Flight``, also those of another process on this host. This package must not know what an operation does.
 
     for descriptor in shared_memory.find(pid, flight.NAME):     # of any process of this host and user
         memory = shared_memory.look(pid, descriptor)

@@ -1,9 +1,9 @@
-"""What ranks had recorded when something failed, kept in files: bounded, and read without the ranks.
+"""Dumps: what ranks had recorded when something failed, in files that can be read without the ranks.
 
     /tmp/asynccoll-UID/JOB/rank-0.json    one for each rank of this host that was seen
 
-A job has one directory, named alike by all of its ranks; a later failure replaces what an earlier one left.
-Of each user the latest jobs are kept. What cannot be written is not: a full disk must not hide the failure.
+A job has one directory, whose name all its ranks agree on; a later failure overwrites the dumps of an earlier
+one. Each user's latest jobs are kept. Errors in writing are ignored: a full disk must not hide the failure.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asynccoll.flight.reading import Flight
 
 __all__ = ["VARIABLE", "Dumps", "directory_for", "read_dumps", "write_dumps"]
 
-#: Where the directories of jobs are; ``off`` writes nothing.
+#: The environment variable for the parent of the jobs' directories; ``off`` writes nothing.
 VARIABLE = "ASYNCCOLL_DUMPS"
 _MOST_JOBS = 20
 _PREFIX, _SUFFIX = "rank-", ".json"
-#: Beside what a rank has recorded: the wall clock when it was written.
+#: The key of the wall clock time when a dump was written.
 _WRITTEN = "written"
 
 
@@ -41,7 +41,7 @@ class Dumps(NamedTuple):
 
 
 def directory_for(job: str) -> Path | None:
-    """The directory of the job that is known by ``job``; None where nothing is to be written."""
+    """The directory of the job named ``job``; None if nothing is to be written."""
     said = os.environ.get(VARIABLE, "")
     if said == "off":
         return None
@@ -50,11 +50,11 @@ def directory_for(job: str) -> Path | None:
 
 
 def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
-    """Write what each rank has recorded; whether all of it is there."""
+    """Write what each rank has recorded; returns whether all of it was written."""
     try:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         if directory.parent.stat().st_uid != os.getuid():
-            return False  # somebody else's, who could read it, or have it written elsewhere
+            return False  # another user's, who could read the dumps, or redirect them elsewhere
         directory.mkdir(mode=0o700, exist_ok=True)
         for rank, flight in flights.items():
             plain = to_plain(flight)
@@ -70,7 +70,7 @@ def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
 
 
 def _forget_old(parent: Path) -> None:
-    """All but the latest jobs'. Of several ranks that do so at a time one is enough."""
+    """Delete the directories of all but the latest jobs; other ranks may be doing the same."""
     with contextlib.suppress(OSError):
         jobs = sorted((one for one in parent.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime)
         for old in jobs[:-_MOST_JOBS]:
@@ -78,10 +78,10 @@ def _forget_old(parent: Path) -> None:
 
 
 def read_dumps(directory: Path) -> Dumps:
-    """What is in ``directory``.
+    """Read the dumps in ``directory``.
 
     Raises:
-        InvalidArgumentError: nothing that can be read.
+        InvalidArgumentError: there is no readable dump.
     """
     found: dict[int, Flight] = {}
     now: dict[int, float] = {}

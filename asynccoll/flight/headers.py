@@ -1,11 +1,11 @@
-"""Whether ranks that see each other's memory make the same calls: before any of them is made.
+"""Compare the calls of ranks that can read each other's memory, before the calls are made.
 
-A header is a word for each call of a lane: which one it is, and a running checksum of what it and all before
-it were. A rank writes its header, then reads those of the others for the same call: the one that is as many
-calls after they were in step. Where one rank goes on with parts of a call and another with the next one,
-these are compared. Of two ranks that differ about a call at least one finds the other's so, whichever is
-first, and does not make it: those that do make it are of one mind. Nobody waits for anybody. It must not know
-what a call is; who writes says so.
+A *header* is a word for each call of a lane: which call it is, and a running checksum of it and all calls
+before it. A rank writes its header, then reads the other ranks' headers of the same call: the one with the
+same number since all ranks were last in step. (So if one rank goes on with parts of a call while another
+makes the next call, these are compared.) Of two ranks that differ about a call, at least one finds the
+other's header, whichever is first, and does not make the call; ranks that do make it agree. No rank waits for
+another. This module must not know what a call is: the caller passes its checksum and text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOW = 0xFFFFFFFF
 
 
 class Headers:
-    """Of one lane, on one rank: its own, and those of ``others`` (their recorders' memory, by rank)."""
+    """The headers of one lane: this rank's, and those of ``others`` (their recorders' memory, by rank)."""
 
     def __init__(
         self, recorder: Recorder, number: int, group: str, key: str, others: Mapping[int, memoryview]
     ) -> None:
         self._recorder = recorder
         self._base = max(0, number) * layout.HEADERS * _WORDS
-        #: Where the recorder has no room for one more lane: nobody reads it.
+        #: Used if the recorder has no room for this lane; no other rank reads it.
         self._apart = None if number >= 0 else [0] * (layout.HEADERS * _WORDS)
         self._name = layout.joined((group, key))
         self._unmet = dict(others)
@@ -45,13 +45,13 @@ class Headers:
         self._rings: list[tuple[int, memoryview]] = []
         self._latest = (0, 0)
         self._running = 0
-        self._since = 0  # so that what was written before ranks were in step has no number of now
+        self._since = 0  # added to numbers, so that headers from before a ``restart`` have other ones
         self._count = 0
-        # Taking a lock is what keeps this processor from reading before it has written.
+        # Taking a lock keeps this processor from reading other headers before it has written its own.
         self._fence = host.Lock()
 
     def restart(self, epoch: int) -> None:
-        """From the next call on all ranks are in step again, whatever each has made before."""
+        """Count calls anew from the next one on: ranks are in step again, whatever they called before."""
         self._running = epoch & _LOW
         self._since = epoch * _MIX & _LOW
         self._count = 0
@@ -59,7 +59,7 @@ class Headers:
 
     @property
     def running(self) -> int:
-        """A checksum of the call that was written last, and of all before it."""
+        """A checksum of the latest call that was written and of all calls before it."""
         return self._running
 
     @property
@@ -68,10 +68,11 @@ class Headers:
         return self._count
 
     def write(self, checksum: int, text: int, place: int, part: int) -> dict[int, tuple[int, int]] | None:
-        """Say what is about to be called; which of the others have called something else, and at which place.
+        """Write the header of a call that is about to be made, and compare it with the other ranks'.
 
-        ``text``: of it and its line, as the recorder counts texts. None: it was said before (of a program's
-        earlier step), and is not asked again.
+        ``text`` is the number of the text of the call and its line (``Recorder.write``). Returns, for each
+        rank that called something else, the place and part of the first call about which it differs; None if
+        the header was written before (by an earlier step of a program), and nothing was compared.
         """
         before = self._latest
         if (place, part) == before:
@@ -83,7 +84,7 @@ class Headers:
         word = which << 32 | running
         at = (self._count & _MASK) * _WORDS
         mine = self._apart or self._recorder.headers
-        mine[self._base + at] = 0  # what was there is of another lap, and has no more a number
+        mine[self._base + at] = 0  # invalidate the header of the previous lap before its number changes
         number = self._count + self._since & _LOW
         mine[self._base + at + 1] = number << 32 | text
         mine[self._base + at] = word
@@ -97,7 +98,7 @@ class Headers:
             if theirs == word:
                 continue
             if ring[at + 1] >> 32 != number or ring[at] != theirs:
-                continue  # of another lap, or being written
+                continue  # from another lap of the ring, or just being written
             begins = self._begins(theirs >> 32, place, part, before)
             if begins is not None and self._is_met(rank):
                 found[rank] = begins
@@ -105,13 +106,13 @@ class Headers:
 
     @staticmethod
     def _begins(theirs: int, place: int, part: int, before: tuple[int, int]) -> tuple[int, int] | None:
-        """The first call about which ranks differ, if that of the others (``_which``) is not the one here."""
+        """The first call about which the ranks differ, if the other has ``theirs`` (``_which``); or None."""
         if theirs == _which(place, part):
             return place, part
         other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
         if theirs == _which(*other):
             return other
-        # As many child tasks more have ended there; of the upper half of the numbers, here.
+        # By how many child tasks that rank is ahead; in the upper half of the numbers, this rank is ahead.
         ahead = (theirs >> 26) - place // CHILD & _CHILDREN
         if not ahead or ahead <= _CHILDREN // 2:
             return (place, part) if ahead else None
@@ -121,12 +122,12 @@ class Headers:
         return child * CHILD + (theirs >> 12 & _PLACES), theirs & _PARTS
 
     def text(self, rank: int) -> str:
-        """What ``rank`` has said of the latest call that was written here; "" if that cannot be read."""
+        """The text of ``rank`` for the latest call that was written here; "" if that cannot be read."""
         memory, number = self._met[rank]
         return text_at(memory, _ring(memory, number)[(self._count & _MASK) * _WORDS + 1] & _LOW)
 
     def _meet(self) -> None:
-        """Find the lane in the memory of those that had not opened it yet."""
+        """Find the lane in the memory of ranks that had not opened it yet."""
         for rank, memory in list(self._unmet.items()):
             number = _number(memory, self._name)
             if number is not None:
@@ -135,7 +136,7 @@ class Headers:
                 self._rings.append((rank, _ring(memory, number)))
 
     def _is_met(self, rank: int) -> bool:
-        """Whether that ring is still this lane's: a rank that has closed it may use it for another."""
+        """Whether that ring is still this lane's: a rank that closed the lane may reuse it for another."""
         memory, number = self._met[rank]
         if _number(memory, self._name) == number:
             return True
@@ -154,7 +155,7 @@ def _ring(memory: memoryview, number: int) -> memoryview:
 
 
 def _number(memory: memoryview, name: bytes) -> int | None:
-    """Which row of the table of lanes has this name."""
+    """The row of the table of lanes that has this name, or None."""
     table = bytes(memory[layout.LANES_AT : layout.RECORDS_AT])
     rows = (row for row in range(layout.LANES) if table.startswith(name, row * layout.LANE.size + _NAME_AT))
     for row in rows:
@@ -164,4 +165,4 @@ def _number(memory: memoryview, name: bytes) -> int | None:
     return None
 
 
-_NAME_AT = 10  # behind the place and the length
+_NAME_AT = 10  # after the place and the length

@@ -1,14 +1,14 @@
 """How a flight recorder's memory is laid out: what its writer and its readers, of any version, agree on.
 
     header    4 KiB    who it is, clocks, how the rank ended; then what it says of itself, as JSON
-    lanes     64 KiB   of each lane the last place in its order, however long ago that was
-    records   88 KiB   a ring: the operation of ticket t is in record t % 1,024
-    headers   2 MiB    of each lane a ring of two words: which call that is, with a running checksum; its text
-    texts     2 MiB    what records say in words, each kind of call once, in two halves
+    lanes     64 KiB   for each lane: its name, and the latest place in its order, however old
+    records   88 KiB   a ring: the operation with ticket t is in record t % 1,024
+    headers   2 MiB    for each lane: a ring of two words per call: number and running checksum; its text
+    texts     2 MiB    the texts that records refer to, one for each kind of call, in two halves
 
-Only pages that were written to take memory. A text's number is where it begins, counted from the first ever
-written; the halves are filled in turn. A half holds two of the longest texts for each record, so that what a
-record refers to stays for as long as the record does.
+Only pages that were written to use memory. A text's number is the offset at which it begins, counted from the
+first text ever written; the halves are filled in turn. A half holds two of the longest texts for each record,
+so that the text that a record refers to lives as long as the record.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
     "parted",
 ]
 
-#: Of the memory, by which it is found among a process's descriptors.
+#: The memory's name, by which it is found among a process's descriptors.
 NAME = "asynccoll-flight"
 MAGIC = b"acflight"
 VERSION = 3
@@ -66,10 +66,10 @@ HEADER = struct.Struct("=8sIiiidd")
 #: When and how it ended, behind the header; then the exit code, as ``subprocess`` has it.
 ENDING = struct.Struct("=dIi")
 ENDING_AT = 64
-#: How a rank's life in its world is, by its number: it goes on; ``finalize``; its program came to its end, or
-#: to an error; its process is over, as its launcher has seen.
+#: How a rank has ended, by number: it has not; it called ``finalize``; its program ended without, or with an
+#: error; its process ended, as seen by its launcher.
 ENDINGS = ("running", "finalized", "ended", "died", "exited")
-#: Which exit code nobody knows.
+#: The exit code is not known.
 NO_CODE = -(1 << 31)
 #: A JSON object, behind its length.
 SAID_AT = 128
@@ -85,17 +85,17 @@ RECORDS = 1024
 #: until then, when it timed out), how it failed, ticket: with two different tickets it is being written.
 RECORD = struct.Struct("=QQQIiQddddQQ")
 RECORDS_AT = LANES_AT + LANES * LANE.size
-#: In words of eight bytes.
+#: The size of a record, and the index of some of its fields, in words of eight bytes.
 WORDS = RECORD.size // 8
 BEGUN, ENDED, WAITED, OUTCOME = 6, 7, 8, 9
-#: In place of an operation, behind the last part of a call: there are no more.
+#: Recorded in place of an operation after the last part of a call: it has no further parts.
 END = "end of coalescing"
-#: Since when it is waited for, of a call that its own rank has refused: never.
+#: In place of "waited for since": the rank has refused the call itself.
 REFUSED = -1.0
-#: And of one for which nobody waits any more, without having seen it end: the wait was cancelled.
+#: In place of "waited for since": the wait was cancelled before the operation was seen to end.
 GIVEN_UP = -2.0
 
-#: Of each lane: its calls, see ``headers``.
+#: For each lane, the number of calls in its ring (see ``headers``).
 HEADERS = 512
 HEADER_WORDS = 2
 HEADERS_AT = RECORDS_AT + RECORDS * RECORD.size
@@ -106,15 +106,15 @@ TEXTS_AT = HEADERS_AT + LANES * HEADERS * HEADER_WORDS * 8
 SIZE_BYTES = TEXTS_AT + 2 * HALF_BYTES + TEXT_BYTES + LENGTH.size
 
 
-#: Of a kind of operation: group, key of the lane, lane, operation, what it is of, file and line; with how
-#: many bytes each may have.
+#: The most bytes of each part of the text of a kind of operation: group, the lane's key, lane, operation,
+#: its data, file and line.
 PARTS = (60, 80, 80, 60, 100, 110)
 _SEPARATOR = b"\x1f"
 _DIGEST_BYTES = 8
 
 
 def joined(parts: Sequence[str]) -> bytes:
-    """One text of several. Long ones are cut, and told apart all the same."""
+    """One text of several parts. Long parts are cut, with a digest so that different ones stay different."""
     return _SEPARATOR.join(
         _fitting(part.encode(errors="replace").replace(_SEPARATOR, b"?"), most)
         for part, most in zip(parts, PARTS, strict=False)
@@ -127,7 +127,7 @@ def parted(text: bytes) -> list[str]:
 
 
 def lane_id(group: str, key: str) -> tuple[str, str]:
-    """By which a lane is known in what is read."""
+    """The group and key of a lane as they appear in what is read, where long ones are cut."""
     known_group, known_key = parted(joined((group, key)))
     return known_group, known_key
 

@@ -1,7 +1,7 @@
-"""What a flight recorder's memory says, as values.
+"""Read a flight recorder's memory, as values.
 
-The memory may be written while it is read, be torn, or be of a process that died in the middle of a call:
-what does not make sense is left out, never guessed.
+The memory may be written while it is read, or belong to a process that died in the middle of a write:
+records that are inconsistent are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Call", "Flight", "Progress", "parts_at", "read", "said", "text_at"]
 class Call:
     """One operation. Times are seconds of the host's monotonic clock; 0.0 is not yet.
 
-    ``sequence`` is its place in the order of its lane, from 1; a message has none (0), and ``peer``, the
-    index of the other rank in the group (else -1). ``part``: of those at its place, from 1; of a message,
-    its tag.
+    ``sequence`` is its place in the order of its lane, from 1; 0 for a message. ``part`` is its number among
+    the parts of a call at that place, from 1; for a message, its tag. ``peer`` is the other rank's index in
+    the group for a message, else -1.
     """
 
     ticket: int
@@ -47,7 +47,7 @@ class Call:
 
     @property
     def state(self) -> str:
-        """``queued``, ``in flight``, ``finished`` (somebody has seen it end), ``failed`` or ``refused``."""
+        """``queued``, ``in flight``, ``finished`` (it was seen to end), ``failed`` or ``refused``."""
         if self.was_refused:
             return "refused"
         if self.failure:
@@ -58,38 +58,38 @@ class Call:
 
     @property
     def told(self) -> str:
-        """``all_reduce float32[4] sum at train.py:12``."""
+        """The call in words: ``all_reduce float32[4] sum at train.py:12``."""
         return f"{self.operation} {self.of}".rstrip() + f" at {self.place}"
 
     @property
     def was_refused(self) -> bool:
-        """Whether its own rank has refused it, before anything of it was sent: ``failure`` says why."""
+        """Whether its own rank refused it before anything of it was sent; ``failure`` says why."""
         return self.waited == layout.REFUSED and bool(self.failure)
 
     @property
     def timed_out(self) -> float:
-        """When a wait for it timed out, after which nobody has waited for it again; 0.0 if none has."""
+        """When the latest wait for it timed out, if there was none after that; else 0.0."""
         ended = self.waited < 0 and self.waited != layout.GIVEN_UP and not self.was_refused
         return -self.waited if ended else 0.0
 
     def is_waited_for(self, since: float) -> bool:
-        """Whether somebody waits for it, or has done so until a timeout that is not before ``since``."""
+        """Whether it is waited for, or was until a timeout at or after ``since``."""
         return self.waited > 0 or 0 < since <= self.timed_out
 
     def refusal(self, of: str) -> str:
-        """In place of ``of``: ``called it at train.py:12, and it was refused there: ValueError: ...``."""
+        """The refusal in words, where ``of`` was expected: ``called it at train.py:12, and it was ...``."""
         other = f"{self.operation} in its place" if self.sequence else self.title
         what = "it" if self.operation == of else other
         return f"called {what} at {self.place}, and it was refused there: {self.failure}"
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has seen it end."""
+        """Whether it has not failed and was not seen to end."""
         return not (self.failure or self.ended)
 
     @property
     def name(self) -> str:
-        """``all_reduce #41 on lane 'gradients'``; of a group that is not the world, with its ranks."""
+        """``all_reduce #41 on lane 'gradients'``; with the ranks of the group if that is not the world."""
         return f"{self.title} on {lane_name(self.lane, self.group)}" if self.lane else self.title
 
     @property
@@ -101,7 +101,7 @@ class Call:
 
     @property
     def peer_rank(self) -> int:
-        """Of a message: the other rank, in the world; -1 if there is none, or the group's name was cut."""
+        """For a message, the other's global rank; else -1, and also if the group's name was cut."""
         if self.peer < 0 or self.sequence or self.group == "world":
             return -1 if self.sequence else self.peer
         ranks = self.group.split("-")
@@ -110,7 +110,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank is on one lane: the place that its latest call there has."""
+    """How far a rank is on one lane: ``sequence`` is the place of its latest call there."""
 
     group: str
     lane_key: str
@@ -119,11 +119,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What one rank has recorded: ``calls``, the oldest first, and ``lanes``, each of those that are open.
+    """What one rank has recorded: ``calls``, the oldest first, and ``lanes``, its open lanes.
 
     ``began`` and ``wall`` are the monotonic and the wall clock at the same moment. ``ending`` is one of
-    ``layout.ENDINGS``, ``ended`` when that was (monotonic; 0.0 if nobody knows), ``code`` the exit code,
-    negative for a signal, if it is known. ``said``: host, address, the error it died of (``why``).
+    ``layout.ENDINGS``, ``ended`` the time of that (monotonic; 0.0 if unknown), ``code`` the exit code if
+    known, negative for a signal. ``said``: host, address, the error that it died of (``why``).
     """
 
     rank: int
@@ -137,14 +137,14 @@ class Flight:
     lanes: tuple[Progress, ...]
     said: dict[str, Any] = field(default_factory=dict)
     code: int | None = None
-    #: filled when it is asked for: who compares ranks asks for the same lanes for each of their calls
+    #: calls by lane, filled on first use: a comparison of ranks asks for the same lanes for each call
     _on_lanes: dict[tuple[str, str], tuple[Call, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @property
     def was_killed(self) -> bool:
-        """Of one that is gone: it has written down no end of its own."""
+        """For a rank that is gone, whether it ended without recording an end, or by a signal."""
         return self.ending == "running" or (self.code is not None and self.code < 0)
 
     def reached(self, group: str, lane_key: str) -> int:
@@ -154,14 +154,14 @@ class Flight:
         )
 
     def refused(self, group: str, lane_key: str, sequence: int, part: int = 1) -> Call | None:
-        """Its call at that place, if it has refused it, so that ``part`` of it is not made."""
+        """The call at that place, if the rank refused it from ``part`` or an earlier part on; else None."""
         for call in self.on_lane(group, lane_key):
             if call.was_refused and 0 < call.sequence == sequence and call.part <= part:
                 return call
         return None
 
     def on_lane(self, group: str, lane_key: str) -> tuple[Call, ...]:
-        """Its calls on that lane."""
+        """The rank's calls on that lane."""
         if not self._on_lanes:
             found: dict[tuple[str, str], list[Call]] = {}
             for one in self.calls:
@@ -171,7 +171,7 @@ class Flight:
 
 
 def read(memory: memoryview | bytes) -> Flight | None:
-    """What is recorded in ``memory``; None if it is no flight recorder's, or one of another version."""
+    """What is recorded in ``memory``; None if that is no flight recorder's, or one's of another version."""
     head = _head(memory)
     if head is None:
         return None
@@ -184,7 +184,7 @@ def read(memory: memoryview | bytes) -> Flight | None:
 
 
 def said(memory: memoryview | bytes) -> dict[str, object]:
-    """What the rank says of itself, without reading anything else; empty where ``read`` gives None."""
+    """What the rank says of itself, without reading anything else; {} where ``read`` returns None."""
     if _head(memory) is None:
         return {}
     (length,) = layout.LENGTH.unpack_from(memory, layout.SAID_AT)
@@ -213,7 +213,7 @@ def _lanes(memory: memoryview | bytes) -> Iterator[Progress]:
 
 
 def _calls(memory: memoryview | bytes) -> Iterator[Call]:
-    # What is unpacked is a copy: of memory that is being written two looks may see two things.
+    # Unpack a copy: the memory may change between two reads.
     records = bytes(memory[RECORDS_AT : layout.HEADERS_AT])
     tickets = memoryview(records).cast("Q")[:: layout.WORDS].tolist()
     texts: dict[int, list[str]] = {}

@@ -1,8 +1,8 @@
-"""What a rank writes down of each operation: as little as can be, for it is done in every call.
+"""Record each operation of a rank, as cheaply as possible, since this is done in every call.
 
-Operations of one kind (lane, name, dtype, shape, line) share a text, which is written once; of each there is
-a record of numbers, in one packing. What can be found out later (a line's number, a name) is put into words
-the first time only. It must not know what a lane or an operation is; who calls says so.
+Operations of one kind (lane, name, dtype, shape, line) share a text, which is written once; each operation
+gets a record of numbers, written by one ``pack``. The text is composed only for the first operation of its
+kind. This module must not know what a lane or an operation is: the caller passes what is to be recorded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SLOT = RECORD.size
 _MASK = RECORDS - 1
 _LANE_WORDS = layout.LANE.size // 8
 _pack = RECORD.pack_into
-#: Of the error a rank died of: the rest is in its log.
+#: How much is recorded of the error that a rank died of; the rest is in its log.
 _WHY_CHARACTERS = 300
 
 
 class Recorder:
-    """The last operations of this rank, in memory of its own. Any thread may write."""
+    """The last operations of this rank, in memory that other processes can read. Any thread may write."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._head = (rank, world_size, host.getpid())
@@ -48,7 +48,7 @@ class Recorder:
         self._use(self._memory.buffer)
         self._tickets = count(1).__next__
         self._newest = 0
-        #: The numbers of the texts that are written already, by what stands for them.
+        #: The numbers of the texts already written, by the key of their kind of operation.
         self.texts: dict[Hashable, int] = {}
         self._pinned: list[object] = []
         self._written = 0  # bytes of texts
@@ -74,23 +74,23 @@ class Recorder:
 
     @property
     def descriptor(self) -> int:
-        """By which other processes of this host open what is recorded; -1 where they cannot."""
+        """The file descriptor by which other processes of this host open the memory; -1 if they cannot."""
         return self._memory.descriptor
 
     @property
     def newest(self) -> int:
-        """The ticket of the operation that was noted last."""
+        """The ticket of the latest operation."""
         return self._newest
 
     @property
     def buffer(self) -> memoryview:
-        """What is recorded, for ``read``."""
+        """The memory, for ``read``."""
         return memoryview(self._buffer)
 
     # Who it is
 
     def say(self, **said: object) -> None:
-        """Have ``said`` (values that JSON has) read with the records."""
+        """Add ``said`` (JSON values) to what the rank says of itself, which is read with the records."""
         self._said |= said
         text = json.dumps(self._said).encode()
         if layout.SAID_AT + layout.LENGTH.size + len(text) <= layout.HEADER_BYTES:
@@ -100,7 +100,10 @@ class Recorder:
             layout.LENGTH.pack_into(self._buffer, layout.SAID_AT, len(text))
 
     def lane(self, group: str, key: str) -> int:
-        """A place in the table of lanes for that of ``group`` with this ``key``; -1 if none is left."""
+        """Take a row in the table of lanes for the lane of ``group`` with this ``key``.
+
+        Returns the row's number, or -1 if none is free.
+        """
         said = layout.joined((group, key))
         with self._lock:
             if self._free:
@@ -119,7 +122,7 @@ class Recorder:
             return number
 
     def forget_lane(self, number: int) -> None:
-        """It was closed."""
+        """Free the row of a lane that was closed."""
         if number >= 0:
             with self._lock:
                 layout.LANE.pack_into(self._buffer, layout.LANES_AT + number * layout.LANE.size, 0, 0, b"")
@@ -138,9 +141,9 @@ class Recorder:
         called: float,
         begun: float,
     ) -> int:
-        """An operation was accepted; by the ticket that comes back it is told of what becomes of it.
+        """Record an operation that was accepted. Returns its ticket, by which later events are recorded.
 
-        ``text``: of its kind, from ``texts`` or ``learn``; ``begun`` is 0.0 while it is queued.
+        ``text`` is the number of its kind's text, from ``texts`` or ``learn``; ``begun`` is 0.0 if queued.
         """
         ticket = self._newest = self._tickets()
         _pack(
@@ -152,29 +155,29 @@ class Recorder:
         return ticket
 
     def begun(self, ticket: int, now: float) -> None:
-        """What was queued is being issued."""
+        """Record that a queued operation is being issued."""
         self._stamp(ticket, BEGUN, now)
 
     def ended(self, ticket: int, now: float) -> None:
-        """It was seen that it is over."""
+        """Record that the operation was seen to be over."""
         if self._newest - ticket < RECORDS:
             self._seconds[(ticket & _MASK) * WORDS + ENDED] = now
 
     def waited(self, ticket: int, now: float) -> None:
-        """Somebody waits for it."""
+        """Record that a waiter waits for the operation."""
         self._stamp(ticket, WAITED, now)
 
     def timed_out(self, ticket: int, now: float) -> None:
-        """Who waited for it does not any more; it is still in flight."""
+        """Record that the wait for the operation timed out, while it is still in flight."""
         self._stamp(ticket, WAITED, -now)
 
     def given_up(self, ticket: int) -> None:
-        """Nor does who was cancelled; that a wait has timed out says as much, and when."""
+        """Record that the waiter was cancelled; not if the wait has timed out before, which says more."""
         if self._newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + WAITED] > 0:
             self._stamp(ticket, WAITED, GIVEN_UP)
 
     def failed(self, ticket: int, why: str, now: float) -> None:
-        """It will not end well."""
+        """Record that the operation has failed, and why."""
         if self._newest - ticket < RECORDS:
             self._numbers[(ticket & _MASK) * WORDS + OUTCOME] = self._write(
                 why.encode(errors="replace")[: layout.TEXT_BYTES]
@@ -182,7 +185,7 @@ class Recorder:
         self._stamp(ticket, ENDED, now)
 
     def refused(self, ticket: int, why: str, now: float) -> None:
-        """This rank does not make the call, nothing of which was sent."""
+        """Record that this rank refuses the call, and why; nothing of it was sent."""
         self._stamp(ticket, WAITED, REFUSED)
         self.failed(ticket, why.partition("\n")[0], now)
 
@@ -193,28 +196,28 @@ class Recorder:
     # Texts
 
     def learn(self, key: Hashable, parts: Sequence[str], pinned: object) -> int:
-        """The number of the text of a kind of operation, which ``texts`` has under ``key`` from now on.
+        """Write the text of a kind of operation, and put its number into ``texts`` under ``key``; returns it.
 
-        ``parts``: see ``layout.PARTS``. ``pinned`` must live for as long as the key counts, as what has an
-        address in it must.
+        ``parts``: see ``layout.PARTS``. ``pinned`` is kept alive as long as the key: objects whose ids are in
+        the key must be in it.
         """
         number = self.texts[key] = self.write(layout.joined(parts), pinned)
         return number
 
     def write(self, said: bytes, pinned: object) -> int:
-        """The number of that text, which holds until ``texts`` is cleared; so long ``pinned`` is kept."""
+        """Write a text. Returns its number; that and ``pinned`` are kept until ``texts`` is cleared."""
         number = self._write(said[: layout.TEXT_BYTES])
         self._pinned.append(pinned)
         return number
 
     def _write(self, said: bytes) -> int:
-        """Its number, which is never 0."""
+        """Write a text. Returns its number, which is never 0."""
         size = layout.LENGTH.size + len(said)
         with self._lock:
             start = max(self._written, 8)
             if (
                 start % layout.HALF_BYTES + size > layout.HALF_BYTES
-            ):  # on to the other half, which it fills anew
+            ):  # go on in the other half, and overwrite that
                 start += layout.HALF_BYTES - start % layout.HALF_BYTES
                 self.texts.clear()
                 self._pinned.clear()
@@ -227,9 +230,9 @@ class Recorder:
     # The end
 
     def end(self, how: str, why: str = "", code: int | None = None) -> None:
-        """This rank leaves its world: ``how`` is one of ``layout.ENDINGS``, ``why`` the error it died of.
+        """Record that this rank leaves its world: ``how`` (``layout.ENDINGS``), and ``why``, if by an error.
 
-        The first to say so is right: a program that dies leaves its world because of that.
+        Only the first call counts: a program that dies also leaves its world, as a consequence.
         """
         if layout.ENDING.unpack_from(self._buffer, layout.ENDING_AT)[1]:
             return
@@ -238,7 +241,7 @@ class Recorder:
         mark_ended(self._buffer, how, code, host.monotonic())
 
     def close(self) -> None:
-        """What is written from now on nobody reads."""
+        """Close the memory; what is recorded from now on cannot be read by others."""
         memory, self._memory = self._memory, shared_memory.Memory(layout.SIZE_BYTES)
         before = (self._seconds, self._numbers, self._places, self.headers)
         self._use(self._memory.buffer)
@@ -247,7 +250,7 @@ class Recorder:
         memory.close()
 
     def disown(self) -> None:
-        """In a forked child: it is the parent's, and that goes on writing."""
+        """In a forked child, stop using the memory: it is the parent's, which goes on writing."""
         self._lock = host.Lock()
         self.close()
 
