@@ -1,12 +1,12 @@
-"""Which ranks a job that hangs waits for: one verdict, over calls that are not over.
+"""Which ranks a hanging job waits for: one verdict, from all calls that are not over.
 
-Pure. Where ranks wait for each other in a circle, each call alone blames somebody else: rank 1 has left out a
-call, in which ranks 0 and 2 wait; then it waits in its next call, which those two have not made. ``hang``
-names the ranks that are fewer, for they have gone another way, and shows the circle. Where none are fewer
-(two ranks await two lanes in opposite order, or one of the two has left out a call: that looks alike), it
-names none. Who waits in a message is held up by the rank that has not called its other side; ranks that all
-wait for each other's messages are a circle too. Flights or recordings of the ranks go in; the sentence is the
-same whoever asks.
+If ranks wait for each other in a circle, each call alone would blame another rank: rank 1 has left out a call
+in which ranks 0 and 2 wait, and now waits in its next call, which those two have not made. ``hang`` names the
+ranks of the smaller side, as these have taken another path, and shows the circle. If no side is smaller (two
+ranks await two lanes in opposite order, or one of the two has left out a call, which looks the same), it
+names none. A rank that waits in a message is held up by the rank that has not called the other side of it;
+ranks that all wait for each other's messages are a circle too. The functions are pure: they take flights or
+recordings of the ranks, and the result does not depend on which rank asks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from asynccoll.host.words import duration, listed
 
 __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 
-#: A wait that has timed out no longer ago may be about to be told, and a call made as soon after one may only
-#: have been made because of it.
+#: A wait that timed out less than this ago still counts as a wait, as its error may be about to be reported;
+#: and a call made within this time after a timeout may have been made only because of that.
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 _FEWER_BATCHES = (
@@ -46,10 +46,10 @@ _CLOSED = (
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An operation that was not over at the end, or failed; and who of its group had not called it.
+    """An operation that was not over at the end, or failed; ``missing``: ranks that had not called it.
 
-    Of a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``.
-    ``started_early``: nobody is known to wait for it.
+    For a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``.
+    ``started_early``: no waiter is known to have waited for it.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Of a circle of waits: the call in which ``waiting`` wait for ``ranks``."""
+    """One wait of a circle: the call in which the ranks ``waiting`` wait for ``ranks``."""
 
     waiting: tuple[int, ...]
     operation: str
@@ -87,9 +87,9 @@ class Turn:
 class Hang:
     """``ranks`` have not made a call in which ``waiting`` wait, the first of them for ``seconds``.
 
-    ``refused``: how it was refused there, "" if they have not called it. ``circle``: where ``ranks`` wait
-    themselves, whose turn it is after whose, from ``waiting`` on. Nobody is in ``ranks`` if none of those in
-    it stands out.
+    ``refused``: how ``ranks`` refused the call; "" if they have not called it. ``circle``: if ``ranks`` wait
+    themselves, the waits that form the circle, beginning with that of ``waiting``. ``ranks`` is empty if none
+    of the circle's ranks stand out.
     """
 
     ranks: tuple[int, ...]
@@ -126,7 +126,7 @@ class Hang:
         return f"{wait}: {', and '.join(turns)}, for {duration(self.seconds)}: {self._advice()}"
 
     def _crossed(self) -> str:
-        """Of a circle of messages: what its ranks have in common."""
+        """What the ranks of a circle of messages wait for, in words."""
         ranks = sorted({rank for turn in self.circle for rank in turn.waiting})
         other, none = ("the other", "neither") if len(ranks) == 2 else ("another", "none")
         missing = {turn.operation[:4] for turn in self.circle}
@@ -137,9 +137,10 @@ class Hang:
         return f"{listed(ranks)} each wait for {other} in a message"
 
     def _advice(self) -> str:
-        """A circle on one lane is on two of that name: on one, who is at a later call has made the others.
+        """What to do about the circle.
 
-        Messages are in no order.
+        Calls on one lane cannot form a circle, as a rank at a later call has made the earlier ones. So if all
+        have one lane's name, ranks have closed and opened it differently. Messages have no common order.
         """
         if not self.sequence:
             return _START_FIRST
@@ -160,18 +161,18 @@ def _waits(ranks: Sequence[int]) -> str:
 
 
 def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
-    """Who keeps the job from going on; None if every rank has made each call that others wait in."""
+    """The ranks that hold up the job; None if every rank has made each call in which others wait."""
     waits = [one for one in unfinished if one.missing]
     if not waits:
         return None
     waiting = {one.rank for one in waits}
-    # Who waits for another rank is held up itself.
+    # Waits for ranks that do not wait themselves: these hold up the rest.
     free = [one for one in waits if waiting.isdisjoint(one.missing)]
     if not free and not all(one.sequence for one in waits):
-        # A message may have been started early, and not be waited for: of a circle it is no part.
+        # A message may have been started early and not be waited for, so look for a circle without messages.
         return hang(one for one in waits if one.sequence) or _crossed(waits)
     circle = [] if free else _circle(min(waits, key=_fewest), waits)
-    # In a circle everybody does: then those that are fewer have gone another way.
+    # In a circle every rank waits: then the ranks of the smaller side have taken another path.
     first = min(free or circle, key=_fewest)
     stands_out = free or len({len(one.missing) for one in circle}) > 1
     at = circle.index(first) if circle else 0
@@ -183,9 +184,9 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
 
 
 def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
-    """Messages alone in which ranks wait for each other.
+    """The circle in which ranks wait for each other's messages, if there is one.
 
-    Not two of which one is sent and one received: those are of one message, but for the tag or the lane.
+    A circle of one send and one receive does not count: they differ only in tag or lane.
     """
     waits = [one for one in waits if not one.sequence and not one.started_early]
     if not waits or not all(any(one.rank in other.missing for one in waits) for other in waits):
@@ -201,12 +202,12 @@ def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
 
 
 def _fewest(one: Unfinished) -> tuple[bool, int, float]:
-    """Messages last: one that was started early may not be waited for."""
+    """Sort key: fewest missing ranks first; messages last, as an early one may not be waited for."""
     return not one.sequence, len(one.missing), -one.seconds
 
 
 def _circle(start: Unfinished, waits: Sequence[Unfinished]) -> list[Unfinished]:
-    """From ``start`` along those that are waited for, each of whom waits, to the first that comes twice."""
+    """Follow the waits from ``start`` to a rank that was passed before; returns the waits of that circle."""
     chain = [start]
     while True:
         held_up = [one for one in waits if one.rank in chain[-1].missing]
@@ -227,10 +228,10 @@ def _turn(one: Unfinished, waits: Iterable[Unfinished]) -> Turn:
 
 
 def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = None) -> Hang | None:
-    """The same over what the ranks have recorded, by rank; ``now`` is the monotonic clock of each.
+    """``hang`` for what the ranks have recorded, by rank; ``now`` is the monotonic clock of each.
 
-    Without it, the moment of the last thing that any of them has recorded. None as well where calls that
-    ranks wait in are different ones: then nobody waits for a rank that has not called.
+    Without ``now`` it is the time of the last event that any rank has recorded. Also None if the calls in
+    which ranks wait are different ones: then no rank waits for one that has not called.
     """
     for parting in partings(flights):
         made = [call for call in parting.calls.values() if call is not None and not call.was_refused]
@@ -243,7 +244,7 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
     if found is None:
         return None
     refused = {one: why for one, call in unfinished if (why := _refused(one, call, flights))}
-    if found.circle and refused:  # who has refused a call has gone another way
+    if found.circle and refused:  # ranks that refused a call are the ones that took another path
         found = hang(refused) or found
     at = found.ranks, found.lane, found.sequence
     told = (why for one, why in refused.items() if (one.missing, one.lane, one.sequence) == at)
@@ -251,7 +252,7 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
 
 
 def _refused(one: Unfinished, call: Call, flights: Mapping[int, Flight]) -> str:
-    """How those that have not made the call in which this one waits have refused it, if all of them have."""
+    """How the missing ranks refused the call in which this one waits, if all of them did; else ""."""
     calls = [_refused_at(call, flights[rank]) for rank in one.missing]
     return calls[0].refusal(call.operation) if calls and calls[0] is not None and all(calls) else ""
 
@@ -261,7 +262,7 @@ def _refused_at(call: Call, flight: Flight) -> Call | None:
 
 
 def _moments(flights: Mapping[int, Flight]) -> dict[int, float]:
-    """For each rank the last moment that any has recorded, by its own clock."""
+    """For each rank, the time of the last event that any rank has recorded, by the rank's own clock."""
     walls = {rank: one.wall - one.began for rank, one in flights.items()}
     latest = max((_latest(one) + walls[rank] for rank, one in flights.items()), default=0.0)
     return {rank: latest - wall for rank, wall in walls.items()}
@@ -287,8 +288,8 @@ def _unfinished(
 def _waited_for(one: Flight, now: float | None) -> list[Call]:
     """The calls that a rank waits for, or that have failed, and those before them on their lanes.
 
-    ``now`` is its clock, if it goes on: then nobody waits for the other calls. Else they count unless it has
-    waited for some: its last moments are not in the record.
+    ``now`` is the rank's clock if it is still running: then it does not wait for its other calls. Else (None)
+    these count too if it waits for none, as its last moments may be missing from the record.
     """
     latest = max((call.called for call in one.calls), default=0.0)
     unfinished = [
@@ -309,7 +310,7 @@ def _waited_for(one: Flight, now: float | None) -> list[Call]:
 
 
 def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: bool) -> Iterator[Unfinished]:
-    """Those that a rank has called last, and whose other side its peer has neither called nor refused."""
+    """The messages that a rank called last, and whose other side the peer has neither called nor refused."""
     for one in unmet(flights):
         rank, peer, call = one.rank, one.peer, one.call
         about = (call.group, call.lane_key, call.operation, rank, call.part)
@@ -328,7 +329,7 @@ def _lane(call: Call) -> str:
 
 
 def _missing(call: Call, flights: Mapping[int, Flight]) -> tuple[int, ...]:
-    """Who of the group has recorded less of the lane, which it may have closed since, or refused the call."""
+    """The ranks of the group that have not reached the call on its lane, or have refused it."""
     lane = call.group, call.lane_key
     return tuple(
         rank

@@ -1,6 +1,6 @@
-"""What to do where a rank has left out a call that a helper of ours makes: its lane's name tells which.
+"""Advice for when a rank has left out a call that a helper of this library makes, found by its lane's name.
 
-The rank that waits, the ranks that go on, and who reads the recordings later all get the same advice.
+The rank that waits, the ranks that go on, and readers of the recordings all get the same advice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 __all__ = ["FULL_STATE", "advice"]
 
-#: In the names of lanes on which the state of something sharded is gathered, on every rank.
+#: In the names of lanes on which the state of a sharded model or optimizer is gathered, on every rank.
 FULL_STATE = "/full_state"
 _ON_EVERY_RANK = (
     "the whole state is gathered from all ranks: call full_state_dict() (or full_optimizer_state()) on every "
@@ -18,5 +18,5 @@ _ON_EVERY_RANK = (
 
 
 def advice(lanes: Iterable[str]) -> str:
-    """What to do about calls on one of these that are missing; "" if the names tell nothing."""
+    """What to do about missing calls on one of these lanes; "" if the names give no hint."""
     return _ON_EVERY_RANK if any(FULL_STATE in lane for lane in lanes) else ""

@@ -1,6 +1,6 @@
-"""Messages as they were recorded: between which ranks, and whose other side nobody has called.
+"""Recorded messages: between which ranks they are, and which ones have no other side.
 
-Pure, as ``comparing`` is. A message has no place in the order of its lane; ``part`` of its record is its tag.
+The functions are pure. A message has no place in the order of its lane; ``part`` of its record is its tag.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Unmet:
         return message_name(counterpart(self.call.operation), self.rank, self.call.part)
 
     def to_dict(self) -> dict[str, object]:
-        """For programs."""
+        """As JSON values, for programs."""
         return {
             "rank": self.rank,
             "peer": self.peer,
@@ -47,7 +47,7 @@ class Unmet:
 
 
 def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
-    """Of the ranks that are known, the messages in flight whose other side was not called."""
+    """The messages in flight whose other side was not called, among the ranks of ``flights``."""
     found = [
         Unmet(rank, call.peer_rank, call)
         for rank, one in sorted(flights.items())
@@ -76,7 +76,7 @@ def refused_side(
 
 
 def is_answered(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> bool:
-    """Whether a call of ``flight`` is in flight that is the other side of ``operation`` on ``rank``."""
+    """Whether ``flight`` has a call in flight that is the other side of ``operation`` on ``rank``."""
     role = counterpart(operation)[:4]
     return any(
         call.is_open and call.peer_rank == rank and call.part == tag and call.operation.startswith(role)

@@ -1,4 +1,4 @@
-"""A ``Flight`` as values that JSON has, and back: how it is sent to other hosts, and kept in files."""
+"""Turn a ``Flight`` into JSON values and back, to send it to other hosts and to keep it in files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asynccoll.flight.reading import Call, Flight, Progress
 
 __all__ = ["from_plain", "plain_call", "to_plain"]
 
-#: Of an answer: the latest are what is asked after.
+#: The most calls in an answer: questions are about the latest.
 _MOST_CALLS = 1024
 
 
 def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
-    """With its last ``calls`` calls, each as a list in the order of the fields of ``Call``."""
+    """``flight`` with its last ``calls`` calls, each a list in the order of the fields of ``Call``."""
     plain = {field.name: getattr(flight, field.name) for field in fields(flight) if field.init}
     kept = flight.calls[-calls:] if calls else ()
     plain["calls"] = [[getattr(call, field.name) for field in fields(call)] for call in kept]
@@ -24,7 +24,7 @@ def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
 
 
 def plain_call(call: Call, now: float) -> dict[str, object]:
-    """For people and programs: what was called, where, and how many seconds ago; None is not known."""
+    """A call for people and programs: what was called, where, how many seconds ago; None is not known."""
     return {
         "operation": call.operation,
         "sequence": call.sequence,
@@ -41,7 +41,7 @@ def plain_call(call: Call, now: float) -> dict[str, object]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Flight:
-    """The ``Flight`` again. Raises ``ValueError`` for what is none."""
+    """The ``Flight`` that ``to_plain`` turned into ``plain``. Raises ``ValueError`` for anything else."""
     try:
         calls = tuple(Call(*call) for call in plain["calls"])
         lanes = tuple(Progress(**one) for one in plain["lanes"])

@@ -1,7 +1,7 @@
-"""Where the ranks of a job are found by their launcher, and by tools outside of the job.
+"""The directory in which a launcher, and tools outside of a job, find the job's ranks.
 
-A launcher makes a directory that only its user can read, and names it to its ranks; each leaves a note there
-once it has joined its world: process, memory, address. A note may be of a rank that is gone.
+A launcher makes a directory that only its user can read, and passes its name to the ranks; each writes a note
+there once it has joined its world: process, memory, address. A note may be of a rank that is gone.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 __all__ = ["VARIABLE", "register", "registered"]
 
-#: Names the directory.
+#: The environment variable that names the directory.
 VARIABLE = "ASYNCCOLL_JOB_DIRECTORY"
 _PREFIX, _SUFFIX = "rank-", ".json"
 
 
 def register(directory: str, rank: int, told: Mapping[str, object]) -> None:
-    """Leave a note of ``rank``; without a directory, or if it is gone, nowhere."""
+    """Write a note of ``rank``; do nothing if ``directory`` is "" or is gone."""
     if not directory:
         return
     note = Path(directory, f"{_PREFIX}{rank}{_SUFFIX}")
@@ -32,7 +32,7 @@ def register(directory: str, rank: int, told: Mapping[str, object]) -> None:
 
 
 def registered(directory: Path) -> dict[int, dict[str, Any]]:
-    """The notes there, by rank; what is none is left out."""
+    """The notes in ``directory``, by rank; other files are left out."""
     found: dict[int, dict[str, object]] = {}
     for note in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):
