@@ -1,7 +1,7 @@
-"""Where the ranks of a job part: the first place of each lane at which they did not call the same thing.
+"""Find where the ranks of a job part: the first place of each lane at which they did not call the same thing.
 
-Pure: flights of the ranks go in, read from memory or from dumps; what comes out is shown by who asks. Only
-places that are still recorded on every rank that has used the lane can be compared.
+The functions are pure: they take the flights of the ranks, read from memory or from dumps. Only places that
+are still recorded on every rank that has used the lane can be compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asynccoll.host.words import listed
 
 __all__ = ["Parting", "Strayed", "by_line", "members", "partings", "strayed"]
 
-#: What is told first.
+#: The kinds of ``Parting``, in the order in which they are reported.
 _KINDS = ("different", "refused", "absent")
 
 
@@ -23,8 +23,8 @@ _KINDS = ("different", "refused", "absent")
 class Strayed:
     """The first place of a lane at which ranks made the same call from different lines.
 
-    Where a rank has skipped one of several equal calls, that is here or just before: the calls behind it are
-    compared with the next ones of the others, and part only at the end.
+    If a rank has skipped one of several equal calls, that was here or just before: its later calls are
+    compared with the other ranks' next ones, and differ only at the end.
     """
 
     sequence: int
@@ -34,7 +34,7 @@ class Strayed:
 
     @property
     def comes_late(self) -> bool:
-        """Whether calls before it came from the same lines: else ranks run different code from the start."""
+        """Whether a call before it came from the same line; else ranks run different code from the start."""
         return self.exact and self.sequence > 1
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Strayed:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Of one lane: up to ``agreed`` all calls were the same; of the place behind it, what each rank called.
+    """The first place of a lane at which ranks part, ``agreed + 1``, with what each rank called there.
 
     ``calls`` has None for a rank that has called nothing there. ``kind`` is ``"different"`` (in operation,
     shape, dtype, reduction or root), ``"refused"`` (some rank has refused its own call) or ``"absent"`` (some
@@ -66,14 +66,14 @@ class Parting:
         return tuple(rank for rank, call in self.calls.items() if call is None)
 
     def sides(self) -> list[tuple[tuple[int, ...], str]]:
-        """What was called, and by whom; ranks that called the same thing on the same line are one side."""
+        """The ranks of each side, and what they called: the same thing on the same line."""
         found: dict[str, list[int]] = {}
         for rank, call in self.calls.items():
             found.setdefault("has not called" if call is None else _told(call), []).append(rank)
         return [(tuple(ranks), text) for text, ranks in found.items()]
 
     def to_dict(self) -> dict[str, object]:
-        """For programs."""
+        """As JSON values, for programs."""
         return {
             "kind": self.kind,
             "group": self.group,
@@ -89,18 +89,18 @@ class Parting:
 
     @property
     def hint(self) -> str:
-        """That a rank may have skipped a call earlier, where the lines that called say so; else ""."""
+        """A hint that a rank may have skipped a call earlier, if the calling lines suggest it; else ""."""
         return "" if self.strayed is None else f"a rank may have skipped a call before: {self.strayed}"
 
     @property
     def where(self) -> str:
-        """``lane 'eval'``, or ``lane 'eval' of ranks 0, 2``."""
+        """The lane in words: ``lane 'eval'``, or ``lane 'eval' of ranks 0, 2``."""
         of = "" if self.group == "world" else f" of ranks {self.group.replace('-', ', ')}"
         return f"lane {self.lane!r}{of}"
 
 
 def by_line(places: Mapping[int, str]) -> str:
-    """``train.py:8 on ranks 0, 2, train.py:12 on rank 1``."""
+    """The lines of ranks in words: ``train.py:8 on ranks 0, 2, train.py:12 on rank 1``."""
     sides: dict[str, list[int]] = {}
     for rank, place in places.items():
         sides.setdefault(place, []).append(rank)
@@ -108,7 +108,7 @@ def by_line(places: Mapping[int, str]) -> str:
 
 
 def partings(flights: Mapping[int, Flight]) -> list[Parting]:
-    """Each lane on which the ranks part; those that called different things first."""
+    """The parting of each lane on which the ranks part; those with different calls first."""
     lanes = {
         (call.group, call.lane_key): call.lane
         for one in flights.values()
@@ -124,7 +124,7 @@ def partings(flights: Mapping[int, Flight]) -> list[Parting]:
 
 
 def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
-    """Those of ``flights`` that are in the group with this key: ``world``, or the ranks, as ``0-2-5``."""
+    """Those of ``flights`` that are in the group with this key: ``world``, or its ranks, as in ``0-2-5``."""
     ranks = group.split("-")
     return {rank: one for rank, one in sorted(flights.items()) if group == "world" or str(rank) in ranks}
 
@@ -161,7 +161,7 @@ def _by_place(one: Flight, group: str, key: str) -> dict[int, list[Call]]:
 
 
 def _parts(calls: Mapping[int, list[Call]]) -> Iterator[dict[int, Call | None]]:
-    """One after the other, where a call is several operations; who has begun it may not be through yet."""
+    """Yield each part of a call, by rank; a rank that has begun the call may not have made all parts yet."""
     for number in range(max(map(len, calls.values()))):
         yield {
             rank: made[number] if number < len(made) else None

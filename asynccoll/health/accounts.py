@@ -1,8 +1,8 @@
-"""What each rank has done, as far as it can be known: from its flight recorder, or by asking it.
+"""Accounts of what each rank has done, as far as can be known: from its flight recorder, or by asking it.
 
-Of a rank of this node the memory is read, whatever its process is doing; a rank of another node is asked, and
-answers from a thread of its own. Where its main thread stands only the rank itself can say. Asking is
-bounded, costs nothing until then, and tells of what there is: it judges nothing (``blame`` does).
+For a rank on this node the memory of its recorder is read, whatever its process is doing; a rank on another
+node is asked, and answers from a separate thread. Only the rank itself can say where its main thread stands.
+Asking takes a bounded time, and costs nothing before. An account only states facts; ``blame`` judges.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from asynccoll.host import answering, shared_memory, standing
 
 __all__ = ["NOTE", "SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
-#: How a question begins that is a note of what another rank calls (``confirming``).
+#: How a question begins that is a note in which another rank announces a call (``confirming``).
 NOTE = "call "
-#: By what the ranks of a job know each other, if its launcher has told them; else each has a secret of its
-#: own, which the others find in the store.
+#: The environment variable for a job's secret, by which ranks trust questions, if the launcher sets one; else
+#: each rank has its own secret, which the others find in the store.
 SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
-#: How long a rank may take to say where it stands.
+#: How long a rank may take to answer.
 ASK_SECONDS = 0.3
-#: How long the way to it may take: a busy link may lose the first packet, which is sent again after a second.
+#: How long connecting to it may take: a busy link may lose the first packet, which is sent again after 1 s.
 REACH_SECONDS = 1.5
-#: Ranks of this node whose memory is kept open, so that it can be read after their death.
+#: The memory of this many ranks of this node is kept open, so that it can be read after they have ended.
 _MOST_HELD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a rank publishes of itself: its beacon, and where its recorder and its answers are."""
+    """What a rank publishes: its beacon's address, its recorder's descriptor, and the port that answers."""
 
     address: str
     port: int
@@ -48,12 +48,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of one rank. ``state`` is its process's, as the kernel says, where it is on this node.
+    """What is known of one rank. ``state``: its process's state from the kernel, if it is on this node.
 
-    ``now`` is its monotonic clock when this was found out. ``stacks``: the frames of its main thread (under
-    ""), or of its tasks while that sleeps in an event loop, innermost first, as "function (file:line)";
-    ``stands`` is the innermost of the user's. ``answers``: whether it did; ``reached``: whether it could be
-    asked.
+    ``now`` is its monotonic clock at the time of the account. ``stacks``: the frames of its main thread
+    (under ""), or of its tasks while that sleeps in an event loop, innermost first, as
+    "function (file:line)"; ``stands`` is the innermost frame of the user's. ``answers``: whether it answered;
+    ``reached``: whether it could be asked.
     """
 
     rank: int
@@ -68,28 +68,28 @@ class Account:
 
 
 class Accounts:
-    """Those of the ranks of one world. Any thread may ask."""
+    """The accounts of the ranks of one world. Any thread may ask."""
 
     def __init__(self, rank: int, recorder: Recorder, secret: str, node: str) -> None:
-        """``secret``: the job's, "" if each rank has one of its own."""
-        #: where the others are, as far as this rank has asked
+        """``secret``: the job's, "" if each rank has its own."""
+        #: what other ranks have published, as far as this rank has read it
         self.known: Mapping[int, Peer] = {}
-        #: takes the notes of others on what they call (``confirming``)
+        #: answers the notes in which other ranks announce calls (``confirming``)
         self.hear: Callable[[str], Mapping[str, object]] | None = None
         self._rank = rank
         self._recorder = recorder
         self._secret = secret
         self._node = node
         self._answers: answering.Answers | None = None
-        #: the memory of ranks of this node that is kept open
+        #: the memory, kept open, of ranks of this node
         self.held: dict[int, memoryview] = {}
-        #: the thread that is asked where it stands
+        #: the thread whose stack is given in answers
         self.thread: int = host.get_ident()
 
     def publish(self, address: str, port: int, secret: str, meets: str = "") -> Peer:
-        """Answer from now on, at ``address``, whoever knows the job's secret, or ``secret``.
+        """Answer questions at ``address`` from now on, if they prove to know the job's secret, or ``secret``.
 
-        ``meets``: the address of the store at which the ranks have met.
+        ``meets``: the address of the store at which the ranks have met. Returns what to publish.
         """
         known = self._secret or secret
         self._answers = answering.Answers(address, known.encode(), self._answer)
@@ -112,7 +112,7 @@ class Accounts:
                 self.held[rank] = found
 
     def _look(self, peer: Peer) -> memoryview | None:
-        """The memory of ``peer``: the one that it published, not that of a process with the same number."""
+        """The memory that ``peer`` published, or None; never that of another process with the same pid."""
         if peer.node != self._node or peer.memory < 0:
             return None
         memory = shared_memory.look(peer.pid, peer.memory)
@@ -120,11 +120,11 @@ class Accounts:
         return memory if is_its else None
 
     def of(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> dict[int, Account]:
-        """What is known of each of ``peers``; those of this rank's node in any case."""
+        """Ask ``peers``, and return an account of each; of ranks on this node also without an answer."""
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
         said: dict[int, dict[str, Any] | None] = {}
-        with contextlib.suppress(OSError):  # no descriptors are left: what is in memory that is open is told
+        with contextlib.suppress(OSError):  # out of descriptors: accounts are made from open memory only
             said = _answers(awake, self._secret, "account", seconds, reach=REACH_SECONDS)
         return {
             rank: with_answer(replace(near[rank], reached=rank in said or rank not in awake), said.get(rank))
@@ -132,20 +132,20 @@ class Accounts:
         }
 
     def heard(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> set[int]:
-        """Those of ``peers`` that answer at all."""
+        """Ask ``peers``, and return the ranks that answer at all."""
         return set(self.tell(peers, "here", seconds)) if peers else set()
 
     def tell(self, peers: Mapping[int, Peer], question: str, seconds: float) -> dict[int, dict[str, Any]]:
-        """What ``peers`` answer to it."""
+        """Ask ``peers``; returns the answers, by rank."""
         return ask(peers, self._secret, question, seconds)
 
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:
-        """What is in the memory of ``rank``, if that is open, whether or not the rank is still there."""
+        """The records of ``rank`` if its memory is open, whether or not its process is alive."""
         memory = self.held.get(rank)
         return None if memory is None else _recorded(memory, peer.pid)
 
     def own(self) -> Flight | None:
-        """This rank's."""
+        """This rank's records."""
         return flight.read(self._recorder.buffer)
 
     def _read(self, rank: int, peer: Peer) -> Account:
@@ -156,9 +156,9 @@ class Accounts:
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, object]:
-        """What this rank tells others of itself; where the others are (``peers``); that it is ``here``.
+        """Answer a question: ``account`` (records, stacks), ``peers`` (what others published), or ``here``.
 
-        A note of what another rank calls is answered by what this one does.
+        A note, in which another rank announces a call, is answered by ``hear`` with this rank's call.
         """
         if question == "here":
             return {}
@@ -179,13 +179,13 @@ class Accounts:
         }
 
     def disown(self) -> None:
-        """In a forked child: the parent answers, from its own memory."""
+        """In a forked child, stop answering: the parent does that."""
         if self._answers is not None:
             self._answers.disown()
             self._answers = None
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering, and close the memory of other ranks."""
         if self._answers is not None:
             self._answers.close()
             self._answers = None
@@ -193,7 +193,7 @@ class Accounts:
 
 
 def _recorded(memory: memoryview, pid: int) -> Flight | None:
-    """What is in the memory of process ``pid``, with its exit code as long as nobody has asked for it."""
+    """The records in the memory of process ``pid``; with its exit code until the process is reaped."""
     found = flight.read(memory)
     if found is not None and found.ending != "exited" and (code := shared_memory.exit_code(pid)) is not None:
         return replace(found, ending="exited", code=code)
@@ -203,7 +203,7 @@ def _recorded(memory: memoryview, pid: int) -> Flight | None:
 def ask(
     peers: Mapping[int, Peer], secret: str, question: str, seconds: float = ASK_SECONDS
 ) -> dict[int, dict[str, Any]]:
-    """What ``peers`` answer within ``seconds``; ``secret``: the job's, "" if each has its own."""
+    """Ask ``peers``; returns answers within ``seconds``. ``secret``: the job's, "" if each has its own."""
     said = _answers(peers, secret, question, seconds)
     return {rank: one for rank, one in said.items() if one is not None}
 
@@ -233,5 +233,5 @@ def with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:
         return Account(
             account.rank, found, now, account.state, account.near, True, str(said["stands"]), stacks
         )
-    except (KeyError, TypeError, ValueError):  # another version's
+    except (KeyError, TypeError, ValueError):  # from another version
         return account
