@@ -1,6 +1,7 @@
-"""Who keeps an operation from ending, and what they do instead: from the accounts of its ranks, in words.
+"""Which ranks keep an operation from ending, and what they do instead: in words, from the ranks' accounts.
 
-Pure: who asks the ranks is ``accounts``. It names a rank only for what is recorded, or what its kernel says.
+The functions are pure (``accounts`` asks the ranks). A rank is named only for what its flight recorder or its
+kernel says.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from asynccoll.host.words import lane_name, listed
 
 __all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 
-#: More lines are for who asks for them (``asynccoll where``).
+#: An error has sentences for at most this many ranks; ``asynccoll where`` shows all.
 _MOST_TOLD = 8
 _SILENT = {
     True: "does not answer, though its host does",
@@ -45,10 +46,10 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """An operation that is waited for, and what the others have to call, in words.
+    """An operation that is waited for; ``str()`` says what the other ranks have to call.
 
     ``peer`` is the global rank that a message of ``rank`` is to or from, with ``tag``; else -1.
-    ``opens``: its lane is not open yet. That takes a call of every rank of the group, for a message, too.
+    ``opens``: its lane is not open yet. That takes a call of every rank of the group, even for a message.
     """
 
     operation: str
@@ -71,9 +72,9 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Which ``ranks`` an operation waits for (global, in order), and a sentence for each that tells why.
+    """The ``ranks`` that an operation waits for (global, in order), and for each a sentence that says why.
 
-    Without ranks ``sentences`` say what is known otherwise. ``str()`` gives all of it.
+    If there are no ranks, ``sentences`` say what else is known. ``str()`` joins the sentences.
     """
 
     operation: str
@@ -92,10 +93,10 @@ def blame(
     describe: Callable[[int], str],
     own: Account | None = None,
 ) -> Blame:
-    """Who of ``accounts`` has not made the call, or cannot go on; ``lost`` are known to be gone.
+    """Find the ranks of ``accounts`` that have not made the call, or cannot go on; ``lost`` are gone.
 
-    ``describe`` gives a rank's name: ``rank 1 (host n1, pid 71)``. ``own`` is the account of the rank that
-    asks, which may itself have left out what the others wait in.
+    ``describe`` returns a rank's name: ``rank 1 (host n1, pid 71)``. ``own`` is the account of the rank that
+    asks, which may itself have left out a call in which the others wait.
     """
     found: dict[int, str] = {}
     for rank, account in sorted(accounts.items()):
@@ -112,7 +113,7 @@ def blame(
     if not found:
         sentences = _nobody(awaited, accounts, own)
     elif own is not None and (origin := _origin(tuple(found), [own, *accounts.values()])):
-        # A circle is the answer; another wait may be one.
+        # A circle explains the wait, so it comes first; another wait only may explain it, so it comes last.
         sentences.insert(len(sentences) if origin.startswith(_MAYBE) else 0, origin)
     elif told or (told := _strayed(awaited, found, accounts, own)):
         sentences.append(told)
@@ -122,9 +123,9 @@ def blame(
 def _strayed(
     awaited: Awaited, found: Collection[int], accounts: Mapping[int, Account], own: Account | None
 ) -> str:
-    """That one of ``found`` has likely left out an equal call before: from which lines they were called.
+    """A sentence that one of ``found`` has likely left out an equal call before, with the lines; or "".
 
-    Where already the first calls came from different lines, the ranks run different code.
+    "" also if already the first calls came from different lines: then the ranks run different code.
     """
     known = [own, *(accounts[rank] for rank in found)]
     flights = {one.rank: one.flight for one in known if one is not None and one.flight is not None}
@@ -133,9 +134,9 @@ def _strayed(
 
 
 def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
-    """Whom all wait for, or the circle in which they wait; "" if those are ``ranks``, or unknown.
+    """The ranks that all wait for, or the circle in which they wait; "" if these are ``ranks``, or unknown.
 
-    ``accounts``: first that of the rank that asks.
+    ``accounts`` begin with that of the rank that asks.
     """
     flights = {one.rank: one.flight for one in accounts if one.flight is not None and one.now}
     if len(flights) < len(accounts):
@@ -143,7 +144,7 @@ def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
     found = hang_of(flights, {one.rank: one.now for one in accounts})
     if found is None or found.ranks == ranks:
         return ""
-    if ranks and accounts[0].rank in found.ranks and not found.circle:  # that one follows from this one
+    if ranks and accounts[0].rank in found.ranks and not found.circle:  # a consequence of this wait
         return ""
     if not found.ranks and any(accounts[0].rank in turn.waiting for turn in found.circle):
         return str(found)
@@ -151,7 +152,7 @@ def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
 
 
 def _why(awaited: Awaited, account: Account, lost: bool) -> str:
-    """What keeps this rank from its part in it; "" if nothing does."""
+    """Why this rank has not done its part in the operation, or cannot; "" if nothing is known against it."""
     flight = account.flight
     gone = lost or (account.near and account.state in ("", "Z"))
     if flight is None:
@@ -161,7 +162,7 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     has_called = _has_called(awaited, flight)
     stuck = account.near and account.state in _STATES and account.state != "D"
     if has_called:
-        # Who leaves in order has done its part.
+        # A rank that left its world in order has done its part.
         ended = (gone and flight.ending == "running") or _has_failed(flight)
         return f"has called it; {_now(account, gone)}" if stuck or ended else _other(awaited, flight)
     unheard = gone and flight.ending == "running"
@@ -170,7 +171,7 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
 
 
 def _unopened(awaited: Awaited, account: Account) -> str:
-    """What a third rank has to do with a message: it may not have used the lane yet; else ""."""
+    """That a third rank keeps a message waiting, as it has not used the message's lane yet; else ""."""
     flight = account.flight
     if not awaited.opens or flight is None or any(flight.on_lane(awaited.group, awaited.lane_key)):
         return ""
@@ -182,7 +183,7 @@ def _unopened(awaited: Awaited, account: Account) -> str:
 
 
 def _has_called(awaited: Awaited, flight: Flight) -> bool:
-    if not awaited.sequence:  # of messages nobody counts
+    if not awaited.sequence:  # messages are not numbered
         return is_answered(
             flight, awaited.group, awaited.lane_key, awaited.operation, awaited.rank, awaited.tag
         )
@@ -193,11 +194,11 @@ def _has_called(awaited: Awaited, flight: Flight) -> bool:
         for call in flight.on_lane(awaited.group, awaited.lane_key)
         if call.sequence == awaited.sequence
     ]
-    return not parts or max(parts) >= awaited.part  # without any, it is too long ago
+    return not parts or max(parts) >= awaited.part  # without any, its records are overwritten
 
 
 def _refused(awaited: Awaited, flight: Flight) -> Call | None:
-    """Its call that it has refused, if that is the one."""
+    """The rank's side of the operation, if the rank has refused it; else None."""
     if awaited.sequence:
         return flight.refused(awaited.group, awaited.lane_key, awaited.sequence, awaited.part)
     if _has_called(awaited, flight):
@@ -206,7 +207,7 @@ def _refused(awaited: Awaited, flight: Flight) -> Call | None:
 
 
 def _other(awaited: Awaited, flight: Flight) -> str:
-    """What it has called in its place, if that is known to be something else."""
+    """What the rank has called in place of the operation, if that is known to be a different one; else ""."""
     call = _in_its_place(awaited, flight)
     if call is None or call.operation == awaited.operation:
         return ""
@@ -221,7 +222,7 @@ def _in_its_place(awaited: Awaited, flight: Flight) -> Call | None:
 
 
 def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, str]:
-    """What each rank has called there, if one has no such part: its call was over before."""
+    """What each rank has called as that part, if a rank's call is recorded to have no such part; else {}."""
     found: dict[int, Call] = {}
     for rank, account in sorted(accounts.items()):
         if account.flight is not None and (call := _in_its_place(awaited, account.flight)) is not None:
@@ -231,7 +232,7 @@ def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int,
 
 
 def last_words(flight: Flight, now: float, since: str = "ago") -> str:
-    """``its last call was broadcast #40 on lane 'eval' at train.py:88, 12.3 s ago, finished``."""
+    """The last call in words: ``its last call was broadcast #40 on lane 'eval' at train.py:88, ...``."""
     if not flight.calls:
         return "it has made no call"
     last = flight.calls[-1]
@@ -247,7 +248,7 @@ def _has_failed(flight: Flight) -> bool:
 
 
 def ending(flight: Flight, now: float) -> str:
-    """How a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it has not, as far as is known."""
+    """How a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it is not known to have ended."""
     ago = f", {max(0.0, now - flight.ended):.1f} s ago" if now and flight.ended else ""
     if flight.ending == "running":
         return ""
@@ -265,13 +266,13 @@ def ending(flight: Flight, now: float) -> str:
 
 
 def _now(account: Account, gone: bool) -> str:
-    """What it does now."""
+    """What the rank does now, in words; "" if nothing is known."""
     flight = account.flight
     if flight is not None and flight.ending != "running":
         return ending(flight, account.now)
     if gone and account.state not in ("Z", ""):
         return "its process is gone"
-    # A process that answers sleeps in the kernel for moments only.
+    # A process that answers was in the kernel only for a moment: state D means nothing then.
     if account.near and account.state in _STATES and not (account.state == "D" and account.stands):
         return _STATES[account.state]
     if account.stands:
@@ -282,7 +283,7 @@ def _now(account: Account, gone: bool) -> str:
 
 
 def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | None) -> list[str]:
-    """Every rank has called it, as far as is known."""
+    """What to say if every rank has called the operation, as far as is known."""
     if not accounts:
         return [_NOT_OPEN] if awaited.opens else []
     over = [rank for rank, one in sorted(accounts.items()) if one.flight and _is_over(awaited, one.flight)]
@@ -299,7 +300,7 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | No
 
 
 def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tuple[str, Call | None]]:
-    """Who has called it only now: how long ago, and what it had waited for in vain until then."""
+    """The ranks that have only just called it: how long ago, and which call they had timed out in before."""
     late = {}
     for rank, one in sorted(accounts.items()):
         call = None if one.flight is None or not one.now else _call_of(awaited, one.flight)
@@ -310,13 +311,13 @@ def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tupl
 
 
 def _call_of(awaited: Awaited, flight: Flight) -> Call | None:
-    """Its call that ``awaited`` is, where calls are counted."""
+    """The rank's call at the place of ``awaited``; None for a message, which has no place."""
     calls = flight.on_lane(awaited.group, awaited.lane_key) if awaited.sequence else ()
     return next((call for call in calls if call.sequence == awaited.sequence), None)
 
 
 def _timed_out_before(called: Call, flight: Flight) -> Call | None:
-    """A call that the rank waited for until just before it made this one."""
+    """A call for which the rank's wait timed out just before it made ``called``; None if there is none."""
     for call in flight.calls:
         if call.timed_out and 0 <= called.called - call.timed_out < LATELY_SECONDS:
             return call

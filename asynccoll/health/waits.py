@@ -40,7 +40,7 @@ class Party(Protocol):
         """The global ranks that take part."""
 
     def waits_for(self) -> Mapping[str, object] | None:
-        """What it is blocked on now, as values that JSON has; None if it is not blocked."""
+        """What it is blocked on now, as JSON values; None if it is not blocked."""
 
     def refuses(self, awaited: Mapping[str, object]) -> list[tuple[Lane, int | None, Exception]]:
         """The calls that a peer waits for and this rank will never make: lane, place (None: next), reason.
@@ -71,7 +71,7 @@ class Waits:
             }
 
     def withdraw(self, party: Party) -> None:
-        """Its wait is over: clear what was published of it."""
+        """Clear what was published of ``party``, whose wait is over."""
         # Without the lock, since nearly always nothing was. If a look is publishing this wait just now, the
         # next one clears it; until then a peer may refuse what it would have refused a moment earlier.
         if self._published:
