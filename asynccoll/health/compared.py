@@ -29,7 +29,10 @@ __all__ = ["Compared"]
 
 
 class Compared:
-    """Compares one lane's calls. ``call`` is used with the lane's lock held, or while driving its queue."""
+    """Compares one lane's calls.
+
+    ``call`` is used with the lane's lock held, or by the thread that drives the lane's queue.
+    """
 
     def __init__(
         self,

@@ -272,7 +272,10 @@ class Confirmations:
 
 
 class Confirming:
-    """Compares one lane's calls with other nodes; used with its lock held, or by what drives its queue."""
+    """Compares one lane's calls with those of other nodes.
+
+    ``call`` is used with the lane's lock held, or by the thread that drives the lane's queue.
+    """
 
     def __init__(self, lane: Lane, all_of_them: Confirmations, nodes: Mapping[int, int]) -> None:
         """``nodes``: the number of each rank's node, for all ranks of the lane."""

@@ -71,9 +71,9 @@ class Halting:
 
     @property
     def is_settling(self) -> bool:
-        """Whether peers may still need this rank's statement, or its answer, on an unsettled refusal.
+        """Whether this rank still takes part in settling a refusal, without needing further calls for that.
 
-        False while this rank has yet to make calls below the refused one: it cannot state anything before.
+        False while calls below the refused one are still to be made here: it cannot state anything before.
         """
         cut = self._epochs.unsettled
         if cut is None or self._epochs.is_over:
