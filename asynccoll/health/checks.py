@@ -105,7 +105,8 @@ def _hint(texts: Sequence[str]) -> str:
     if len(set(said)) == 1:
         return (
             "\n(another call of that line: one of a block of calls, or of a child task that had this lane "
-            "before, of which a rank has made more than the others)"
+            "before, of which a rank has made more than the others; a deadline inside a child does that: "
+            "put it around the task group)"
         )
     if len(lines) > 1:
         return "\n(a rank may have skipped a call before this one, or made one more)"

@@ -35,7 +35,7 @@ from asynccoll.host.call_site import caller
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.host.words import listed
-from asynccoll.order.lane import BACKWARD, Lane
+from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
 from asynccoll.world.group import Group
@@ -493,8 +493,11 @@ class Context:
         rank = next((rank for rank in lost if rank in fewer), None)
         if rank is None:
             none = [rank for rank in lost if lane.sequence and made.get(rank) == 0]
-            told = f": {told}" if (told := advice([lane.name])) else f", or closed {lane}"
-            return f"; {listed(none)} made no call there{told}" if none else ""
+            closed = "" if lane.name == DEFAULT else f", or closed {lane}"
+            told = (
+                advice([lane.name]) or "every rank has to make each call (is this one under `if rank == 0`?)"
+            )
+            return f"; {listed(none)} made no call there{closed}: {told}" if none else ""
         recorded = self.liveness.recorded()
         both = {one: recorded[one] for one in (self.rank, rank) if one in recorded}
         where = strayed(both, *lane_id(lane.group.key, lane.key))
