@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -78,3 +79,31 @@ def test_a_beacon_that_strangers_have_filled_is_no_death(
         assert asker.lost((RANK,)) == (RANK,)
     asker.close()
     recorder.close()
+
+
+def test_who_was_heard_is_silent_no_more(
+    asker: Liveness, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answering thread has answered: a packet that is lost much later is the first one again."""
+    monkeypatch.setattr(asker, "_accounts", Hearing())
+    with socket.create_connection(listening.getsockname()):
+        assert asker.lost((RANK,), routine=True) == ()
+        assert asker.in_doubt((RANK,))
+        Hearing.answers = {RANK}
+        assert asker.lost((RANK,), routine=True) == ()
+        assert not asker.in_doubt((RANK,))
+        Hearing.answers = set()
+        asker._silent = {rank: since - liveness.SILENCE_SECONDS for rank, since in asker._silent.items()}
+        assert asker.lost((RANK,), routine=True) == ()
+
+
+class Hearing:
+    """Answering threads, of which those of ``answers`` answer."""
+
+    answers: ClassVar[set[int]] = set()
+
+    def heard(self, _: object) -> set[int]:
+        return self.answers
+
+    def close(self) -> None:
+        pass

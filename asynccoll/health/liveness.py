@@ -102,10 +102,11 @@ class Liveness:
             host.sleep(_AGAIN_SECONDS)
 
     def _gone(self, peers: dict[int, Peer], routine: bool) -> tuple[int, ...]:
-        """Those of ``peers`` whose connection has ended, or that do not accept a first one.
+        """Those of ``peers`` with no open connection that do not accept a new one.
 
-        The result of a routine question is used again for as long as it took to find: each lane that waits
-        for a silent rank asks, and without that the last lane's operations would time out before.
+        A rank that a routine question has found gone counts as gone for ``SILENCE_SECONDS`` without being
+        asked: every lane that waits for a silent rank asks in turn, and if each waited for an answer, the
+        operations of the last one would time out first.
         """
         dead = {rank for rank in peers if host.monotonic() < self._dead.get(rank, 0.0)}
         peers = {rank: peer for rank, peer in peers.items() if rank not in dead}
@@ -118,7 +119,8 @@ class Liveness:
         heard = set() if self._accounts is None else self._accounts.heard({one: peers[one] for one in silent})
         silent = [rank for rank in silent if rank not in heard]
         now = host.monotonic()
-        before = {rank: since for rank, since in self._silent.items() if rank not in self._lines}
+        # Whoever was heard, by whichever thread, or has refused, is silent no more.
+        before = {rank: since for rank, since in self._silent.items() if rank in silent or rank not in peers}
         self._silent = dict.fromkeys(silent, now) | before
         spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
         there = self._lines.keys() | spared | heard
@@ -179,7 +181,7 @@ class Liveness:
             return {}
         own = self._accounts.own()
         found = {} if own is None else {self._rank: own}
-        for rank, peer in self._peers.items():
+        for rank, peer in list(self._peers.items()):  # other threads learn of more
             seen = self._accounts.last_seen(rank, peer)
             if seen is not None:
                 found[rank] = seen

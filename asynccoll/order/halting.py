@@ -71,9 +71,10 @@ class Halting:
 
     @property
     def is_settling(self) -> bool:
-        """Whether this rank still takes part in settling a refusal, without needing further calls for that.
+        """Whether a refusal is being settled that needs no further calls of the program here.
 
-        False while calls below the refused one are still to be made here: it cannot state anything before.
+        False while calls below the refused one are still to be made: until then this rank cannot state how
+        far it went.
         """
         cut = self._epochs.unsettled
         if cut is None or self._epochs.is_over:
@@ -91,11 +92,12 @@ class Halting:
     ) -> Cut | None:
         """Refuse the call at ``place`` (None: this rank's next one), and halt the lane there.
 
-        Returns the new cut, or None if this refusal does not begin one. ``part`` is the first part of the
-        call that is refused; None: the one after the last part accepted. The operation with the completion
-        ``spare`` is not failed here, as its waiter gets another error. ``name`` is the call's name, if it was
-        made just now and is not recorded yet. ``until``: the calls from ``place`` to below this place are
-        refused as well.
+        Returns the cut if this refusal begins it; None if all that it refuses was lost already, or if a cut
+        that is there only moved. ``part`` is the first part of the call that is refused; None: of the latest
+        call, the part after the last one accepted, else all. The operation with the completion ``spare`` is
+        not failed here: the caller gives its waiter an error of its own. ``name`` is the call's name, if it
+        was made just now and is not recorded yet. ``until``, if not 0: all calls in [``place``, ``until``)
+        are refused (a child task that has ended).
         """
         epochs = self._epochs
         places = epochs.places
@@ -116,20 +118,20 @@ class Halting:
     def hear(self, epoch: int, refusal: Refusal) -> Cut | None:
         """Halt the lane where a peer has refused a call in ``epoch``.
 
-        Returns the new cut, or None if this refusal does not begin one.
+        Returns the cut if this refusal begins it, else None.
         """
         epochs = self._epochs
         with self.lock:
             if epochs.is_over or epoch != epochs.number or (epochs.cut and epochs.cut.verdict):
                 return None
             begun, lost = self._halt(refusal, self._peak())
-            if refusal.until:  # these are lost in any case, even if that rank has yet to open the lane
+            if refusal.until:  # also where a lower cut stands: that rank never makes these calls
                 lost += self._lost(refusal.place, refusal.until, refusal)
         self._fail_all(lost)
         return begun
 
     def conclude(self, cut: Cut) -> bool:
-        """Fix this rank's statement if all calls below the cut are over here; returns whether it is fixed."""
+        """Fix this rank's statement once all that the cut leaves valid is over; returns whether it is."""
         with self.lock:
             if not cut.stated and self._epochs.cut is cut and self._is_quiet(cut.refusal):
                 cut.state(self._peak(), self._epochs.places.ends)
@@ -149,7 +151,7 @@ class Halting:
             rest = None if verdict.next_child else self._restart(verdict.in_step)
             self._queue.extend(jobs)
             for refusal in verdict.beyond:
-                if refusal.rank != self._rank:  # the cut held this rank's own, and ``settle`` applied them
+                if refusal.rank != self._rank:  # ``settle`` has applied this rank's own, which the cut held
                     lost += self._halt(refusal, max(cut.issued, refusal.place - 1))[1]
             following = self._epochs.unsettled
         self._queue.request(len(jobs))
@@ -166,7 +168,11 @@ class Halting:
         return max(self._queue.reached(epochs.places.latest) if cut is None else cut.peak, epochs.issued)
 
     def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
-        """Issue nothing more that ``refusal`` loses. Returns the new cut, if any, and the lost operations."""
+        """Begin a cut at ``refusal``, or lower the one that is there; hold the queued calls that it loses.
+
+        Returns the cut if it is new, and the operations that it loses: those refused by name, and those of
+        the same child task that may have been issued behind them.
+        """
         before = self._epochs.cut
         cut = self._epochs.halt(refusal, peak, own=refusal.rank == self._rank)
         if cut is None:

@@ -1,4 +1,4 @@
-"""A backend whose groups use shared memory if their ranks have it, and another backend otherwise."""
+"""A backend that wraps another one, and moves CPU tensors between ranks of one host through shared memory."""
 
 from __future__ import annotations
 
@@ -31,20 +31,24 @@ if TYPE_CHECKING:
 __all__ = ["Sharing", "share"]
 
 _log = logging.getLogger("asynccoll")
-#: How long the ranks of a host have to meet; all of them have joined the world already.
+#: The longest that the ranks of a host wait for each other: all of them have joined the world already.
 _MEET_SECONDS = 30.0
 _CPU = frozenset({"cpu"})
 
 
 class Sharing(Backend):
-    """``inner``, except for tensors on the CPU in groups whose ranks share memory."""
+    """Behaves as ``inner``, but moves CPU tensors through shared memory.
+
+    So it does in groups on one host, and, if ``inner`` asks for it, in each host's part of a larger group.
+    """
 
     def __init__(
         self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]
     ) -> None:
-        """``hub`` is that of this rank's node, or None if its ranks do not share memory.
+        """``hub`` connects the ranks of this node; None if there is one only, or if they cannot share memory.
 
-        ``node_of`` is the node of each rank; ``apart`` says, by node, why its ranks do not share memory.
+        ``node_of`` is the node of each rank. ``apart`` maps each node whose ranks cannot share memory to the
+        reason; other nodes are not in it.
         """
         self._inner = inner
         self._hub = hub
@@ -72,7 +76,7 @@ class Sharing(Backend):
         return self._inner.capabilities(device)
 
     def _share_by_host(self, ranks: Sequence[int]) -> bool:
-        """Whether the ranks are on several hosts, and those of each host share memory."""
+        """Whether the ranks are on several nodes, none of which has failed to set up shared memory."""
         nodes = {self._node_of[rank] for rank in ranks}
         return len(nodes) > 1 and not nodes & self._apart.keys()
 
@@ -80,7 +84,7 @@ class Sharing(Backend):
         if device in _CPU and self._shares(ranks):
             return MEMORY
         known = self._inner.capabilities_among(ranks, device)
-        # A backend without ``hop_bytes`` either knows nodes itself, or has no communicators by node.
+        # Only a backend with ``hop_bytes`` asks for a host's part; others know nodes themselves, or not at all.
         near = device in _CPU and known.hop_bytes > 0 and self._share_by_host(ranks)
         return replace(known, near=NEAR, hop_bytes=0) if near else known
 
@@ -107,9 +111,9 @@ class Sharing(Backend):
 
     @contextmanager
     def _noticing_ends(self, opening: Opening) -> Iterator[Opening]:
-        """Give an ``Opening`` that is given up once the process of one of its ranks has ended.
+        """Yield ``opening``, changed so that waiting in it also ends when the process of a member ends.
 
-        Then the error of the block becomes ``PeerLostError``.
+        If the block raises while a member is gone, ``PeerLostError`` is raised instead.
         """
         assert self._hub is not None
         gone = self._hub.watcher.gone
@@ -153,7 +157,7 @@ class Sharing(Backend):
         return region, Bells(self._hub, parking, opening.ranks, opening.rank)
 
     def _open_pair(self, opening: Opening, peer: int, messages: Messages) -> Pair:
-        """Open the messages between this rank and ``peer`` in a lane, whatever epoch each of them is in."""
+        """Open the messages between this rank and ``peer``, which may be in different epochs of the lane."""
         low, high = sorted((opening.rank, peer))
         ranks = opening.ranks[low], opening.ranks[high]
         between = replace(
