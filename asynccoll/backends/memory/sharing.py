@@ -1,4 +1,4 @@
-"""A backend that wraps another one, and moves CPU tensors between ranks of one host through shared memory."""
+"""A backend that wraps another one, and moves CPU tensors between ranks of a host through shared memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Sharing(Backend):
         if device in _CPU and self._shares(ranks):
             return MEMORY
         known = self._inner.capabilities_among(ranks, device)
-        # Only a backend with ``hop_bytes`` asks for a host's part; others know nodes themselves, or not at all.
+        # Only a backend with ``hop_bytes`` asks for a host's part; others know nodes, or have no such part.
         near = device in _CPU and known.hop_bytes > 0 and self._share_by_host(ranks)
         return replace(known, near=NEAR, hop_bytes=0) if near else known
 
