@@ -16,9 +16,11 @@ PACKAGE = Path(ac.__file__).parent
 #: What is taken besides: threads and clocks, which have one way in; what tells peers of calls that will never
 #: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); for which
 #: line of the user's hooks of backward send; how ranks are named in a text; where tensors lie in flat memory,
-#: which is no other than in fused calls; and which have addresses at all.
+#: which is no other than in fused calls; which have addresses at all; and by which name of a lane errors know
+#: that a state is gathered there.
 TAKEN = {
     ("asynccoll", "host"),
+    ("asynccoll.flight", "FULL_STATE"),
     ("asynccoll.host.call_site", "Spot"),
     ("asynccoll.memory.aligned", "Layout"),
     ("asynccoll.memory.aliasing", "has_memory"),
