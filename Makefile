@@ -88,14 +88,15 @@ mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MP
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
 	@$(PYTHON) $(CURDIR)/tools/system.py
 
-# The same on Horovod, which has no messages: under horovodrun, and all collectives again by horovod.run, which
-# differs in how ranks are started only: on two of them, and by night on more.
+# The same on Horovod, which has no messages: under horovodrun, and a few collectives again by horovod.run, which
+# differs in how ranks are started only; by night all of them, on more ranks.
 HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod)
 # Jobs of four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most of
 # a second, so these go one by one.
 HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,five_ranks horovod_launch horovod_wheel sync_horovod)
-HVD_RUN_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier broadcast \
-	gather groups objects reduce reduce_scatter scaling scatter)
+HVD_RUN_FEW := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather groups objects)
+HVD_RUN_ALL := $(HVD_RUN_FEW) $(patsubst %,$(CURDIR)/tests/test_%.py,all_reduce all_to_all barrier broadcast \
+	gather reduce reduce_scatter scaling scatter)
 HVD_RUN   := ASYNCCOLL_TEST_HOROVOD_START=horovod.run
 # The ten training loops take 18 seconds on two ranks, and 100 on three.
 HVD_WAYS := -k "horovod and $(call WAYS_IN_PAIRS,horovod) and not (horovod-3 and comes_to_what_one_process_does)"
@@ -105,7 +106,7 @@ horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
 	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_JOBS) $(ARGS))
-	@$(call TWICE,$(HVD) env $(HVD_RUN) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS) $(ARGS))
+	@$(call TWICE,$(HVD) env $(HVD_RUN) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) $(HVD_RUN_FEW) $(ARGS))
 	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k horovod $(IN_PAIRS) $(ARGS))
 
 # Replicas are threads. Those files that are about torch_xla each have a process of their own, which may abort or
@@ -179,8 +180,8 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@env HYPOTHESIS_PROFILE=explore ASYNCCOLL_TEST_RUNNERS=asyncio $(WHEEL) $(PYTEST) $(AT_ONCE) $(call TESTS_OF,$(DRAWN))
 	@for one in $(EVERYWHERE); do \
 		$(MAKE) --no-print-directory compositions BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
-	@env $(HVD_RUN) ASYNCCOLL_TEST_BACKENDS=horovod ASYNCCOLL_TEST_WORLD_SIZES=1,3 ASYNCCOLL_TEST_RUNNERS=asyncio \
-		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_TESTS)
+	@env $(HVD_RUN) ASYNCCOLL_TEST_BACKENDS=horovod ASYNCCOLL_TEST_WORLD_SIZES=1,2,3 ASYNCCOLL_TEST_RUNNERS=asyncio \
+		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_ALL)
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
 	@$(MAKE) --no-print-directory explore determined training soak inside
 	@for one in gloo:test mpi:mpich; do \
