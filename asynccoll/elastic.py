@@ -63,7 +63,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
             initialize("horovod")
             result = function(state, *args, **kwargs)
         except _MISTAKES:
-            finalize(abort=True)
+            finalize()  # not aborted: peers are still to hear of it, and must not take it for a loss
             raise
         except CollectiveError as error:
             finalize(abort=True)
