@@ -37,6 +37,11 @@ class Strayed:
         """Whether a call before it came from the same line; else ranks run different code from the start."""
         return self.exact and self.sequence > 1
 
+    @property
+    def hint(self) -> str:
+        """What it suggests, in words."""
+        return f"a rank may have skipped a call before: {self}"
+
     def __str__(self) -> str:
         told = by_line(self.places)
         if not self.exact:
@@ -90,7 +95,7 @@ class Parting:
     @property
     def hint(self) -> str:
         """A hint that a rank may have skipped a call earlier, if the calling lines suggest it; else ""."""
-        return "" if self.strayed is None else f"a rank may have skipped a call before: {self.strayed}"
+        return "" if self.strayed is None else self.strayed.hint
 
     @property
     def where(self) -> str:

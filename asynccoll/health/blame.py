@@ -130,7 +130,7 @@ def _strayed(
     known = [own, *(accounts[rank] for rank in found)]
     flights = {one.rank: one.flight for one in known if one is not None and one.flight is not None}
     where = strayed(flights, awaited.group, awaited.lane_key) if awaited.sequence and own else None
-    return f"a rank may have skipped a call before: {where}" if where and where.comes_late else ""
+    return where.hint if where and where.comes_late else ""
 
 
 def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:

@@ -48,7 +48,6 @@ class Compared:
         self._rank = rank
         self._recorder = recorder
         self._headers = Headers(recorder, lane.records.number, lane.group.key, lane.key, near)
-        self._headers.restart(lane.epoch)
 
     def restart(self, epoch: int) -> None:
         """Compare anew from here: ranks are in step again, whatever they called before."""

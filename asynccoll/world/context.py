@@ -232,9 +232,9 @@ class Context:
         ranks = lane.group.ranks
         # In a group of torch's own nobody has said; its members have met, and published where they are.
         nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else self.liveness.nodes(ranks)
-        confirms = len(set(nodes.values())) > 1 and self.checks_order and not lane.compares_calls
         # A rank that has joined calls nothing more that it could confirm; Horovod compares calls itself.
-        confirms = confirms and not self.backend.joins
+        compares = lane.compares_calls or self.backend.joins
+        confirms = len(set(nodes.values())) > 1 and self.checks_order and not compares
         seen = self.liveness.seen(ranks)
         if not confirms and (by_itself or not seen):
             return None
