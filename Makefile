@@ -46,43 +46,37 @@ test: ## everything: lint, types, docs, then all tests on a built wheel; what ra
 	@$(MAKE) --no-print-directory tests memory mpi horovod xla; status=$$?; \
 		$(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; exit $$status
 
+# Of cases that differ in what matters little, those that tests/by_day.py lets through; by night all.
+tests memory mpi horovod xla: export ASYNCCOLL_TEST_CASES ?= day
+
 tests:
-	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) -k "$(call WAYS_IN_PAIRS,gloo)" $(CURDIR)/tests $(ARGS))
+	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) $(CURDIR)/tests $(ARGS))
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.
-EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks children clocks compositions \
-	faults forks gather groups lanes modes objects p2p reduce reduce_scatter refusals scaling scatter \
-	sync_parity training work
-# How one waits has nothing to do with how many ranks there are: all ways in pairs, one among more; with five ranks
-# the cases take turns.
-WAYS_IN_PAIRS = not (($(1)-1 or $(1)-3 or $(1)-4) and (trio or blocking))
+EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks children clocks coalescing \
+	composed compositions empties faults forks fusion gather groups lanes modes objects p2p prepare reduce \
+	reduce_scatter refusals scaling scatter sync_parity training work
 
 memory: ## the tests that run on any backend, between ranks that share memory
 	@$(call TWICE,$(WHEEL) env ASYNCCOLL_TEST_BACKENDS=memory $(PYTEST) $(AT_ONCE) \
-		-k "memory and $(call WAYS_IN_PAIRS,memory)" \
-		$(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks) $(ARGS))
-	@$(call TWICE,$(WHEEL) env ASYNCCOLL_TEST_BACKENDS=memory $(TWO_RANKS) $(PYTEST) $(AT_ONCE) \
-		-k memory $(IN_PAIRS) $(ARGS))
+		-k memory $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks) $(ARGS))
 
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
 	mpi_launch spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 # The ten training loops on two ranks and, as a world that is no power of two, on three.
-MPI_WAYS  := "mpi and $(call WAYS_IN_PAIRS,mpi) and not (mpi-4 and comes_to_what_one_process_does)"
+MPI_WAYS  := "mpi and not (mpi-4 and comes_to_what_one_process_does)"
 OMPI_WAYS := ASYNCCOLL_TEST_RUNNERS=asyncio ASYNCCOLL_TEST_WORLD_SIZES=3
 # What is ours alone, whichever MPI carries it, has been tried on MPICH.
-OMPI_TESTS := $(filter-out $(patsubst %,$(CURDIR)/tests/test_%.py,clocks compositions five_ranks forks mismatch parallel \
-	refusals training), \
+OMPI_TESTS := $(filter-out $(patsubst %,$(CURDIR)/tests/test_%.py,clocks coalescing composed compositions empties five_ranks \
+	forks fusion mismatch parallel prepare refusals spawn training), \
 	$(MPI_TESTS))
 
-# Files with many cases that depend little on the number of ranks or on the event loop.
 TWO_RANKS := ASYNCCOLL_TEST_WORLD_SIZES=2 ASYNCCOLL_TEST_RUNNERS=asyncio
-IN_PAIRS  := $(patsubst %,$(CURDIR)/tests/test_%.py,coalescing composed empties fusion prepare)
 
 mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MPI
 	@$(call TWICE,$(MPICH) $(ON_MPI) $(MPI_CASES) $(MPI_WAYS) $(MPI_TESTS) $(ARGS))
-	@$(call TWICE,$(MPICH) $(ON_MPI) $(TWO_RANKS) $(MPI_CASES) mpi $(IN_PAIRS) $(ARGS))
 	@$(call TWICE,$(OMPI) $(ON_MPI) $(OMPI_WAYS) $(MPI_CASES) mpi $(OMPI_TESTS) $(ARGS))
 
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
@@ -99,7 +93,7 @@ HVD_RUN_ALL := $(HVD_RUN_FEW) $(patsubst %,$(CURDIR)/tests/test_%.py,all_reduce 
 	gather reduce reduce_scatter scaling scatter)
 HVD_RUN   := ASYNCCOLL_TEST_HOROVOD_START=horovod.run
 # The ten training loops take 18 seconds on two ranks, and 100 on three.
-HVD_WAYS := -k "horovod and $(call WAYS_IN_PAIRS,horovod) and not (horovod-3 and comes_to_what_one_process_does)"
+HVD_WAYS := -k "horovod and not (horovod-3 and comes_to_what_one_process_does)"
 
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
@@ -107,7 +101,6 @@ horovod: ## the tests that run on any backend, on Horovod, which is compiled on 
 	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
 	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_JOBS) $(ARGS))
 	@$(call TWICE,$(HVD) env $(HVD_RUN) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) $(HVD_RUN_FEW) $(ARGS))
-	@$(call TWICE,$(HVD) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k horovod $(IN_PAIRS) $(ARGS))
 
 # Replicas are threads. Those files that are about torch_xla each have a process of their own, which may abort or
 # hang; the others have their worlds in common, as on any backend.
@@ -115,9 +108,7 @@ APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDI
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
-# What depends little on how one waits is run on two ranks and asyncio, with those that are in pairs anyway.
-XLA_PAIRS  := compositions refusals training
-XLA_TESTS  := $(filter-out $(XLA_PAIRS) faults sync_parity,$(EVERY_BACKEND))
+XLA_TESTS  := $(filter-out faults sync_parity,$(EVERY_BACKEND))
 XLA_TWO    := ASYNCCOLL_TEST_WORLD_SIZES=2
 XLA_OTHERS := ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
@@ -128,8 +119,6 @@ xla: ## on torch_xla's CPU client: its own tests, and those that run on any back
 	@$(call TWICE,$(XLA) $(ON_XLA) $(XLA_TWO) $(PYTEST) $(AT_ONCE) -k xla $(call TESTS_OF,$(XLA_TESTS)) $(ARGS))
 	@$(call TWICE,$(XLA) $(ON_XLA) $(XLA_OTHERS) $(PYTEST) $(AT_ONCE) -k "xla-tpu-1 or xla-tpu-4" \
 		$(call TESTS_OF,$(XLA_SIZES)) $(ARGS))
-	@$(call TWICE,$(XLA) $(ON_XLA) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -k xla \
-		$(IN_PAIRS) $(call TESTS_OF,$(XLA_PAIRS)) $(ARGS))
 	@$(call TWICE,$(XLA) env $(TWO_RANKS) $(PYTEST) $(AT_ONCE) -m "not slow" $(call TESTS_OF,$(OLD_TORCH)) $(ARGS))
 
 inside: ## the programs of docs/inside.md: in accelerate, Fabric, Lightning and Ray
@@ -180,6 +169,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@env HYPOTHESIS_PROFILE=explore ASYNCCOLL_TEST_RUNNERS=asyncio $(WHEEL) $(PYTEST) $(AT_ONCE) $(call TESTS_OF,$(DRAWN))
 	@for one in $(EVERYWHERE); do \
 		$(MAKE) --no-print-directory compositions BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
+	@$(MAKE) --no-print-directory tests memory mpi horovod xla ASYNCCOLL_TEST_CASES=all
 	@env $(HVD_RUN) ASYNCCOLL_TEST_BACKENDS=horovod ASYNCCOLL_TEST_WORLD_SIZES=1,2,3 ASYNCCOLL_TEST_RUNNERS=asyncio \
 		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_ALL)
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)

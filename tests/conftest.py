@@ -18,6 +18,7 @@ os.environ.setdefault("ASYNCCOLL_DUMPS", "off")  # and fail on purpose
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+import by_day
 import forked
 import jobs
 import records
@@ -90,10 +91,11 @@ def _crowded_worlds_end() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs ranks that are processes where they are threads of one."""
-    out = [item for item in items if item.get_closest_marker("processes") and _on_threads(item)]
+    """Leave out what waits for the night, and what needs ranks that are processes where they are threads."""
+    out = by_day.left_out(items)
+    out |= {item for item in items if item.get_closest_marker("processes") and _on_threads(item)}
     if out:
-        config.hook.pytest_deselected(items=out)
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
 
 

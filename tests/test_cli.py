@@ -350,16 +350,30 @@ def waiting_script(script, wait):
 
 
 @on_linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-@pytest.mark.parametrize("to_group", [False, True], ids=["launcher", "group"])
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stop_signal_leaves_nobody_and_no_wall_of_text(start, script, number, to_group):
     check_stop(start, script, number, to_group, WAITS["asleep"])
 
 
 @on_linux
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-@pytest.mark.parametrize("wait", ["deaf-to-interrupts", "slow-to-clean-up"])
+@pytest.mark.parametrize(
+    ("number", "wait"),
+    [
+        (signal.SIGINT, "deaf-to-interrupts"),
+        (signal.SIGINT, "slow-to-clean-up"),
+        pytest.param(signal.SIGTERM, "deaf-to-interrupts", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, "slow-to-clean-up", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stop_signal_reaches_those_too_who_do_not_end_at_once(start, script, number, wait):
     check_stop(start, script, number, False, WAITS[wait])
 
@@ -400,7 +414,9 @@ def test_a_second_signal_kills_what_does_not_want_to_end(start, script):
 
 
 @on_linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM], ids=lambda n: n.name
+)
 def test_a_stop_signal_while_other_hosts_are_waited_for(tmp_path, start, script, number):
     """torch waits for them in native code, where Python cannot notice signals."""
     script("")

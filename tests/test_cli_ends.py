@@ -144,7 +144,7 @@ def test_a_restart_meets_at_the_port_that_was_asked_for(start, script):
     assert (code, output) == (0, f"{port}\n"), errors
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_port_that_is_taken_is_told_in_a_line(start, script, hosts):
     script("")
     where = ["--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1"] if hosts == 2 else []
@@ -179,7 +179,9 @@ def test_a_place_where_hosts_cannot_meet_is_told_in_a_line(start, script, where,
 
 
 @on_linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)], ids=lambda n: n.name
+)
 def test_a_host_that_comes_before_the_first_waits_in_silence(start, script, number):
     """And hears signals meanwhile."""
     script("")
@@ -390,7 +392,7 @@ SURVIVORS = """
     ("end", "code", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
-        ("sys.exit(7)", 7, "exit code 7"),
+        pytest.param("sys.exit(7)", 7, "exit code 7", marks=pytest.mark.nightly),
         ("raise KeyError('gone')", 1, "KeyError: 'gone'"),
     ],
     ids=["killed", "exited", "raised"],

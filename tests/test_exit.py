@@ -125,7 +125,9 @@ ASYNC_INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize(("loop", "call"), [("asyncio", "()"), ("trio", "")])
+@pytest.mark.parametrize(
+    ("loop", "call"), [pytest.param("asyncio", "()", marks=pytest.mark.nightly), ("trio", "")]
+)
 def test_ctrl_c_while_awaiting(tmp_path: Path, loop: str, call: str) -> None:
     """Also out of an event loop."""
     source = ASYNC_INTERRUPTED.format(loop=loop, call=call)
@@ -382,7 +384,11 @@ POOL_WAITS = """
 
 
 @pytest.mark.parametrize(
-    "started", ["ThreadPoolExecutor().submit(stuck.wait)", "threading.Thread(target=stuck.wait).start()"]
+    "started",
+    [
+        pytest.param("ThreadPoolExecutor().submit(stuck.wait)", marks=pytest.mark.nightly),
+        "threading.Thread(target=stuck.wait).start()",
+    ],
 )
 def test_a_script_that_ends_while_another_thread_waits(tmp_path: Path, started: str) -> None:
     """The peer never joins: Python joins that thread first, and it is not held for the whole timeout."""

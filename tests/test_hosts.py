@@ -92,7 +92,9 @@ def check(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "how"), [(netns.ADDRESSES[0], "sync"), (netns.NAMES[0], "parallel")], ids=["address", "name"]
+    ("address", "how"),
+    [(netns.ADDRESSES[0], "sync"), pytest.param(netns.NAMES[0], "parallel", marks=pytest.mark.nightly)],
+    ids=["address", "name"],
 )
 def test_parallel_with_a_script_on_each_host(
     hosts: netns.Hosts, tmp_path: Path, address: str, how: str
@@ -166,7 +168,11 @@ LATE = """
 """
 
 
-@pytest.mark.parametrize("address", [netns.ADDRESSES[0], netns.NAMES[0]], ids=["address", "name"])
+@pytest.mark.parametrize(
+    "address",
+    [pytest.param(netns.ADDRESSES[0], marks=pytest.mark.nightly), netns.NAMES[0]],
+    ids=["address", "name"],
+)
 def test_a_rank_that_is_late(hosts: netns.Hosts, tmp_path: Path, address: str) -> None:
     """On another host, too, it is not taken for one that is gone."""
     ended = both(hosts, *script(tmp_path, LATE.replace("ADDRESS", address)))

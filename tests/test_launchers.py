@@ -57,8 +57,8 @@ ONE_HOST = {
     ("name", "how"),
     [
         ("launch", "bare"),
-        ("launch", "sync"),
-        ("torchrun", "parallel"),
+        pytest.param("launch", "sync", marks=pytest.mark.nightly),
+        pytest.param("torchrun", "parallel", marks=pytest.mark.nightly),
         ("torchrun", "sync"),
         ("asynccoll-run", "bare"),
     ],

@@ -107,7 +107,7 @@ def test_a_user_namespace(tmp_path: Path) -> None:
     assert said(tmp_path, PLAIN, (unshared("--user", "--map-root-user"), "")) == [NEAR, NEAR]
 
 
-@pytest.mark.parametrize("limited", [0, 1])
+@pytest.mark.parametrize("limited", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize(
     ("limit", "why"),
     [

@@ -30,7 +30,15 @@ def way(name: str, x: torch.Tensor, **call: Any) -> str:
     return ac.explain(name, x, **call).via
 
 
-@pytest.fixture(scope="module", params=[(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1, 1)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (0, 0, 1, 1),
+        pytest.param((0, 1, 0, 1), marks=pytest.mark.nightly),
+        pytest.param((0, 0, 0, 1, 1, 1), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def hosts(request: pytest.FixtureRequest) -> World:
     """Two hosts: of two ranks, also in turn, and of three; they go by host at any size."""
     return worlds.world("memory", len(request.param), nodes=request.param, by_node=True)

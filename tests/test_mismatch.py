@@ -170,7 +170,7 @@ async def more_after_an_await(me: Rank, extra: int) -> None:
         await in_step(me)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_block_with_one_more_after_an_await_is_told_while_others_call_nothing(
     world: World, first: bool
 ) -> None:

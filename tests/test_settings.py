@@ -46,7 +46,7 @@ def joined(where: str, options: list[str], versions: tuple[str, ...] = ("", "", 
             one.kill()
 
 
-@pytest.fixture(params=["tcp", "file"])
+@pytest.fixture(params=[pytest.param("tcp", marks=pytest.mark.nightly), "file"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A way to meet."""
     return f"file://{tmp_path}/meet" if request.param == "file" else f"tcp://127.0.0.1:{free_port()}"

@@ -118,7 +118,7 @@ def test_several_threads_of_a_rank_wait() -> None:
         assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
     """Ctrl-C before any statement of the engine."""
     struck = 0
@@ -153,7 +153,7 @@ MISMATCHES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
     """Between calls that are alike, in one step and in many; the lane is usable afterwards."""
     for seed in range(42 * TIMES):

@@ -36,7 +36,9 @@ def waited(work: Any, tries: int = 1) -> Any:
     raise AssertionError("it was interrupted too often")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_any_order_of_tags_and_sizes(size: int) -> None:
     """All begun at once, in an order of each rank's own, and waited for in another one."""
     for seed in range(60 * TIMES):

@@ -212,10 +212,13 @@ JOBS = {
     "two-each-sync": (["-N2", "--ntasks-per-node=2"], "sync", [(0, 0), (0, 1), (1, 0), (1, 1)]),
     "hetjob-bare": (PLACEMENTS["hetjob"], "bare", [(0, 0), (1, 0), (1, 1)]),
 }
+BY_NIGHT = {"one-each-bare", "two-each-parallel"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in JOBS]
+)
 def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> None:
     """Its ranks meet on the first host without being told anything, and train as one process would."""
     options, how, wanted = JOBS[name]
@@ -263,7 +266,7 @@ def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["parallel", "sync"])
+@pytest.mark.parametrize("how", ["parallel", pytest.param("sync", marks=pytest.mark.nightly)])
 def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """One task, and the script starts the ranks itself."""
     line = ["srun", "-N1", "-n1", sys.executable, TRAINING, how, str(tmp_path)]
@@ -273,7 +276,7 @@ def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["parallel", "sync"])
+@pytest.mark.parametrize("how", [pytest.param("parallel", marks=pytest.mark.nightly), "sync"])
 def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """The recipe of the documentation."""
     script = shlex.join(["srun", sys.executable, TRAINING, how, str(tmp_path)])

@@ -51,7 +51,7 @@ PINNED = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_same_parameters_as_one_process(size: int) -> None:
     """Whatever is trained, in whatever loop, and whoever averages."""
     count, first = int(os.environ.get("ASYNCCOLL_TEST_TRAINING", DRAWN[size])), FIRST + 20 * size - 40

@@ -1,0 +1,79 @@
+"""The cases that ``make test`` runs; ``make nightly`` runs all of them, and so does pytest by itself.
+
+By day, so that it takes no hour:
+
+- with one, three or four ranks one waits on asyncio: how one waits has nothing to do with their number;
+- gloo and memory do each thing with each number of ranks, and wait for it in each way; others do it in two of
+  these, which differ from test to test, and nothing with five ranks;
+- what depends little on either has two ranks and asyncio on all backends but gloo;
+- a test marked ``nightly`` is left out: another one of the day goes the same way through the library.
+
+Which cases these are depends on nothing but their names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+__all__ = ["left_out"]
+
+ONLY = os.environ.get("ASYNCCOLL_TEST_CASES", "all")
+_WORLDS = {"world", "several", "four", "pair"}
+_WAYS = {"runner", "loop"}
+_IN_FULL = {"gloo", "memory"}
+_DEPEND_LITTLE = {"test_coalescing", "test_composed", "test_empties", "test_fusion", "test_prepare"}
+
+
+def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Those of ``items`` that wait for the night."""
+    if ONLY == "all":
+        return set()
+    assert ONLY == "day", f"ASYNCCOLL_TEST_CASES={ONLY}: expected all or day"
+    out: set[pytest.Item] = set()
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        backend, size = _value(item, _WORLDS, (_value(item, {"backend"}, "gloo"), 2))
+        in_full = backend in _IN_FULL
+        way = _value(item, _WAYS, "asyncio")
+        if (
+            item.get_closest_marker("nightly")
+            or (size != 2 and way != "asyncio")
+            or ("five_ranks" in item.nodeid and not in_full)
+            or (backend != "gloo" and item.path.stem in _DEPEND_LITTLE and (size, way) != (2, "asyncio"))
+        ):
+            out.add(item)
+        elif size > 1 and not in_full:
+            cases[_but_for_world_and_way(item)].append(item)
+    for name, those in cases.items():
+        out.update(those)
+        out.difference_update(_two_of(those, crc32(name.encode())))
+    return out
+
+
+def _two_of(cases: list[pytest.Item], number: int) -> list[pytest.Item]:
+    cases = sorted(cases, key=lambda case: case.nodeid)
+    turn = number % len(cases)
+    return (cases[turn:] + cases[:turn])[:2]
+
+
+def _but_for_world_and_way(item: pytest.Item) -> str:
+    """What the test is called, and the other values that it is given."""
+    values = _values(item)
+    rest = {name: repr(value) for name, value in values.items() if name not in _WORLDS | _WAYS}
+    return f"{item.nodeid.partition('[')[0]} {sorted(rest.items())}"
+
+
+def _value(item: pytest.Item, fixtures: set[str], otherwise: Any) -> Any:
+    """The value of the one of ``fixtures`` that this case has."""
+    return next((value for name, value in _values(item).items() if name in fixtures), otherwise)
+
+
+def _values(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
