@@ -12,7 +12,6 @@ import pytest
 
 import jobs
 from asynccoll import flight
-from asynccoll.flight import registry
 from asynccoll.host import endings, shared_memory
 from asynccoll.launch import report
 from asynccoll.launch.naming import naming
@@ -63,24 +62,34 @@ def test_how_a_rank_ended_is_told(tmp_path, how: str) -> None:
 
 
 @pytest.fixture
-def rank(tmp_path):
-    """A process with a flight recorder, that ends as it is told to; and who watches it."""
+def witness(tmp_path):
+    """Whoever watches the ranks of a directory, however long its name."""
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    watching = Witness(directory)
+    yield watching
+    watching.ended()
+
+
+@pytest.fixture
+def rank(witness):
+    """A process with a flight recorder that joins there, and ends as it is told to."""
     program = (
         "import sys, os, signal\n"
         "from asynccoll import flight\n"
-        "from asynccoll.flight import registry\n"
+        "from asynccoll.host import handing\n"
         "recorder = flight.Recorder(1, 2)\n"
-        "registry.register(sys.argv[1], 1, {'pid': os.getpid(), 'memory': recorder.descriptor})\n"
-        "print('there', flush=True)\n"
+        "handing.hand_over(sys.argv[1], 1, recorder.descriptor)\n"
+        "print(recorder.descriptor, flush=True)\n"
         "exec(sys.stdin.readline())\n"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", program, str(witness.directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout.readline() == "there\n"
+    child.memory = int(child.stdout.readline())
     yield child
     child.kill()
     child.communicate()
@@ -94,18 +103,21 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("how", CODES)
-def test_who_starts_a_rank_writes_down_how_it_ended(tmp_path, rank, how: str) -> None:
-    """Into the memory that its peers have open; who waits for the process learns its exit code as well."""
-    told = registry.registered(tmp_path)[1]
-    peers = shared_memory.look(told["pid"], told["memory"])
-    witness = Witness(tmp_path)
-    while 1 not in witness.flights():
-        pass  # it looks every twentieth of a second
-    assert flight.read(peers).ending == "running"
+def end(rank: subprocess.Popen[str], how: str) -> None:
     rank.stdin.write(how + "\n")
     rank.stdin.flush()
     os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("how", CODES)
+def test_who_starts_a_rank_writes_down_how_it_ended(witness, rank, how: str) -> None:
+    """Into the memory that its peers have open; who waits for the process learns its exit code as well."""
+    peers = shared_memory.look(rank.pid, rank.memory)
+    witness.watch()
+    while 1 not in witness.flights():
+        pass  # it looks at once
+    assert flight.read(peers).ending == "running"
+    end(rank, how)
     assert shared_memory.exit_code(rank.pid) == CODES[how]
     while flight.read(peers).ending == "running":
         pass
@@ -115,20 +127,31 @@ def test_who_starts_a_rank_writes_down_how_it_ended(tmp_path, rank, how: str) ->
     assert rank.wait(patient(10)) == CODES[how]
 
 
-def test_a_note_that_comes_as_the_directory_is_read_is_seen(tmp_path, rank) -> None:
-    """Within one tick of the kernel's clock, the directory has the same time of change before and after."""
-    note = tmp_path / "rank-1.json"
-    text = note.read_text()
-    note.unlink()
-    changed = tmp_path.stat().st_mtime_ns
-    witness = Witness(tmp_path)
-    witness.ended()  # it looks when it is told to
-    witness._look()
-    assert not witness.flights()
-    note.write_text(text)
-    os.utime(tmp_path, ns=(changed, changed))
-    witness._look()
+@pytest.mark.parametrize("reaped", [False, True])
+def test_what_a_rank_recorded_is_kept_though_it_ends_before_anybody_looks(
+    witness, rank, reaped: bool
+) -> None:
+    peers = shared_memory.look(rank.pid, rank.memory)
+    end(rank, "os.kill(os.getpid(), signal.SIGKILL)")
+    if reaped:
+        rank.wait()
+    assert witness.watch().ended() == [1]
     assert list(witness.flights()) == [1]
+    found = flight.read(peers)
+    assert (found.ending, found.code) == ("exited", None if reaped else -signal.SIGKILL)
+
+
+def test_a_rank_that_has_not_joined_is_seen_by_its_number(witness) -> None:
+    """Also where its note comes within one tick of the kernel's clock, as the directory is read."""
+    changed = witness.directory.stat().st_mtime_ns
+    witness._look()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as rank:
+        (witness.directory / "3.pid").write_text(str(rank.pid))
+        os.utime(witness.directory, ns=(changed, changed))
+        witness.watch()
+        while rank.pid not in witness._seen:
+            pass
+    assert witness.ended() == [3]
 
 
 def test_what_a_rank_says_of_its_end_first_stands() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from asynccoll import flight, host
 from asynccoll.flight import Flight, Recorder, registry
-from asynccoll.host import answering, shared_memory, standing
+from asynccoll.host import answering, handing, shared_memory, standing
 
 __all__ = ["NOTE", "SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
@@ -101,7 +101,9 @@ class Accounts:
             host=mine.host, node=mine.node, address=address, port=mine.answers, secret=known, beacon=port,
             meets=meets,
         )  # fmt: skip
-        registry.register(os.environ.get(registry.VARIABLE, ""), self._rank, asdict(mine))
+        job = os.environ.get(registry.VARIABLE, "")
+        registry.register(job, self._rank, asdict(mine))
+        handing.hand_over(job, self._rank, mine.memory)
         return mine
 
     def hold(self, rank: int, peer: Peer) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Memory", "exit_code", "find", "look", "process_state"]
+__all__ = ["Memory", "exit_code", "find", "look", "process_state", "taken"]
 
 _PROC = Path("/proc")
 
@@ -51,22 +51,26 @@ def _file(name: str, size: int) -> int:
     return descriptor
 
 
-def look(pid: int, descriptor: int, *, write: bool = False) -> memoryview | None:
-    """Map the file that process ``pid`` of this host has at ``descriptor``; None if it cannot be opened.
+def look(pid: int, descriptor: int) -> memoryview | None:
+    """Map the file that process ``pid`` has at ``descriptor``, to read it; None if that fails."""
+    try:
+        opened = os.open(_PROC / str(pid) / "fd" / str(descriptor), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    return taken(opened)
+
+
+def taken(descriptor: int, *, write: bool = False) -> memoryview | None:
+    """Map the file at ``descriptor``, which is closed; None if it cannot be mapped.
 
     It can only be read, except with ``write``: the launcher of the process writes there how it ended.
     """
-    how, access = (os.O_RDWR, mmap.ACCESS_WRITE) if write else (os.O_RDONLY, mmap.ACCESS_READ)
     try:
-        opened = os.open(_PROC / str(pid) / "fd" / str(descriptor), how | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return memoryview(mmap.mmap(opened, 0, access=access))
+        return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ))
     except (OSError, ValueError):  # a pipe, a socket, an empty file
         return None
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def find(pid: int, name: str) -> Iterator[int]:

@@ -62,7 +62,7 @@ def run(request: RunRequest) -> int:
             _set_environment(given, request.backend, job)
             config, command, arguments = _configure(given)
             passing = [job, logs] if temporary else [job]
-            return _launch(config, command, arguments, logs, Witness(job), passing)
+            return _launch(config, command, arguments, logs, Witness(job).watch(), passing)
         except AsyncCollError:
             raise
         except (AssertionError, ValueError) as error:  # how torchrun refuses values

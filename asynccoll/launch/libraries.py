@@ -78,7 +78,7 @@ def _run(request: RunRequest, engine: _Engine) -> int:
         line = launcher.command(ranks, _program(request))
         guarded = [sys.executable, child.__file__, "program", *line]
         stopped: list[signal.Signals] = []
-        witness = Witness(Path(errors))
+        witness = Witness(Path(errors)).watch()
         with subprocess.Popen(guarded, env=environ) as running:
             processes.on_stop_signals(lambda number: _stop(running, number, stopped))
             code = running.wait()

@@ -145,11 +145,13 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
         named = naming(told.directory)
         if (nodes.nnodes or 1) > 1 and SECRET_VARIABLE not in os.environ:
             del named[SECRET_VARIABLE]  # who spawns on other nodes would not know it
+        witness = Witness(Path(told.directory))
         context = _kept(lambda: start(rank, (told, nodes, variables, named), ranks, join=False, **how))
         if not join:
+            witness.ended()
             context.asynccoll_store = store  # the ranks meet there for as long as they live
             return context
-        witness = Witness(Path(told.directory))
+        witness.watch()
         try:
             while not context.join():
                 pass

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll import flight, host
-from asynccoll.flight import Flight, registry
-from asynccoll.host import shared_memory
+from asynccoll.flight import Flight
+from asynccoll.host import handing, shared_memory
 
 __all__ = ["Witness"]
 
-#: A rank that dies sooner after it has joined its world leaves no record here.
+#: A rank that dies sooner after it was started, and has not joined its world, may not be seen here.
 _LOOK_SECONDS = 0.02
 #: A change as recent as this may be followed by one with the same time: the clock of files is coarse.
 _COARSE_NS = 100_000_000
@@ -30,7 +30,7 @@ _COARSE_NS = 100_000_000
 
 @dataclass(slots=True)
 class _Seen:
-    """A process of a rank, and the recorder it has, once it has one."""
+    """A process of a rank: its process descriptor, -1 once it has ended, and what it has handed over."""
 
     rank: int
     pid: int
@@ -39,30 +39,40 @@ class _Seen:
 
 
 class Witness:
-    """Watches the processes that ``RANK.pid`` in a directory names, and those of ranks registered there."""
+    """Watches the processes that ``RANK.pid`` in a directory names, and those that hand their memory over."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        """Ranks that are started in ``directory`` from now on are seen, once this is watching (``watch``)."""
+        self.directory: Path = directory
         self._seen: dict[int, _Seen] = {}  # by process
         self._ended: list[int] = []
         self._changed = -1
         self._poll = select.poll()
+        self._listening = handing.listen(directory)
+        if self._listening is not None:
+            self._poll.register(self._listening, select.POLLIN)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asynccoll-witness", daemon=True)
+
+    def watch(self) -> Witness:
+        """Watch until ``ended`` is called. Returns this."""
         if hasattr(os, "pidfd_open"):
             self._thread.start()
+        return self
 
     def ended(self) -> list[int]:
         """The ranks that have ended, the first one first; ends the watching."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
+        if self._listening is not None:
+            self._listening.close()
         return self._ended
 
     def flights(self) -> dict[int, Flight]:
         """What is recorded by each rank that has joined its world, also of those that are gone."""
         found = {}
-        for seen in list(self._seen.values()):
+        for seen in list(self._seen.values()):  # of a rank that was started again, the latest
             recorded = None if seen.memory is None else flight.read(seen.memory)
             if recorded is not None:
                 found[seen.rank] = recorded
@@ -71,10 +81,8 @@ class Witness:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._look()
-            for descriptor, _ in self._poll.poll(_LOOK_SECONDS * 1000):
-                self._saw_end(descriptor)
-        for descriptor, _ in self._poll.poll(0):
-            self._saw_end(descriptor)
+            self._see(_LOOK_SECONDS)
+        self._see(0)
         for seen in self._seen.values():
             if seen.descriptor >= 0:
                 os.close(seen.descriptor)
@@ -82,39 +90,56 @@ class Witness:
     def _look(self) -> None:
         """Get to know who is new in the directory."""
         try:
-            changed = self._directory.stat().st_mtime_ns
+            changed = self.directory.stat().st_mtime_ns
         except OSError:  # it goes away with the job
             return
         if changed == self._changed:
             return
         self._changed = changed if time.time_ns() - changed > _COARSE_NS else -1
-        for note in self._directory.glob("*.pid"):
+        for note in self.directory.glob("*.pid"):
             with contextlib.suppress(OSError, ValueError):
                 self._watch(int(note.stem), int(note.read_text()))
-        for rank, told in registry.registered(self._directory).items():
-            seen = self._watch(rank, told.get("pid", 0))
-            if seen is not None and seen.memory is None:
-                seen.memory = shared_memory.look(seen.pid, told.get("memory", -1), write=True)
 
-    def _watch(self, rank: int, pid: int) -> _Seen | None:
+    def _see(self, seconds: float) -> None:
+        """See what ranks hand over, and who ends, for so long at most."""
+        ready = [descriptor for descriptor, _ in self._poll.poll(seconds * 1000)]
+        if self._listening is not None:
+            for rank, pid, descriptor in handing.handed(self._listening):
+                self._take(self._watch(rank, pid), shared_memory.taken(descriptor, write=True))
+        for seen in [one for one in self._seen.values() if one.descriptor in ready]:
+            self._saw_end(seen)
+
+    def _watch(self, rank: int, pid: int) -> _Seen:
+        """Watch the process from now on, if it has not ended."""
         if pid not in self._seen:
             try:
                 descriptor = os.pidfd_open(pid)
+                self._poll.register(descriptor, select.POLLIN)
             except OSError:
-                return None
+                descriptor = -1
             self._seen[pid] = _Seen(rank, pid, descriptor)
-            self._poll.register(descriptor, select.POLLIN)
         return self._seen[pid]
 
-    def _saw_end(self, descriptor: int) -> None:
-        seen = next(one for one in self._seen.values() if one.descriptor == descriptor)
-        code = _exit_code(seen)
-        if seen.memory is not None and (code is not None or _says_nothing(seen.memory)):
-            flight.mark_ended(seen.memory, "exited", code, host.monotonic())
+    def _take(self, seen: _Seen, memory: memoryview | None) -> None:
+        is_first = seen.memory is None
+        seen.memory = memory
+        if seen.descriptor < 0 and is_first:  # it had ended before it was seen
+            _mark(seen)
+            self._ended.append(seen.rank)
+
+    def _saw_end(self, seen: _Seen) -> None:
+        _mark(seen)
         self._ended.append(seen.rank)
-        self._poll.unregister(descriptor)
-        os.close(descriptor)
+        self._poll.unregister(seen.descriptor)
+        os.close(seen.descriptor)
         seen.descriptor = -1
+
+
+def _mark(seen: _Seen) -> None:
+    """Write where its peers read it that the process has ended, and with which exit code, if known."""
+    code = _exit_code(seen)
+    if seen.memory is not None and (code is not None or _says_nothing(seen.memory)):
+        flight.mark_ended(seen.memory, "exited", code, host.monotonic())
 
 
 def _says_nothing(memory: memoryview) -> bool:
@@ -124,6 +149,8 @@ def _says_nothing(memory: memoryview) -> bool:
 
 def _exit_code(seen: _Seen) -> int | None:
     """How it ended, left for its parent to reap; None where that is not known here, or no longer."""
+    if seen.descriptor < 0:
+        return None
     try:
         found = os.waitid(os.P_PIDFD, seen.descriptor, os.WEXITED | os.WNOWAIT)
     except OSError:  # somebody else's child, or waited for already
