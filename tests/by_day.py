@@ -38,7 +38,7 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     out: set[pytest.Item] = set()
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        backend, size = _value(item, _WORLDS, (_value(item, {"backend"}, "gloo"), 2))
+        backend, size = _world(item)
         in_full = backend in _IN_FULL
         way = _value(item, _WAYS, "asyncio")
         if (
@@ -54,6 +54,14 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         out.update(those)
         out.difference_update(_two_of(those, crc32(name.encode())))
     return out
+
+
+def _world(item: pytest.Item) -> tuple[str, int]:
+    """The backend and the number of ranks; two ranks where the case says nothing, or more than that."""
+    match _value(item, _WORLDS, None):
+        case (str(backend), int(size)):
+            return backend, size
+    return str(_value(item, {"backend"}, "gloo")), 2
 
 
 def _two_of(cases: list[pytest.Item], number: int) -> list[pytest.Item]:
