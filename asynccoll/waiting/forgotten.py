@@ -1,13 +1,13 @@
-"""What a user who forgot to await a work is told, whatever is done with it instead, or if nothing is.
+"""Errors and warnings for a user who forgot to await a work, and used it as its result or dropped it.
 
-Arithmetic, indexing, ``float(work)``, ``work.shape``, ``torch.relu(work)``: the error names the call that
-made the work, and how to get its result. Type checkers do not see these methods: to them ``work + 1`` stays a
-mistake.
+Arithmetic, indexing, ``float(work)``, ``work.shape`` and ``torch.relu(work)`` raise an error that names
+the call which made the work, and how to get its result. Type checkers do not see these methods, so they
+still report ``work + 1`` as a mistake.
 
-A work that is dropped warns; not if an uncaught exception has ended the program, whose frames held it: then
-only an error of its own is told. Where warnings are errors (``python -W error``) Python prints that of a
-finalizer and goes on, as with a coroutine that was never awaited: ``raised`` keeps the first, which
-``finalize`` raises.
+Dropping a work warns. If an uncaught exception has ended the program, whose frames held the work, it warns
+only of an error that the work has and that was not reported yet. Where warnings are errors (``python -W
+error``), Python prints one raised in a finalizer and goes on, as with a coroutine that was never awaited; so
+the first is kept here, and ``finalize`` raises it (``raised``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["NotItsResult", "raised", "warn"]
 
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
-#: Those that are written as signs.
+#: The methods of operators, whose signs follow in the same order.
 _SIGNED = (
     "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor neg pos invert lt le gt ge getitem"
 )
@@ -34,7 +34,10 @@ _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 
 
 class _Raised:
-    """The warnings of dropped works that were raised as errors, and the errors that the last ones had."""
+    """``first``: the first warning of a dropped work that was raised as an error, or "".
+
+    ``told``: the errors of works dropped as the program ended, each of which was reported once.
+    """
 
     def __init__(self) -> None:
         self.first = ""
@@ -45,9 +48,9 @@ _raised = host.per_process(_Raised)
 
 
 def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
-    """Warn of what was created at ``place`` and dropped: called by its finalizer.
+    """Warn of a work that was created at ``place`` and dropped. Called by its finalizer.
 
-    ``failure``: what it has failed with, if it has.
+    ``failure``: the error of the work, if it has failed.
     """
     if (end := died_of()) and not _is_news(failure, end):
         return
@@ -63,7 +66,7 @@ def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
 
 
 def _is_news(failure: BaseException | None, end: str) -> bool:
-    """Whether ``failure`` was told to nobody: not as the ``end`` of the program, nor here before."""
+    """Whether ``failure`` was not reported yet, as the program's ``end`` or here; notes it as reported."""
     text = str(failure).partition("\n")[0]
     if failure is None or isinstance(failure, AbortedError) or text in end or text in _raised.told:
         return False
@@ -72,7 +75,7 @@ def _is_news(failure: BaseException | None, end: str) -> bool:
 
 
 def raised() -> UnawaitedWorkWarning | None:
-    """The first that was raised as an error, which nobody has got; once."""
+    """Return the first warning that was raised as an error, which no caller has received; None after that."""
     text, _raised.first = _raised.first, ""
     return UnawaitedWorkWarning(text) if text else None
 
@@ -95,17 +98,17 @@ def _refusing(name: str, told: str) -> Callable[..., NoReturn]:
 
 
 class NotItsResult:
-    """The operators and attributes of results, each of which says that a result has to be waited for."""
+    """A handle whose operators and attributes raise: the error says that the result has to be awaited."""
 
     __slots__ = ()
 
     def _told(self) -> None:
-        """An error says now that it was not awaited: a warning need not say it again when it is dropped."""
+        """Called when an error says that this was not awaited: then dropping it need not warn as well."""
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            # A protocol that somebody looks for; or its own, which a constructor that failed left unset.
+            # A protocol that the caller looks for; or an own attribute, unset since the constructor failed.
             if name.startswith("__") or hasattr(type(self), name):
                 raise AttributeError(name)
             raise AttributeError(str(_refuse(self, f"attribute {name!r}")), name=name, obj=self)

@@ -1,8 +1,8 @@
 """``Work``: the awaitable handle of a collective that has started.
 
-A ``Work`` is a view on an operation that the runtime holds: drop it and the operation goes on, cancel
-an awaiter and the operation goes on. What is left to do once the bytes are there (concatenate, decode,
-average) runs once, in the first waiter.
+A ``Work`` is a view on operations that the runtime holds: they go on if the work is dropped or an
+awaiter is cancelled. What remains to be done when the bytes have arrived (concatenate, decode, average)
+is called *finishing*; it runs once, in the first waiter.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ _DONE = 2
 _FAILED = 3
 #: How many works a scope keeps before it drops those whose outcome was received.
 _FEW = 64
-#: What else may be awaited.
+#: The advice for another awaitable that is passed to ``wait_all``.
 _NO_WORK = "coroutines and the steps of optimizers are awaited one by one, or by asyncio.gather"
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
-#: For waiting until another thread has finished a work, which is rare.
+#: By the ``id`` of a work that one thread finishes while others wait for that: the event that wakes them.
 _finishing: dict[int, host.Event] = host.per_process(dict)
 
-#: The works that are created while a scope is open, for the scope to wait for.
+#: The works of the innermost open scope, which waits for them at its end.
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
 
 
@@ -80,7 +80,7 @@ class Work(NotItsResult, Generic[T]):
       ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``;
       or what was wrong with this rank's own call, where that is found late (``UnsupportedOpError``, say).
     - Dropped without having been waited for, it warns (``UnawaitedWorkWarning``) with the place that
-      created it; ``detach()`` says that this is meant.
+      created it; call ``detach()`` if dropping it is intended.
     """
 
     __slots__ = (
@@ -104,19 +104,19 @@ class Work(NotItsResult, Generic[T]):
         self, operations: tuple[Operation, ...], finish: Callable[[], T] | None, value: T = _NOTHING
     ) -> None:
         self._operations = operations
-        # None: the result is ``value`` as it will be, and nothing is left to do
+        # None: nothing is left to finish, and the result is ``value``, which the operations fill
         self._finish = None if finish is None else as_called(finish)
         self._state = _PENDING
         self._heard = False
         self._cut_short = False
         self._error: BaseException | None = None
-        self._streamed = False  # a device's stream orders it; then all waiters' streams are ordered after it
-        self._mark: Mark | None = None  # where what was left to do has been computed
+        self._streamed = False  # ordered by a device stream: each waiter's stream is ordered after it
+        self._mark: Mark | None = None  # on the stream where it was finished, after that
         self._value = value
-        self.out: object = None  # what it fills for its user, if anything
-        self._mapped: Work[Any] | None = None  # the one of whose result this one's is made
-        self._read: Read | None = None  # what nobody may write to until it was waited for
-        self._writes = 0
+        self.out: object = None  # the tensor or tree that the call fills for its user
+        self._mapped: Work[Any] | None = None  # the work that this one was made from by ``map``
+        self._read: Read | None = None  # the input, which nobody may write to until a wait has ended
+        self._writes = 0  # how often ``_read`` had been written to at the call
 
     # Waiting
 
@@ -135,7 +135,7 @@ class Work(NotItsResult, Generic[T]):
             if not self._operations:
                 yield from pause()
             elif plain and (self._read is None or self._is_unwritten()):
-                self._state = _DONE  # nothing ran, so that two threads may say so at once
+                self._state = _DONE  # nothing runs here, so two threads may do this at once
                 self._read = None
                 if self.out is not None:
                     claims.is_over(self)
@@ -145,10 +145,10 @@ class Work(NotItsResult, Generic[T]):
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result, waited for without an event loop.
+        """Wait without an event loop, and return the result.
 
         ``timeout`` in seconds bounds this wait; past it ``CollectiveTimeoutError`` is raised and the
-        operation is still in flight. The operation's own ``timeout=`` holds as well.
+        operation is still in flight. The operation's own ``timeout=`` applies as well.
         """
         if timeout is not None:
             check_patience(timeout)
@@ -172,11 +172,11 @@ class Work(NotItsResult, Generic[T]):
         return self._outcome()
 
     async def on_host(self) -> T:
-        """The result, once the host may read it (on the CPU that is the same as ready).
+        """Return the result once the host may read it (on the CPU that is the same as ready).
 
         Raises:
-            CollectiveTimeoutError: the device has not come so far within the operation's ``timeout=``, which
-                counts from the call. Call ``on_host`` again to go on waiting, for as long again.
+            CollectiveTimeoutError: the device is not done within the operation's ``timeout=``, which counts
+                from the call. Call ``on_host`` again to wait for the same time again.
             CollectiveError: a kernel on the device has failed, or a peer is lost (``PeerLostError``).
         """
         value = await self
@@ -196,7 +196,7 @@ class Work(NotItsResult, Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Whether its outcome was not received yet; also if it is available (``done``)."""
+        """Whether no waiter has received its result or error yet, even if they are available (``done``)."""
         return self._state < _DONE
 
     @property
@@ -205,56 +205,56 @@ class Work(NotItsResult, Generic[T]):
         return self._cut_short
 
     def in_flight(self) -> tuple[Operation, ...]:
-        """Its operations whose native calls may still use its memory, waited for or not."""
+        """Return its operations whose native calls may still use its memory, waited for or not."""
         return tuple(operation for operation in self._operations if not operation.completion.done())
 
     def fills(self, out: object) -> None:
-        """It fills ``out``, which no other call may use until this work was waited for."""
+        """Claim ``out``, which this work fills: no other call may use it until this work was waited for."""
         self.out = out
         claims.add(self)
 
     def reads(self, read: Read) -> None:
-        """It reads ``read``, which nobody may write to until this work was waited for."""
+        """Note that this work reads ``read``: a write to it before a wait has ended makes that wait fail."""
         self._read, self._writes = read, writes_to(read)
 
     @property
     def claims(self) -> bool:
-        """Whether no other call may use ``out``: nobody has it yet, or a failed call still writes to it."""
+        """Whether no other call may use ``out``: no waiter has the result, or a failed call still writes."""
         if self._state == _FAILED:
             return any(operation.completion.writing() for operation in self._operations)
         return self._state != _DONE
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """What it waits for."""
+        """The operations that it waits for."""
         return self._operations
 
     def supersede(self, why: str) -> None:
-        """Unless it has its result, it will never have one: its memory is used otherwise."""
+        """Fail, unless a waiter has the result: the memory of it is about to be used for another call."""
         if self.pending:
             self._fail(CollectiveError(why))
 
     def done(self) -> bool:
         """Whether waiting would return at once (with the result or the error).
 
-        Inputs may be written to, and ``out`` be read, once somebody has waited, or called ``result()``.
+        Write to inputs and read ``out`` only after a wait, or after ``result()``.
         """
         if self._state > _FINISHING:
             return True
         for operation in self._operations:
             if not operation.done():
-                operation.attend()  # to ask again and again is to wait, too
+                operation.attend()  # a caller that polls waits, too
                 return False
         return True
 
     def result(self) -> T:
-        """The result of a work that is done; ``WorkNotDoneError`` before."""
+        """Return the result of a work that is done; raises ``WorkNotDoneError`` before."""
         self._check_done("result")
         self._heard = True
         return self._outcome()
 
     def exception(self) -> BaseException | None:
-        """The error of a work that is done, or None; ``WorkNotDoneError`` before."""
+        """Return the error of a work that is done, or None; raises ``WorkNotDoneError`` before."""
         self._check_done("exception")
         self._heard = True
         try:
@@ -283,7 +283,7 @@ class Work(NotItsResult, Generic[T]):
     # Deriving
 
     def map(self, function: Callable[[T], U]) -> Work[U]:
-        """A work whose result is ``function`` of this one's, applied once, at the waiter."""
+        """Return a work whose result is ``function`` of this one's, called once, in the first waiter."""
         check_function("what work.map() calls", function)
         self._heard = True
         derived = Work(self._operations, lambda: function(self._outcome()))
@@ -291,10 +291,10 @@ class Work(NotItsResult, Generic[T]):
         return noted(derived)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call ``callback(work)`` once the work is done: at once if it is.
+        """Call ``callback(work)`` once the work is done: at once if it is, else on the completing thread.
 
-        Else on the completing thread, where it must not block or wait for other works. What it raises
-        is logged (``asynccoll.work``): that thread completes other works, too.
+        That thread completes other works, too, so the callback must not block or wait for them. Exceptions
+        that it raises are logged (``asynccoll.work``).
         """
         check_function("what work.add_done_callback() calls", callback)
         if not self._operations:
@@ -316,7 +316,7 @@ class Work(NotItsResult, Generic[T]):
                 operation.attend()  # as for a waiter
 
     def detach(self) -> None:
-        """Fire and forget: no warning if nobody waits. ``finalize`` and ``scope`` still do.
+        """Fire and forget: do not warn if nobody waits. ``finalize`` and ``scope`` still wait for it.
 
         An ``out=`` is filled all the same, by the thread that completes the operation.
         """
@@ -327,9 +327,9 @@ class Work(NotItsResult, Generic[T]):
             self._mapped.detach()
 
     def as_future(self) -> asyncio.Future[T]:
-        """An ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather`` and ``wait_for``.
+        """Return an ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather``, ``wait_for``.
 
-        Cancelling it leaves the operation alone.
+        Cancelling the future does not stop the operation.
         """
         import asyncio
 
@@ -340,10 +340,10 @@ class Work(NotItsResult, Generic[T]):
         return asyncio.ensure_future(outcome())
 
     def as_concurrent_future(self) -> concurrent.futures.Future[T]:
-        """A ``concurrent.futures.Future`` for code that waits in threads.
+        """Return a ``concurrent.futures.Future`` for code that waits in threads.
 
-        It is a wait like any other: past the operation's deadline it fails with ``CollectiveTimeoutError``,
-        and another one may be asked for. It cannot be cancelled.
+        The future is a wait like any other: past the operation's deadline it fails with
+        ``CollectiveTimeoutError``; call this again to go on waiting. It cannot be cancelled.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -357,14 +357,14 @@ class Work(NotItsResult, Generic[T]):
 
         if self.done():
             settle()
-        else:  # a thread: nobody else would notice the deadline
+        else:  # a thread of its own waits, so that the deadline is noticed
             _waiters.submit(future, settle)
         return future
 
     # Finishing
 
     def _outcome(self) -> T:
-        """The cached result or error; computed by the first to ask."""
+        """Return the result or raise the error. The first call finishes the work; later ones reuse that."""
         here = False
         if self._state < _DONE:
             if self._finish is None and self._succeeded() and self._is_unwritten():
@@ -381,13 +381,13 @@ class Work(NotItsResult, Generic[T]):
         return self._value
 
     def _saw_ends(self) -> None:
-        """Of the operations that nobody has waited for: who has the outcome has seen that they are over."""
+        """Note the end of operations that nobody has waited for: their outcome is received now."""
         for operation in self._operations:
             if not operation.over and operation.failure is None:
                 operation.saw_end(host.monotonic())
 
     def _order(self) -> None:
-        """Order the current stream, which need not be the first waiter's, after what made the result."""
+        """Order the current stream, which need not be the first waiter's, after the result is computed."""
         if self._mark is not None:
             self._mark.order()
         else:
@@ -395,7 +395,7 @@ class Work(NotItsResult, Generic[T]):
                 operation.completion.synchronize()
 
     def _succeeded(self) -> bool:
-        """Whether all operations succeeded, judged on the host alone: a stream needs more."""
+        """Whether all operations succeeded and none is ordered by a stream, which takes ``_complete``."""
         for operation in self._operations:
             completion = operation.completion
             if operation.failure is not None or completion.stream_ordered or completion.error() is not None:
@@ -403,7 +403,11 @@ class Work(NotItsResult, Generic[T]):
         return True
 
     def _settle(self) -> bool:
-        """Finish, or wait for the thread that does; whether it was done here."""
+        """Finish the work, or wait for the thread that does; returns whether this call finished it.
+
+        A waiter reads the state again after it has entered its event in ``_finishing``. The finisher sets the
+        state first and looks for an event then, so that one of the two sees the other's write.
+        """
         while self._state < _DONE:
             with _claim:
                 mine = self._state == _PENDING
@@ -419,7 +423,7 @@ class Work(NotItsResult, Generic[T]):
         return False
 
     def _finish_here(self) -> None:
-        state = _PENDING  # of an interrupt, which is this waiter's own: the next waiter finishes
+        state = _PENDING  # after an interrupt, which concerns only this waiter: the next one finishes
         try:
             self._complete()
             state = _DONE
@@ -428,7 +432,7 @@ class Work(NotItsResult, Generic[T]):
             state = _FAILED
         finally:
             if state != _PENDING:
-                self._finish = self._read = None  # lets go of what it closed over
+                self._finish = self._read = None  # and frees what the function refers to
             self._state = state
             if _finishing:
                 with _claim:
@@ -437,7 +441,7 @@ class Work(NotItsResult, Generic[T]):
                     late.set()
 
     def _complete(self) -> None:
-        """Raise what an operation failed with, or do what is left to do."""
+        """Raise the error of an operation that has failed; else compute the result, and check the input."""
         for operation in self._operations:
             if operation.error() is None and operation.completion.stream_ordered:
                 self._streamed = True
@@ -446,7 +450,7 @@ class Work(NotItsResult, Generic[T]):
                 raise operation.failure.for_waiter()
         was_written = not self._is_unwritten()
         if self._finish is not None:
-            self._value = self._finish()  # peers may wait for this part, whatever comes of it here
+            self._value = self._finish()  # first: peers may wait for what this does
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
         if was_written:
@@ -457,22 +461,23 @@ class Work(NotItsResult, Generic[T]):
             )
 
     def _is_unwritten(self) -> bool:
-        """Whether nobody has written to what it reads.
+        """Whether nobody has written to the input since the call.
 
-        Asked last of all: a waiter in another thread that was told so meanwhile may write to it since.
+        ``_read`` is looked at again after the count: another thread's wait may have ended in between (which
+        clears it), after which that thread may write to the input.
         """
         read = self._read
         return read is None or writes_to(read) == self._writes or self._read is None or is_empty(read)
 
     def _fail(self, error: BaseException) -> None:
-        """It will never have a result."""
+        """Set the error, so that every wait raises it."""
         self._read = None
         self._finish = None
         self._error = error
         self._state = _FAILED
 
     def _send(self) -> None:
-        """Make sure that it has started: only works of a ``coalescing`` block may not have."""
+        """Start the call, if it was put off: only a ``Deferred`` (of a ``coalescing`` block) was."""
 
     def _told(self) -> None:
         self._heard = True
@@ -482,7 +487,7 @@ class Work(NotItsResult, Generic[T]):
             let_go(self.out, self._operations)
         if self._heard or not self._operations:
             return
-        if isinstance(self._operations[0].failure, ForkedProcessError):  # a copy: the parent has it
+        if isinstance(self._operations[0].failure, ForkedProcessError):  # in a fork: the parent has it
             return
         place = self._operations[0].place
         names = ", ".join(operation.name for operation in self._operations[:3])
@@ -505,12 +510,12 @@ class Work(NotItsResult, Generic[T]):
 
 
 class Members:
-    """The works of a scope. Results that were received are released, however long the scope is open."""
+    """The works of a scope. Those whose results were received are dropped while the scope is still open."""
 
     __slots__ = ("_left", "_lock", "_most", "_outer", "_works")
 
     def __init__(self, outer: Members | None = None) -> None:
-        """``outer``: those of the enclosing scope, which get what is started once this one has been left."""
+        """``outer``: the members of the enclosing scope, which get works started after this one ended."""
         self._lock = host.Lock()
         self._most = _FEW
         self._works: list[Work[object]] = []
@@ -529,7 +534,7 @@ class Members:
             self._outer.add(work)
 
     def outstanding(self) -> Iterator[Work[object]]:
-        """Those whose outcome was not received, also ones started meanwhile. Then the scope ends."""
+        """Yield the works whose outcome was not received, also new ones; after the last the scope is over."""
         while (work := self._next()) is not None:
             yield work
 
@@ -543,12 +548,12 @@ class Members:
             return None
 
     def errors(self) -> list[BaseException]:
-        """The errors that were received."""
+        """Return the errors that waiters have received."""
         return [work._error for work in self._works if work._error is not None]
 
 
 def noted(work: Work[T]) -> Work[T]:
-    """``work``, for which an open scope will wait."""
+    """Add ``work`` to the open scope, which will wait for it, if there is one; returns ``work``."""
     members = scope_members.get()
     if members is not None:
         members.add(work)
@@ -556,7 +561,7 @@ def noted(work: Work[T]) -> Work[T]:
 
 
 def handed_out(started: Started[T], out: object = None, read: Read | None = None) -> Work[T]:
-    """The one work of a call, for its user: made of all it has started. It reads ``read``, fills ``out``."""
+    """Return the ``Work`` of a call for its user, of all that it has started, with its input and ``out``."""
     work = Work(started.operations, started.finish, started.value)
     if out is not None:
         work.fills(out)
@@ -566,7 +571,7 @@ def handed_out(started: Started[T], out: object = None, read: Read | None = None
 
 
 def waited_for(started: Started[T]) -> T:
-    """The result, waited for here: of a call that has no ``Work``, as the collectives of a backward."""
+    """Wait and return the result of a call whose user gets no ``Work``, as collectives of a backward."""
     return Work(started.operations, started.finish, started.value).wait()
 
 
@@ -578,10 +583,10 @@ async def wait_all(works: tuple[Work[T], Work[U], Work[V]]) -> tuple[T, U, V]: .
 async def wait_all(works: Iterable[Work[T]]) -> tuple[T, ...]: ...
 @fitting
 async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
-    """The results of ``works``, in their order, once all are done.
+    """Wait until all ``works`` are done, and return their results in the same order.
 
-    Every work is waited for even if one fails; then the first error (in order) is raised. One task
-    awaits them in turn: it costs no task per work.
+    Every work is waited for even if one fails; then the first error (in order) is raised. The calling task
+    awaits them one after another, without a task for each.
 
     >>> total, scores = await ac.wait_all((ac.all_reduce(loss), ac.all_gather(score)))
     """
@@ -598,7 +603,7 @@ async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
 
 
 def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
-    """``works``, each of which is one; for the function that is ``called`` so."""
+    """Return ``works`` as a list; refuse an element that is no ``Work``. ``called``: the public function."""
     if isinstance(works, NotItsResult) or not isinstance(works, Iterable):
         one = isinstance(works, Work)
         raise misfit(f"works of {called}", "a list of Works", works, f"write {called}([work])" if one else "")
@@ -610,7 +615,7 @@ def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
-    """Call it and log what it raises, like ``concurrent.futures``: the caller has other works to complete."""
+    """Call ``callback`` and log the exception if it raises: the caller has other works to complete."""
     try:
         callback(work)
     except Exception:
