@@ -1,7 +1,7 @@
-"""This rank's place: its context, and its groups with their lanes.
+"""One rank's world: its context, and its groups with their lanes.
 
-Holds what a backend has opened together with lanes, refusals and liveness; must not know how a process
-joins it, nor what is sent.
+Brings a backend's communicators together with lanes, refusals and liveness. Must not know how a process joins
+the world, nor what is sent.
 """
 
 from asynccoll.world.context import Context, Identity

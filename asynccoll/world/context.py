@@ -1,7 +1,7 @@
-"""One rank's world: its backend, its groups and lanes, and who is watching them.
+"""One rank's world: its backend, its groups and lanes, and the objects that watch over them.
 
-A context is a value that is looked up (``runtime``), never a set of module globals: where ranks are
-threads of one process, each has its own.
+A context is a value that is looked up (``runtime``), never a set of module globals, since ranks may be
+threads of one process, each with a context of its own.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Identity"]
 
-#: How long the rank that serves the store stays for ranks that have not left yet.
+#: How long rank 0, which may serve the store, waits at the end for the ranks that have not left yet.
 LEAVE_SECONDS = 30.0
-#: The same where something went wrong, so that they may be stuck.
+#: The same after an error, as the other ranks may be stuck; and how long helper threads are waited for.
 ABORT_SECONDS = 2.0
-#: How long a rank that leaves tries to tell others what it has called.
+#: How long a rank that leaves waits until other ranks have been told of its calls (``confirming``).
 TELL_SECONDS = 2.0
 LEAVE_POLL_SECONDS = 0.005
-#: How soon after its store the process that has served it is known to be gone.
+#: How long to ask whether rank 0 is gone after the store, which it may have served.
 STORE_SECONDS = 0.3
-#: Failures that come sooner after each other share what was recorded at the first.
+#: Errors within this time share the records that were saved for the first of them.
 DUMP_SECONDS = 10.0
-#: How often one looks whether the device has done what the host has seen done.
+#: The pauses between two looks at whether the device is done too, or the peers have been told.
 LAND_POLL_SECONDS = 0.001
-#: How ``ending`` begins, of what was said already.
+#: How ``ending`` begins for a rank that has left, which the error says already.
 _LEFT = "it left its world (finalize), "
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Where this rank is in the job."""
+    """Which rank of the job this is, and on which node."""
 
     rank: int = 0
     world_size: int = 1
@@ -81,7 +81,7 @@ class Identity:
 
 
 class Context:
-    """What ``initialize`` makes, or what is adopted or embedded without it."""
+    """One rank's world, made by ``initialize``, or for a process group or job that is adopted."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Context:
         nodes: tuple[int, ...] = (),
         by_node: bool | None = None,
     ) -> None:
-        """``nodes``: that of each rank, as every rank knows them, if they do; ``by_node``: see ``Policy``."""
+        """``nodes``: each rank's node, or () if not all ranks know them; ``by_node``: see ``Policy``."""
         self.backend = backend
         self.identity = identity
         self.rank: int = identity.rank
@@ -108,7 +108,7 @@ class Context:
         self.closed: bool = False
         #: ``initialize`` is over
         self.joined: bool = False
-        #: what to do where it is called once more
+        #: the advice for a second ``initialize``
         self.instead: str = (
             "leave this call out where Parallel, spawn or session has made it, or call ac.finalize() first"
         )
@@ -117,7 +117,7 @@ class Context:
         self.store: dist.Store | None = store if identity.world_size > 1 else None
         self.clients: Clients | None = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
-        #: how many lanes of a kind have been named here: all ranks name them in one order
+        #: by kind, how many names ``new_lane`` has given out: all ranks ask for them in the same order
         self.named: Counter[str] = Counter()
         shared = self.clients if self.world_size > 1 else None
         self.refusals: Refusals = Refusals(shared, self.rank)
@@ -126,8 +126,8 @@ class Context:
         self._lock = host.Lock()
         self._helpers: dict[host.Thread, None] = {}
         self.world: Group = self.add_group(tuple(range(self.world_size)))
-        self._dumped = -math.inf  # when, last
-        self._kept = False
+        self._dumped = -math.inf  # when records were last saved
+        self._kept = False  # whether that has saved any
         self.stall_seconds: float = stall_seconds()
         self.watch: Watch = Watch(self)
         self.waits: Waits = Waits(shared, self.rank, self.refusals)
@@ -139,7 +139,10 @@ class Context:
         self.liveness.hear_by(self.confirmations.hear)
 
     def observe(self, accepted: Callable[[Operation, int], object]) -> Callable[[], None]:
-        """Have ``accepted`` called with each operation, until what comes back is called; from any threads."""
+        """Call ``accepted`` with each operation and its size, until the returned function is called.
+
+        It is called from the threads that accept operations.
+        """
         with self._lock:
             self.observers = (*self.observers, accepted)
 
@@ -154,26 +157,26 @@ class Context:
 
     @property
     def meeting_seconds(self) -> float:
-        """How long the members of a lane that is being opened are waited for.
+        """How many seconds to wait for the other members of a lane that is being opened.
 
-        While the world comes together, as long as ``initialize`` may take; later without a bound: an
-        operation there has a deadline of its own, after which it can be awaited again.
+        During ``initialize`` its timeout. Later there is no limit: an operation on the lane has a deadline of
+        its own, after which it can be awaited again.
         """
         return math.inf if self.joined else self.timeout
 
     def begin(self) -> None:
-        """All ranks are here, and ``initialize`` is over."""
+        """Note that all ranks have joined and ``initialize`` is over, and start the watchdog."""
         self.joined = True
         self.watch.begin()
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors are, and its numbers go."""
+        """The device of this rank's tensors, to which numbers are sent."""
         return self.backend.device
 
     @property
     def open_waits(self) -> bool:
-        """Whether a communicator is opened together with its other members."""
+        """Whether opening a communicator waits for its other members."""
         return self.backend.open_waits
 
     @property
@@ -183,16 +186,16 @@ class Context:
 
     @property
     def has_peers(self) -> bool:
-        """Whether there is anybody, and a store to hear of them."""
+        """Whether there are other ranks, and a store to learn of them."""
         return self.store is not None
 
     def open(self, lane: Lane, epoch: int) -> Communicator:
-        """A communicator of the lane's members, for one epoch."""
-        given_up = lambda: self.closed or lane.broken is not None  # noqa: E731  # what it says
+        """Open a communicator of the lane's members, for one epoch (``order.cut``)."""
+        given_up = lambda: self.closed or lane.broken is not None  # noqa: E731  # the name says what it is
         group = lane.group
         assert isinstance(group, Group)
-        # All parts of that call are lost, and what is still in flight of them.
-        disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # what it says
+        # From its first part on: all parts of that call are lost, also those in flight.
+        disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # as given_up
         if self.open_waits:
             self.refusals.before_open(lane)
         try:
@@ -201,7 +204,8 @@ class Context:
             if not is_of_store(error):
                 raise
             raise self._without_store(lane, error) from None
-        # Where all members had to come, all beacons are in the store: from now on the dead can be named.
+        # If opening has waited for all members, the addresses of all beacons are in the store by now. They
+        # are read here, so that a lost rank can be named even when the store is gone with it.
         self.liveness.learn(group.ranks)
         if self.open_waits:
             self.refusals.after_open(lane)
@@ -210,7 +214,7 @@ class Context:
         return opened
 
     def _without_store(self, lane: Lane, error: BaseException) -> CollectiveError:
-        """What is wrong where ``lane`` cannot connect its ranks because nobody serves the store any more."""
+        """Return the error for ``lane`` if it cannot connect its ranks because the store is gone."""
         if self.closed or self.clients is None:
             return collective_error(error, f"opening {lane}")
         lost = self.liveness.lost((0,), patience=STORE_SECONDS) if self.rank > 0 else ()
@@ -225,14 +229,15 @@ class Context:
         return named
 
     def _compared(self, lane: Lane, *, by_itself: bool) -> Compared | None:
-        """What compares the lane's calls with those of other ranks; None if it would be of none.
+        """Return the object that compares the lane's calls with those of other ranks; None if none is needed.
 
-        ``by_itself``: what carries the calls compares those of this node.
+        ``by_itself``: the lane's communicator compares the calls of ranks on this node.
         """
         ranks = lane.group.ranks
-        # In a group of torch's own nobody has said; its members have met, and published where they are.
+        # An adopted group of torch's has no list of nodes, but its members have published where they are.
         nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else self.liveness.nodes(ranks)
-        # A rank that has joined calls nothing more that it could confirm; Horovod compares calls itself.
+        # After Horovod's ``join`` a rank makes no calls that it could confirm; and Horovod compares calls
+        # itself.
         compares = lane.compares_calls or self.backend.joins
         confirms = len(set(nodes.values())) > 1 and self.checks_order and not compares
         seen = self.liveness.seen(ranks)
@@ -243,11 +248,11 @@ class Context:
         return Compared(lane, self.rank, self.recorder, near, far)
 
     def watch_over(self, operation: Operation) -> None:
-        """Somebody waits for it: look from time to time whether it can still end."""
+        """Note that a waiter has begun: check from time to time whether the operation can still end."""
         self.watch.add(operation)
 
     def watch_no_more(self, operation: Operation) -> bool:
-        """One waits for it no more; whether another one does."""
+        """Note that one waiter has ended; returns whether another one still waits."""
         return self.watch.discard(operation)
 
     def refuse(
@@ -265,19 +270,19 @@ class Context:
         self.refusals.refuse(lane, reason, place, spare=spare, part=part, name=name, until=until)
 
     def note_refused(self, name: str, error: BaseException) -> None:
-        """A call was refused of which it is not known which lane it is on: that it was made is recorded."""
+        """Record that a call was refused whose lane is not known."""
         now = host.monotonic()
         said = joined(("", "", "", name, "", str(caller().place)))
         ticket = self.recorder.note(self.recorder.write(said, None), -1, 0, 1, -1, 0, now, now)
         self.recorder.refused(ticket, f"{type(error).__name__}: {error}", now)
 
     def look_for_refusals(self) -> None:
-        """Refuse what peers wait for and will never get; halt the lanes on which one has refused a call."""
+        """Refuse calls that peers wait for and will never get; halt the lanes on which a peer refused one."""
         self.waits.look()
         self.refusals.look(self.lanes())
 
     def add_group(self, ranks: tuple[int, ...]) -> Group:
-        """The group of ``ranks``: one per set, however often it is asked for."""
+        """Return the group of ``ranks``, made by the first call with these ranks."""
         with self._lock:
             group = self.groups.get(ranks)
             if group is None:
@@ -285,12 +290,12 @@ class Context:
             return group
 
     def _lanes_named(self, name: str) -> list[Lane]:
-        """Those of this name, in all groups in which this rank has used it."""
+        """The open lanes of this name, and those of its gradients, in all groups."""
         groups, names = self._sorted_groups(), (name, name + BACKWARD)
         return [lane for group in groups for each in names if (lane := group.opened.get(each)) is not None]
 
     def _close_lanes(self, name: str, why: str) -> None:
-        """Close the lanes of this name, in all groups in which this rank has used it."""
+        """Close the lanes of this name in all groups; ``why``: see ``Group.close_child``."""
         for group in self._sorted_groups():
             group.close_child(name, why)
 
@@ -307,18 +312,18 @@ class Context:
         return [operation for lane in self.lanes() for operation in lane.outstanding()]
 
     def drain(self, seconds: float) -> list[Operation]:
-        """Wait up to ``seconds`` for everything outstanding, also on the device; what is still out then."""
+        """Wait up to ``seconds`` for all operations, on the device too; returns those still in flight."""
         deadline = host.monotonic() + seconds
         for operation in self.outstanding():
-            operation.attend()  # a peer may be gone, or have refused its side
+            operation.attend()  # so that it ends if a peer is gone, or has refused its side
             while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     host.sleep(LAND_POLL_SECONDS)
-        # Whom a refusal of ours is still on its way to must not find us gone.
+        # Peers that have yet to settle a refusal with this rank must not find it gone.
         lanes = [lane for lane in self.lanes() if lane.has_opened]
         while any(lane.halting.is_settling for lane in lanes) and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
-        # Nor who holds a call until it knows that ours, which may be over already, was the same.
+        # Nor must peers that hold a call until they hear that this rank's, which may be over, was the same.
         deadline = min(deadline, host.monotonic() + TELL_SECONDS)
         while self.confirmations.is_telling and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
@@ -329,11 +334,11 @@ class Context:
     ) -> None:
         """Close lanes, then the backend, then leave. Nothing may be in flight unless ``abort``.
 
-        ``error``: on account of which this rank leaves, for its peers to read.
+        ``error``: the reason that this rank leaves, which its peers can read.
 
-        The order is what makes it sound: threads that may be in native code first, or the interpreter
-        could end under them; the store last, and on the rank that serves it only once the others have
-        said that they need it no more.
+        The order matters. Threads that may be in native code end first, since the interpreter must not end
+        while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
+        leave.
         """
         self.closed = True
         self.say_ended("finalized", in_a_line(error) if error is not None else "")
@@ -349,7 +354,7 @@ class Context:
         for group in self._sorted_groups():
             group.close(abort=abort)
         self.backend.close(abort=abort)
-        with contextlib.suppress(RuntimeError):  # the store is gone: so is the one that served it
+        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
             self._leave(min(patience, ABORT_SECONDS) if abort else patience)
         self.liveness.close()
         if self.clients is not None:
@@ -357,11 +362,11 @@ class Context:
         self.recorder.close()
 
     def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
-        """Write down how this rank leaves (``layout.ENDINGS``), where peers of its node can read it."""
+        """Record how this rank leaves (``layout.ENDINGS``) in memory that peers on its node can read."""
         self.recorder.end(how, why, code)
 
     def _say_how_far(self) -> None:
-        """Tell the peers which calls this rank has made, so that they do not take it for lost in those."""
+        """Publish how many calls this rank has made on each lane: for those it does not count as lost."""
         if self.clients is None or self.world_size == 1 or self.thread_rank:
             return
         made = {f"{lane.group.key}/{lane.key}": lane.sequence for lane in self.lanes()}
@@ -369,7 +374,7 @@ class Context:
             store.set(_farewell(self.rank), json.dumps(made))
 
     def _farewells(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
-        """Those of ``ranks`` that have left in order, and how far they were on each lane."""
+        """By rank, for those of ``ranks`` that left with ``finalize``: the calls they made, by lane."""
         said: dict[int, dict[str, int]] = {}
         if self.clients is not None:
             with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
@@ -379,13 +384,16 @@ class Context:
         return said
 
     def store_answers(self) -> bool:
-        """Whether the rank that may serve the store is there: over a cut link a request never ends."""
+        """Whether rank 0, which may serve the store, answers: over a cut link a request never ends."""
         if self.rank == 0:
             return True
         return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
 
     def _leave(self, patience: float) -> None:
-        """Say goodbye in the store; rank 0, which may serve it, stays until all have, or are dead."""
+        """Note in the store that this rank leaves; rank 0, which may serve it, waits for the others to.
+
+        It stops waiting after ``patience`` seconds, or when all that have not left are dead.
+        """
         if self.clients is None or self.world_size == 1 or self.thread_rank:
             return
         if self.rank > 0:
@@ -400,13 +408,16 @@ class Context:
             host.sleep(LEAVE_POLL_SECONDS)
 
     def _staying(self) -> tuple[int, ...]:
-        """The ranks that have not said goodbye."""
+        """The ranks that have not left yet."""
         assert self.clients is not None
         with self.clients.borrow() as store:
             return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
 
     def disown(self, error: CollectiveError) -> list[Completion]:
-        """In a forked child: it says who this is, and carries nothing; what of it must not be destroyed."""
+        """In a forked child, keep only the rank's identity: operations and lanes are the parent's.
+
+        Returns the completions that the child must not destroy.
+        """
         self._lock = host.Lock()
         self.liveness.disown()
         self.recorder.disown()
@@ -414,13 +425,13 @@ class Context:
         return [completion for group in self.groups.values() for completion in group.disown(error)]
 
     async def computed(self, value: object) -> None:
-        """Wait until ``value`` is computed, where a backend puts that off."""
+        """Wait until ``value`` is computed, if the backend defers computation."""
         await self.backend.on_host(value)
 
     # Failures
 
     def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
-        """The same failure with its culprit named: a refusal that a peer published, or a dead rank."""
+        """Return the same failure with its culprit named: a dead rank, or a refusal that a peer published."""
         storeless = self.clients is not None and self.clients.is_gone and is_of_store(error.__cause__)
         if storeless and not error.ranks:
             return self._without_store(lane, error)
@@ -429,7 +440,7 @@ class Context:
         lost = self.loss(lane, error)
         if lost is not None:
             return lost
-        refused = self.refusals.published(lane)  # asked second: the store may be gone with rank 0
+        refused = self.refusals.published(lane)  # after ``loss``: the store may be gone with rank 0
         if refused is not None:
             refused.__cause__ = error
         return refused or self.loss(lane, error, leaving=True) or error
@@ -437,11 +448,12 @@ class Context:
     def loss(
         self, lane: Lane, error: CollectiveError | None = None, *, leaving: bool = False
     ) -> PeerLostError | None:
-        """The error that names the ranks of the lane's group that are gone, if any is.
+        """Return the error that names the ranks of the lane's group that are gone, or None.
 
-        ``leaving``: or are about to, by what they have written down.
+        ``error``: a failure that a rank which has just gone may explain; then ask for a short while. Without
+        one, a rank that has left is named only if the lane still needs it. ``leaving``: also name ranks whose
+        record says that they have begun to leave.
         """
-        # With an error, somebody has just gone or closed.
         ranks = lane.group.ranks
         lost = (
             self.liveness.lost(ranks, routine=True)
@@ -450,7 +462,8 @@ class Context:
             if leaving
             else self.liveness.lost(ranks, patience=0.3)
         )
-        # Rank 0 stays for the store when it has left; a rank that closed its connection may still be here.
+        # Rank 0 may stay for the store after it has left, and a rank that has closed its connections may live
+        # a little longer: they have left, although their beacons answer.
         staying = {0}.intersection(ranks) if error is None or lost else ranks
         left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
         lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)
@@ -458,7 +471,7 @@ class Context:
             return None
         who = ", ".join(self.liveness.describe(rank) for rank in lost)
         gone = "has left its world (finalize)" if set(lost) <= left.keys() else "is gone"
-        # Without a cause it is no library's, and says only that these ranks have left.
+        # An error without a cause is ours, not a library's, and says only that these ranks have left.
         heard = f"; {error if error is not None and error.__cause__ else f'{lane} cannot go on'}"
         words = [said for rank in lost if (said := self.liveness.last_words(rank))]
         last = f" ({words[0].removeprefix(_LEFT)})" if len(lost) == 1 and words else ""
@@ -477,17 +490,17 @@ class Context:
         left: Mapping[int, Mapping[str, int]],
         error: CollectiveError | None,
     ) -> tuple[int, ...]:
-        """Those of ``lost`` but for who did its part in what it had called here before it left."""
+        """Those of ``lost`` that may explain ``error``: not ranks that made all calls before they left."""
         made = _made(lane, left)
-        if error is None:  # what is in flight may still end
+        if error is None:  # operations in flight may still end
             guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
-        else:  # something has failed: because of who never made that call, if there is one
+        else:  # a call has failed: because of the ranks that never made it, if there are any
             guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
-        # Where a rank was killed, those that have left in order have done so because they had heard of it.
+        # If a rank was killed, the others that have left did so because they learned of that.
         return self.liveness.killed(guilty) or guilty
 
     def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
-        """That one of ``lost`` made fewer calls here than this rank, and where it may have skipped one."""
+        """Text for the error: one of ``lost`` made fewer calls on the lane, and where it may have skipped one."""
         made = _made(lane, left)
         fewer = {rank: number for rank, number in made.items() if 0 < number < lane.sequence}
         rank = next((rank for rank in lost if rank in fewer), None)
@@ -509,20 +522,20 @@ class Context:
         )
 
     def blame(self, operation: Operation) -> Blame:
-        """Which ranks keep ``operation`` from ending, and what they do instead: asked now, within a bound."""
+        """Ask the ranks, within a bounded time, which of them keep ``operation`` from ending, and why."""
         awaited = self._awaited(operation)
         others = tuple(rank for rank in operation.lane.group.ranks if rank != self.rank)
         if self.clients is None or not others or self.closed:
             return blame(awaited, {}, (), self.liveness.describe)
         lost: tuple[int, ...] = ()
         accounts: dict[int, Account] = {}
-        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: what is known is told
+        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: report what is known
             accounts = self.liveness.accounts(others)
             lost = self.liveness.lost(tuple(accounts), routine=True)
         return blame(awaited, accounts, lost, self.liveness.describe, self._own_account())
 
     def _awaited(self, operation: Operation) -> Awaited:
-        """What the other ranks have to call."""
+        """Describe ``operation`` as the other ranks have to call it."""
         lane = operation.lane
         peer = lane.group.ranks[operation.peer] if operation.peer >= 0 else -1
         group, key = lane_id(lane.group.key, lane.key)
@@ -543,9 +556,9 @@ class Context:
         return Account(self.rank, read(self.recorder.buffer), host.monotonic())
 
     def look_for_ends(self, parts: Sequence[Operation]) -> None:
-        """Refuse those parts of calls that were over before on another rank, which will never make them.
+        """Refuse those ``parts`` of calls that another rank's call does not have and so will never make.
 
-        All ranks are asked once for all of them: who is silent holds up each question.
+        All ranks are asked only once for all parts, since a silent rank holds up each question.
         """
         members = {rank for part in parts for rank in part.lane.group.ranks} - {self.rank}
         accounts = self.liveness.accounts(tuple(sorted(members))) | {self.rank: self._own_account()}
@@ -558,7 +571,7 @@ class Context:
                 self.refuse(lane, error, part.sequence, part=part.part)
 
     def tell_of_stall(self, operation: Operation) -> None:
-        """Somebody has waited for it for ``stall_seconds``."""
+        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault."""
         warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
 
     def look_for_shifts(self, *, at_all: bool = False) -> None:
@@ -566,7 +579,7 @@ class Context:
         self._shifts.look(self._sorted_groups(), at_all=at_all)
 
     def dump(self) -> str:
-        """Keep what ranks have recorded, for a failure whose text this ends; "" if nothing was kept."""
+        """Save what the ranks have recorded. Returns a text to append to an error's; "" if none was saved."""
         now = host.monotonic()
         if self.clients is None or self.thread_rank or self.closed:
             return ""
@@ -579,13 +592,13 @@ class Context:
         return f" (asynccoll trace diff {directory} shows where the ranks part)" if self._kept else ""
 
     def pass_on(self, lane: Lane) -> None:
-        """Tear the lane's connections down, so that ranks that wait for us learn of the loss too."""
+        """Tear down the lane's connections, so that ranks that wait for this one learn of the loss too."""
         communicator = lane.communicator
         if communicator is not None:
             self._apart(communicator.abort, "asynccoll-abort")
 
     def find_out(self, lane: Lane, error: CollectiveError) -> None:
-        """Have ``lane`` lost because of this failure, on another thread, once its culprit is known."""
+        """Have another thread find the culprit of ``error`` and lose the lane with an error that names it."""
 
         def look() -> None:
             found = error
@@ -597,7 +610,7 @@ class Context:
             self._apart(look, "asynccoll-find-out")
 
     def _apart(self, action: Callable[[], object], name: str) -> None:
-        """Do it on a thread of its own, which is waited for where the world ends."""
+        """Run ``action`` on a thread of its own, which ``close`` waits for."""
         thread = host.Thread(target=_quietly, args=(action,), name=name, daemon=True)
         self._helpers[thread] = None
         thread.start()
@@ -613,5 +626,5 @@ def _quietly(action: Any) -> None:
 
 
 def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
-    """How many calls those who have ``left`` had made on the lane."""
+    """By rank, for those that have ``left``: how many calls they had made on the lane."""
     return {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}

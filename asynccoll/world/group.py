@@ -1,7 +1,7 @@
 """Groups of ranks, and the lanes in them.
 
-A ``Group`` is a value-like view: which ranks, where am I in it, which lanes are open. It opens no
-communicator of its own; its lanes do, by name, when first used.
+A ``Group`` says which ranks are in it, which of them this one is, and which lanes are open. It has no
+communicator of its own: each of its lanes opens one when it is first used.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ __all__ = ["MAX_LANES", "Group", "GroupLike"]
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
 #: Lanes cost threads and descriptors; a program that needs more has a leak of names.
 MAX_LANES = 32
-#: How soon it is noticed that a lane which is to be closed is over.
+#: The pauses between two looks at whether a lane to be closed still has operations in flight.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
-#: How much later other ranks may close a lane whose child task was cancelled, before they hear of that.
+#: If a child task was cancelled, other ranks have this long to close its lane too. Later they are told that
+#: this rank makes no more calls on it (a refusal).
 _CLOSES_ALONE_SECONDS = 1.0
-#: How long at most those threads are waited for that close lanes: nobody may end while one is in native code.
+#: How long to wait for each thread that closes a lane: the process must not end while it is in native code.
 _CLOSE_SECONDS = 10.0
 
 
 class Surroundings(World, Protocol):
-    """The context that a group is of."""
+    """What a group needs of its context."""
 
     backend: Backend
     world_size: int
@@ -67,14 +68,14 @@ class Surroundings(World, Protocol):
 
     @property
     def meeting_seconds(self) -> float:
-        """How long the members of a lane that is being opened are waited for."""
+        """How many seconds to wait for the other members of a lane that is being opened."""
 
     def store_answers(self) -> bool:
-        """Whether the rank that may serve the store is there."""
+        """Whether the rank that may serve the store answers."""
 
 
 class Group:
-    """A sorted set of global ranks that communicate. Made by ``ac.new_group``; never by hand.
+    """A sorted set of global ranks that communicate. Made by ``ac.new_group``, not by calling the class.
 
     ``group.ranks`` are the global ranks, ``group.rank`` is this rank's index (-1 if outside),
     ``group.size`` the number of members.
@@ -88,7 +89,8 @@ class Group:
         self.rank: int = self._indices.get(context.rank, -1)
         self.is_world: bool = self.size == context.world_size
         node_of = [context.nodes[rank] for rank in ranks] if context.nodes else []
-        #: How many equal nodes it is made of; 1 where that is not so, or not known to all ranks.
+        #: The number of nodes if each has equally many members, at least two; else, or if not all ranks know,
+        #: 1.
         self.nodes: int = equal_nodes(node_of)
         #: This member's node, and its index there.
         self.place: tuple[int, int] = (
@@ -99,7 +101,7 @@ class Group:
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
         self._closing: dict[Lane, host.Thread] = {}
-        self._closed: dict[str, int] = {}  # how often: ranks that open a name again meet by another key
+        self._closed: dict[str, int] = {}  # by name, how often it was closed: a part of the next key
         self._start_order: StartOrder | None = None
         self._lock = host.Lock()
 
@@ -114,15 +116,15 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The name by which members meet, the same on each of them."""
+        """The name under which members meet in the store, the same on each of them."""
         return "world" if self.is_world else "-".join(map(str, self.ranks))
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Of a group of several equal nodes: which of them that member is on, and its index there."""
+        """The node of the member at ``index``, of several equal ones, and its index on that node."""
         return place_of(index, self._node_of)
 
     def topology(self, device: str) -> Topology:
-        """What planning must know of this group, for tensors on a device of this type."""
+        """Return what planning must know of this group, for tensors on a device of this type."""
         found = self._topologies.get(device)
         if found is None:
             known = self.context.backend.capabilities_among(self.ranks, device)
@@ -137,7 +139,7 @@ class Group:
         given_up: Callable[[], bool],
         disagreed: Callable[[int, CollectiveError], object] = lambda place, error: None,
     ) -> Opening:
-        """What a backend is told to open a communicator of these ranks."""
+        """Return all that a backend needs to open a communicator of these ranks."""
         context = self.context
         return Opening(
             self.ranks,
@@ -157,7 +159,7 @@ class Group:
         )
 
     def start_order(self, lane: str) -> StartOrder | None:
-        """What decides when ``lane`` may start an operation; None where any order will do."""
+        """Return what decides when ``lane`` may start an operation; None if any order will do."""
         context = self.context
         if lane == DEFAULT or not context.backend.orders_lanes or context.clients is None or self.size == 1:
             return None
@@ -166,7 +168,7 @@ class Group:
         return self._start_order
 
     def lane(self, name: str = DEFAULT) -> Lane:
-        """The lane called ``name``, opened on first use. Only members may ask."""
+        """Return the lane called ``name``, opened on first use. Raises on a rank that is no member."""
         found = self.opened.get(name)
         return found if found is not None else self._new_lane(name)
 
@@ -193,7 +195,7 @@ class Group:
             return lane
 
     def _next_key(self, name: str) -> str:
-        """By which the ranks of a lane meet that is opened under this name now."""
+        """The key under which the ranks meet for a lane that is opened with this name now."""
         times = [f"~{number}" for number in (self._closed.get(name, 0), self._times(name)) if number]
         return "".join((name, *times))
 
@@ -201,16 +203,20 @@ class Group:
         return self.context.children.times(name.removesuffix(BACKWARD))
 
     def close_lane(self, name: str) -> None:
-        """Close the lane called ``name`` once all members have, and what is in flight on it is over."""
+        """Begin to close the lane called ``name``: its operations end first, and all members must close it.
+
+        Returns at once, with the name free again. Its lane for gradients is closed, too.
+        """
         with self._lock:
             for each in (name, name + BACKWARD):
                 self._closed[each] = self._closed.get(each, 0) + 1
             self._begin_to_close(name, "")
 
     def close_child(self, name: str, why: str) -> None:
-        """The same of a child task's lane, of which ``Children`` counts how often it was closed.
+        """Begin to close a child task's lane. (``Children`` counts how often it was closed, not this group.)
 
-        ``why`` this rank does so before it has made all of its calls, for members that wait for one.
+        ``why``: the reason that this rank makes no more calls on it, for members that wait for one; "" if it
+        has made all of its calls.
         """
         with self._lock:
             self._begin_to_close(name, why)
@@ -227,22 +233,25 @@ class Group:
     def _close(self, lane: Lane, why: str) -> None:
         context = self.context
         for operation in lane.outstanding():
-            context.watch_over(operation)  # a peer may be gone, or have refused its side
+            context.watch_over(operation)  # so that it ends if a peer is gone, or has refused its side
         pause = _FIRST_PAUSE_SECONDS
         while lane.outstanding() and lane.broken is None and not context.closed:
             host.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         if context.clients is not None and self.size > 1 and lane.broken is None:
-            # A peer may still be in a call in which this rank has done its part.
+            # A peer may still be in a call that is over here, and need this rank's connections.
             with contextlib.suppress(RuntimeError, CollectiveError):
                 self._meet_to_close(lane, context.clients, why)
-        if not context.closed:  # else that closes it
+        if not context.closed:  # else ``close`` closes the lane
             lane.close()
             with self._lock:
                 self._closing.pop(lane, None)
 
     def _meet_to_close(self, lane: Lane, clients: Clients, why: str) -> None:
-        """Wait until all members close it; those that do not soon may wait for a call of this rank's."""
+        """Wait until all members close the lane.
+
+        With ``why``, a member that does not soon may wait for a call that this rank never makes: refuse it.
+        """
         context = self.context
         meet = partial(clients.meet, f"closed/{self.key}/{lane.key}", self.rank, self.size)
         if why:
@@ -259,12 +268,12 @@ class Group:
         )
 
     def disown(self, error: CollectiveError) -> list[Completion]:
-        """In a forked child: the lanes are the parent's; what of them must not be destroyed."""
+        """In a forked child, fail the parent's operations; returns completions that must not be destroyed."""
         self._lock = host.Lock()
         return [completion for lane in self.opened.values() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:
-        """Close the lanes and what orders them. The context says that it is closed, which closers look at."""
+        """Close the lanes and their start order. The context is marked closed already, which ends closers."""
         if self._start_order is not None:
             self._start_order.close()
         with self._lock:
@@ -275,14 +284,14 @@ class Group:
             lane.close(abort=abort)
 
     def process_group(self) -> dist.ProcessGroup:
-        """The same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.
+        """Return the same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.
 
         ``DistributedDataParallel(model, process_group=ac.new_group([0, 1]).process_group())``.
         It has connections of its own, so that torch's collectives never interleave with those of a lane.
-        Made on the first call, which waits for all members; gone after ``ac.finalize()``.
+        The first call makes it and waits for all members; ``ac.finalize()`` ends it.
 
         Raises:
-            UnsupportedOpError: the backend is none of torch's, or ranks are threads of one process.
+            UnsupportedOpError: the backend is not one of torch's, or ranks are threads of one process.
             InvalidArgumentError: this rank is not a member.
         """
         if self.rank < 0:
@@ -301,15 +310,15 @@ class Group:
         return native
 
     def known_by(self, key: str) -> Lane:
-        """The lane whose ranks meet by ``key``."""
+        """Return the lane with this ``key``, open or closing; raises ``StopIteration`` if there is none."""
         with self._lock:
             return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
 
     def find_queue(self, name: str, key: str) -> Queue | None:
-        """The queue of the lane whose ranks meet by ``key``, which is opened if it is the next of its name.
+        """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
-        One that is closing has calls in flight while its name is free, or another's. None where this rank has
-        yet to close the one that had the name before.
+        A lane that is closing is found, too: it may have calls in flight, although a new lane may have its
+        name. None if this rank has yet to close the lane that had the name before.
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
@@ -319,13 +328,13 @@ class Group:
         return lane.queue if lane.key == key else None
 
     def lanes(self) -> list[Lane]:
-        """The open lanes, by name: the same order on every rank."""
+        """The lanes, open ones by name and then closing ones by key: the same order on every rank."""
         with self._lock:
             opened = [self.opened[name] for name in sorted(self.opened)]
             return [*opened, *sorted(self._closing, key=lambda lane: lane.key)]
 
     def rank_at(self, index: int, role: str) -> int:
-        """The global rank at ``index`` of the group, which the call names as its ``role``."""
+        """Return the global rank at ``index`` of the group; ``role`` names the argument of the call."""
         if isinstance(index, bool) or not isinstance(index, int):
             raise PayloadTypeError(f"{role} must be an index in the group (int), got {index!r}")
         if not 0 <= index < self.size:
@@ -333,7 +342,7 @@ class Group:
         return self.ranks[index]
 
     def index(self, rank: int, role: str) -> int:
-        """The position in the group of the global ``rank``, which the call names as its ``role``."""
+        """Return the index in the group of the global ``rank``; ``role`` names the argument of the call."""
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise PayloadTypeError(f"{role} must be a global rank (int), got {rank!r}")
         index = self._indices.get(rank)
