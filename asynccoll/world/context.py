@@ -500,7 +500,7 @@ class Context:
         return self.liveness.killed(guilty) or guilty
 
     def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
-        """Text for the error: one of ``lost`` made fewer calls on the lane, and where it may have skipped one."""
+        """Text for the error if one of ``lost`` made fewer calls here: where it may have skipped one."""
         made = _made(lane, left)
         fewer = {rank: number for rank, number in made.items() if 0 < number < lane.sequence}
         rank = next((rank for rank in lost if rank in fewer), None)

@@ -213,7 +213,7 @@ class Group:
             self._begin_to_close(name, "")
 
     def close_child(self, name: str, why: str) -> None:
-        """Begin to close a child task's lane. (``Children`` counts how often it was closed, not this group.)
+        """Begin to close a child task's lane; ``Children``, not this group, counts how often it was closed.
 
         ``why``: the reason that this rank makes no more calls on it, for members that wait for one; "" if it
         has made all of its calls.
