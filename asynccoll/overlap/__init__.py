@@ -1,21 +1,21 @@
-"""Training loops of your own whose communication disappears behind their compute.
+"""Helpers for your own training loops that hide communication behind compute.
 
-On top of the public operations; must not know backends, nor what ``auto`` does. Each way to overlap
-is a module, and the others are what several of these share:
+Built on the public operations; must not know backends, nor what ``auto`` does. These modules each have one
+way to overlap, and the others what several of them share:
 
-- ``gradients``: reduced bucket by bucket while backward runs (``overlap_gradients``);
-- ``ddp``: DDP's own buckets on a lane of ours (``ddp_hook``);
-- ``sharded``: an optimizer of which each rank does its part (``shard_optimizer``);
-- ``layers``: layers of which each rank keeps its part, gathered ahead of use (``shard_layers``);
+- ``gradients``: gradients reduced bucket by bucket while backward runs (``overlap_gradients``);
+- ``ddp``: DDP's own buckets, sent on a lane of ours (``ddp_hook``);
+- ``sharded``: an optimizer of which each rank does a part of the work (``shard_optimizer``);
+- ``layers``: layers of which each rank keeps a part, gathered ahead of use (``shard_layers``);
 - ``averaging``: local steps, and parameters averaged in the background (``average_parameters``);
 - ``prefetch``, ``window``: operations started ahead of a loop, and held back (``prefetch``, ``InFlight``);
-- ``parameters``: what the ranks start from (``broadcast_parameters``);
-- ``divergence``: whether they still have the same (``check_parameters``);
+- ``parameters``: the same parameters on all ranks at the start (``broadcast_parameters``);
+- ``divergence``: whether the ranks still have the same ones (``check_parameters``);
 - ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns;
-- ``asking``: for ``async_optim``, whose gradients are reduced once more where a rank has added some;
-- ``arrivals``: parameters on their way from a sharded optimizer's step;
-- ``unawaited``: what is told of gradients that were not awaited;
-- ``scaling``: what comes before a gradient scaler unscales, or steps.
+- ``asking``: for ``async_optim``, gradients that are reduced once more if a rank has added some;
+- ``arrivals``: parameters that a sharded optimizer's step has sent and the model has yet to wait for;
+- ``unawaited``: the errors for gradients that were not awaited;
+- ``scaling``: checks before a gradient scaler unscales, or steps.
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters

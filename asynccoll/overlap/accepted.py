@@ -1,4 +1,4 @@
-"""Models, groups and options that a reducer of gradients accepts, and what it says of others.
+"""Checks of the models, groups and options that this package's helpers are given, and the errors for others.
 
 Knows nothing of reducers.
 """
@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 
-#: Models whose gradients DDP reduces, as far as they were wrapped by ``auto_model``: torch keeps no list.
+#: The DDP models that ``auto_model`` has made. Others are not known: torch keeps no list.
 ddp_models: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
 
 def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> None:
-    """DDP's own reduction and ours would write the same gradients at once."""
+    """Refuse a model, or parameters, that DDP has: both reductions would write the same gradients."""
     ours = {id(parameter) for parameter in parameters}
     wrapped = any(id(parameter) in ours for ddp in list(ddp_models) for parameter in ddp.parameters())
     if wrapped or isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -60,25 +60,25 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
         )
 
 
-#: Parameters of layers that are shared out (``shard_layers``), by their ids: this rank's parts, and those
-#: that were taken over and are empty since.
+#: Parameters of sharded layers (``shard_layers``), by their ids: this rank's parts, and the layers' own
+#: parameters, which are empty since.
 _parts: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _emptied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def share_out(parts: Iterable[torch.Tensor], emptied: Iterable[torch.Tensor] = ()) -> None:
-    """Have ``check_whole`` know parameters of sharded layers."""
+    """Note parameters of sharded layers, so that ``check_whole`` refuses them."""
     _parts.update((id(x), x) for x in parts)
     _emptied.update((id(x), x) for x in emptied)
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether it is this rank's part of layers that are shared out."""
+    """Whether ``parameter`` is this rank's part of sharded layers."""
     return _parts.get(id(parameter)) is parameter
 
 
 def check_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters of sharded layers, which are other ones on every rank, or are empty."""
+    """Refuse parameters of sharded layers: they are empty, or parts that differ between ranks."""
     for parameter in parameters:
         if is_part(parameter):
             raise InvalidArgumentError(
@@ -126,7 +126,7 @@ def group_size(group: GroupLike) -> int:
 def source_of(
     model: torch.nn.Module | Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]],
 ) -> Callable[[], Iterable[torch.Tensor]]:
-    """What tells the parameters that there are by now, frozen ones too."""
+    """Return a function that returns the current parameters of ``model``, frozen ones too."""
     if isinstance(model, torch.nn.Module):
         return model.parameters
     if callable(model) and not isinstance(model, type):
@@ -136,7 +136,7 @@ def source_of(
 
 
 def tensors_of(model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters that were passed for a model, if they are some."""
+    """Return the parameters that were passed in place of a model; refuse anything else."""
     found = [] if _is_one(model) else [*model]
     if _is_one(model) or not all(isinstance(x, torch.Tensor) for x in found):
         told = (
@@ -150,17 +150,17 @@ def tensors_of(model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_one(given: object) -> bool:
-    """Whether it is no collection: a tensor is, of its rows, which is not meant here."""
+    """Whether ``given`` is no collection of parameters. A tensor, which can be iterated, is none."""
     return isinstance(given, (torch.Tensor, torch.optim.Optimizer)) or not isinstance(given, Iterable)
 
 
 def unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each once, as modules give them: where some are tied, lists of them may have one twice."""
+    """Return each tensor once, as ``Module.parameters()`` does: a list may have tied parameters twice."""
     return list({id(x): x for x in tensors}.values())
 
 
 def named_in(model: object) -> Callable[[torch.Tensor], str]:
-    """What tells a parameter of ``model`` in an error: by its name where it is a module, and by its shape."""
+    """Return a function that describes a parameter for errors: its name, if it has one, and its shape."""
     module = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
 
     def named(parameter: torch.Tensor) -> str:
@@ -173,7 +173,7 @@ def named_in(model: object) -> Callable[[torch.Tensor], str]:
 
 
 def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
-    """The module whose buffers are broadcast; ``given`` is ``broadcast_buffers``."""
+    """Return the module whose buffers are broadcast, or None. ``given``: the option ``broadcast_buffers``."""
     if isinstance(given, torch.nn.Module):
         return given
     if not given:
@@ -187,9 +187,9 @@ def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
 
 
 def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse parameters that share memory without being one: each would be given its own, or changed twice.
+    """Refuse different parameters that share memory: each would get memory of its own, or be changed twice.
 
-    ``a.weight.data = b.weight.data`` does so; ``a.weight = b.weight`` is one parameter.
+    ``a.weight.data = b.weight.data`` makes such; ``a.weight = b.weight`` makes one parameter, which is fine.
     """
     there = [(name, x.detach()) for name, x in named if x.numel()]
     there.sort(key=lambda one: one[1].data_ptr())
@@ -202,7 +202,7 @@ def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def check_step(closure: object, scaler: object = None) -> None:
-    """What ``optimizer.step`` is given: nothing, or what can be called, and a scaler of gradients."""
+    """Check the arguments of ``optimizer.step``: a closure, or None, and a gradient scaler, or None."""
     if closure is not None and not callable(closure):
         instead = "write step(scaler=scaler)" if _is_scaler(closure) else ""
         raise misfit("closure", "None or a function that returns the loss", closure, instead)
@@ -220,7 +220,7 @@ def _is_scaler(given: object) -> bool:
 
 
 def check_norm(max_norm: object, norm_type: object) -> None:
-    """What gradients are clipped to: a number, also as a tensor of one element, and by which norm."""
+    """Check the arguments of clipping: each is a number, or a tensor of one element."""
     for name, given in (("max_norm", max_norm), ("norm_type", norm_type)):
         is_number = isinstance(given, Real) or (isinstance(given, torch.Tensor) and given.numel() == 1)
         if not is_number:
@@ -228,7 +228,7 @@ def check_norm(max_norm: object, norm_type: object) -> None:
 
 
 def check_state(state: object, *names: str) -> None:
-    """A dict with these entries, as ``state_dict()`` gives it."""
+    """Check that ``state`` is a dict with the entries ``names``, as one of ``state_dict()`` is."""
     if not (isinstance(state, Mapping) and all(name in state for name in names)):
         has = (
             f"a dict with the entries {' and '.join(map(repr, names))}"
@@ -239,9 +239,12 @@ def check_state(state: object, *names: str) -> None:
 
 
 def check_not_unscaled(optimizer: object, scaler: object) -> None:
-    """Refuse a scaler that has unscaled ``optimizer`` itself, which knows of what that wraps alone."""
+    """Refuse a scaler on which ``unscale_`` was called with ``optimizer``, not with the one it wraps.
+
+    ``scaler.step`` gets the wrapped one, and would not know that its gradients are unscaled.
+    """
     own = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
-    if own.get("found_inf_per_device"):  # what unscale_ leaves there
+    if own.get("found_inf_per_device"):  # which ``unscale_`` has written
         raise InvalidArgumentError(
             "scaler.unscale_(optimizer) has not waited for the gradients, and step would unscale them again: "
             "say `await optimizer.unscale_(scaler)` instead, and `await optimizer.step(scaler=scaler)`"
@@ -249,7 +252,7 @@ def check_not_unscaled(optimizer: object, scaler: object) -> None:
 
 
 def scaler_told(optimizer: str) -> str:
-    """What to say to a scaler that would call ``step``."""
+    """Return the text of the error for a scaler that would call ``step`` without awaiting it."""
     return (
         f"scaler.step({optimizer}) would call step(), which has to be awaited, and not await it: say "
         f"`await {optimizer}.step(scaler=scaler)` instead, then scaler.update()"

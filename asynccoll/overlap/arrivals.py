@@ -1,4 +1,8 @@
-"""Parameters on their way from the last step of a sharded optimizer, and who has to wait for them."""
+"""Parameters that the last step of a sharded optimizer has sent, and the waits for them.
+
+An *arrival* stands for the parameters of one bucket from the moment they are sent until everything that reads
+them has waited.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +18,40 @@ from asynccoll.waiting.work import Work
 
 __all__ = ["Arrival", "wait_for"]
 
-#: By the id of a parameter, which its arrival keeps alive.
+#: The arrival of each parameter, by its id; an arrival keeps its parameters alive, so the ids stay theirs.
 _arrivals: weakref.WeakValueDictionary[int, Arrival] = host.per_process(weakref.WeakValueDictionary)
 
 
 class Arrival:
-    """The parameters of one bucket on their way from the last step.
+    """The parameters of one bucket, while they are being sent after a step.
 
-    What the hooks of a model hold on to: it outlives the optimizer that sent the parameters.
+    The model's hooks refer to it, so it may outlive the optimizer that sent the parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
         _arrivals.update((id(x), self) for x in parameters)
         self.work: Work[object] | None = None
-        #: indices of the parameters that nobody has waited for since they were sent
+        #: indices of the parameters for which nothing has waited since they were sent
         self.stale: set[int] = set()
         self._versions: list[int] = []
 
     def expect(self, work: Work[object]) -> None:
-        """``work`` fills the parameters."""
-        work.detach()  # after the last step nobody need wait
+        """Note that ``work`` fills the parameters."""
+        work.detach()  # no warning, since nothing need wait after the last step
         self.work = work
         self.stale = set(range(len(self.parameters)))
         self._versions = [x._version for x in self.parameters]
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Wait without an event loop until they are there; those at ``indices`` may be read now."""
+        """Wait without an event loop until all have arrived; those at ``indices`` may be read afterwards."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         self._may_be_read(self.stale.intersection(indices))
 
     def steps(self) -> Steps[None]:
-        """The same with or without a loop, of all of them."""
+        """Wait, with or without an event loop, until all have arrived and may be read."""
         if self.work is not None:
             yield self.work
             self.work = None
@@ -56,8 +60,8 @@ class Arrival:
     def _may_be_read(self, indices: set[int]) -> None:
         self.stale -= indices
         written = [index for index in indices if self.parameters[index]._version != self._versions[index]]
-        # The native call wrote past autograd. What has read them before this, in a hook that ran too early,
-        # must not be differentiated as if it had read these values: torch refuses it by the version.
+        # Autograd does not know that the native call wrote to them. A hook that ran too early may have read
+        # the old values, and must not be differentiated with the new ones: torch refuses by the version.
         for index in indices:
             torch.autograd.graph.increment_version(self.parameters[index])
         if written:
@@ -69,7 +73,7 @@ class Arrival:
 
 
 def wait_for(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until those of them are there that a sharded optimizer has sent; blocks, as a forward does."""
+    """Block, as a forward does, until those of ``tensors`` that a sharded optimizer has sent have arrived."""
     for x in tensors:
         arrival = _arrivals.get(id(x))
         if arrival is not None and arrival.stale:

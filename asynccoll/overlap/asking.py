@@ -1,6 +1,6 @@
-"""Gradients of which ranks may have more after a reduction: they ask each other, on the lane of the buckets.
+"""A reducer for gradients that may be reduced before the step: ranks ask each other whether one has new ones.
 
-For optimizers whose step is awaited, and whose gradients may be reduced before it (``ac.async_optim``).
+For optimizers whose step is awaited (``ac.async_optim``). The question is sent on the lane of the buckets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ _OUT_OF_STEP = (
 
 
 class AskingReducer(GradientReducer):
-    """A ``GradientReducer`` whose ranks ask each other, after a reduction, whether there is another one.
+    """A ``GradientReducer`` whose ranks ask each other after a reduction whether they need another one.
 
-    They ask where the buckets are sent, so that the question of one rank meets the first bucket of another
-    that is a step ahead, which is an error on both; on a lane of its own, each would wait for the other. The
-    buckets of a second reduction therefore leave when it is awaited: during backward they would come before
-    the question.
+    They ask on the lane of the buckets. If one rank is a step ahead, its first bucket then meets the question
+    of another, which is an error on both; on two lanes each would wait for the other. Therefore the buckets
+    of a second reduction are sent only when it is awaited: during backward they would precede the question.
     """
 
     _calls = BY_OPTIMIZER
@@ -43,15 +42,18 @@ class AskingReducer(GradientReducer):
         return self._size > 1 and self.rounds > 0
 
     def needed(self) -> Steps[bool]:
-        """Whether a step has to await the gradients: unless they are reduced, and no rank has added more."""
+        """Return whether a step has to await the gradients: not if they are reduced and no rank has new ones.
+
+        Yields the question to the other ranks, if one is needed.
+        """
         if not self._sends_at_await:
             return self.touched or not self.rounds
         question: Work[Any] = all_reduce(self.touched, op="or", **self._tail())
         try:
             return (yield question)  # type: ignore[no-any-return]
         except CollectiveMismatchError:
-            self._works.append(question)  # in place of the first bucket, which it has met
-        yield self  # others wait for the rest
+            self._works.append(question)  # in place of the first bucket, since it met that of another rank
+        yield self  # sends the other buckets, for which the other ranks wait, and raises the error again
         raise AssertionError("a question that failed fails again")
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains by itself, and now and then all average their parameters.
+"""Local SGD: every rank trains by itself, and every so many steps all average their parameters.
 
     averaging = ac.overlap.average_parameters(model, every=16, delay=4)
     for x, y in loader:
@@ -8,8 +8,8 @@
         await averaging                  # or averaging.wait()
     await averaging.finish()
 
-With ``delay`` the round is hidden: training goes on while the average of what the parameters were is on
-its way, and is corrected by it when it is due.
+Each averaging is a *round*. With ``delay`` it is hidden: training goes on while a copy of the parameters is
+averaged, and they are corrected by the average ``delay`` steps later.
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with a delay, Zhou et al.,
 "DaSGD: Squeezing SGD Parallelization Performance", 2020. Built on the public operations alone.
@@ -36,19 +36,19 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["ParameterAverager", "average_parameters"]
 
-#: The number of the last average, which no step has.
+#: The step number that ``finish`` sends; steps are numbered from 1.
 _FINISH = 0
 
 
 class ParameterAverager(Companion):
-    """Averages parameters every so many steps; ``average_parameters`` makes it, awaited once a step.
+    """Averages parameters every so many steps; made by ``average_parameters``, and awaited once a step.
 
-    A round begins with a copy of the parameters, whose average is started. ``delay`` steps later, every
-    parameter ``p`` becomes ``p + (average - copy)``: what training did meanwhile is kept, as it is with
-    gradients of the averaged parameters. A delay of 0 waits at once, and the parameters are the average.
+    A round copies the parameters and starts to average the copies. ``delay`` steps later, every parameter
+    ``p`` becomes ``p + (average - copy)``, which keeps the updates of the steps between. With a delay of 0
+    the round waits at once, and the parameters become the average.
 
-    Optimizer state and buffers are each rank's own. After a cancelled or timed-out await the next one goes
-    on with the same round.
+    Optimizer state and buffers stay each rank's own. After a cancelled or timed-out await the next one
+    continues the same round.
     """
 
     _use = "`await averager` (or averager.wait()) after each step of the optimizer"
@@ -72,15 +72,15 @@ class ParameterAverager(Companion):
         self._tail: dict[str, Any] = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
         self._methods = Methods("ParameterAverager", "averager", "this averager")
         self._steps = 0
-        self._midway = False
+        self._midway = False  # whether the await of this step was cut short
         self._begun = 0  # the step that the latest round began with
-        self._due: int | None = None  # the step that takes the average which is on its way
+        self._due: int | None = None  # the step that takes the average in flight
         self._copies: list[torch.Tensor] = []
         self._work: Work[list[torch.Tensor]] | None = None
         self._last: Work[list[torch.Tensor]] | None = None  # the average that ``finish`` waits for
 
     def _trained(self) -> list[torch.Tensor]:
-        """What is trained by now: parameters may be added and unfrozen between two rounds."""
+        """Return the parameters trained now: some may be added or unfrozen between two rounds."""
         found = self._given.parameters() if isinstance(self._given, torch.nn.Module) else self._given
         trained = [parameter for parameter in found if parameter.requires_grad]
         check_whole(trained)
@@ -100,16 +100,16 @@ class ParameterAverager(Companion):
             await work
 
     def wait(self, timeout: float | None = None) -> None:
-        """The same without an event loop.
+        """Do what ``await`` does without an event loop.
 
-        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait goes on with the step.
+        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
         for work in self._step():
             work.wait(timeout)
 
     def _step(self) -> Iterator[Work[object]]:
-        """What a step has to do; yields the works that are to be waited for on the way."""
-        if not self._midway:  # else it was cut short: go on with it
+        """Do this step's part of the rounds; yields the works to wait for."""
+        if not self._midway:  # else its await was cut short: continue it
             self._steps += 1
             self._midway = True
         if self._due == self._steps:
@@ -127,9 +127,10 @@ class ParameterAverager(Companion):
         self._begun, self._due = self._steps, self._steps + self._delay
 
     def _averaged(self, tensors: list[torch.Tensor], step: int) -> Work[list[torch.Tensor]]:
-        """The average of ``tensors``, and of the number of the step, at which all ranks have to be.
+        """Start to average ``tensors``, and check that all ranks are at the same ``step``.
 
-        Its square is sent, too, whose average is the square of the average only if all have the same.
+        The number of the step and its square are averaged, too: the average of the squares is the square of
+        the average only if all ranks have the same number.
         """
         number = torch.tensor([step, step**2], dtype=torch.float64, device=tensors[0].device)
         averages = all_reduce([number, *tensors], op="avg", **self._tail)
@@ -149,7 +150,7 @@ class ParameterAverager(Companion):
     # At the end
 
     def finish(self) -> Pending[None]:
-        """Take what is on its way, and average once more: the parameters are the same on every rank.
+        """End the round in flight, and average once more: then the parameters are the same on every rank.
 
         After a cancelled or timed-out await the next one waits for the same average.
         """
@@ -177,7 +178,7 @@ def average_parameters(
     lane: str = "averaging",
     timeout: float | None = None,
 ) -> ParameterAverager:
-    """A ``ParameterAverager`` for ``model``: local steps, and an average every so many of them.
+    """Return a ``ParameterAverager`` for ``model``: local steps, averaged after every ``every`` of them.
 
     >>> averaging = ac.overlap.average_parameters(model, every=2)
     >>> optimizer.step(); await averaging   # r0 has p = 1.0, r1 has 3.0, and they stay
@@ -193,15 +194,15 @@ def average_parameters(
         timeout: seconds for a round's reduction.
 
     Raises:
-        InvalidArgumentError: nothing to average; ``every`` or ``delay`` cannot be.
+        InvalidArgumentError: there is nothing to average, or ``every`` or ``delay`` is invalid.
     """
     return ParameterAverager(model, every=every, delay=delay, group=group, lane=lane, timeout=timeout)
 
 
 def _checked(found: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """The averages, if all ranks began them at the same step."""
+    """Return the averages; refuse them if ranks began them at different steps."""
     number, *averages = found
-    # Elsewhere reading a number waits for the device.
+    # Checked on the CPU only: reading a number from a device waits for the device.
     if number.device.type == "cpu" and _differ(number.tolist(), step):
         here = "finish()" if step == _FINISH else f"step {step}"
         raise CollectiveMismatchError(

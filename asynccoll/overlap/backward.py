@@ -1,7 +1,7 @@
-"""Gradients that are reduced when ``backward`` returns, as under DDP: for loops that read them right then.
+"""Gradients that are reduced when ``backward`` returns, as with DDP: for loops that read them right then.
 
-The buckets leave during backward, as in ``gradients``; a callback at its end waits for them. Clipping, a
-gradient scaler, a step that is skipped and several backwards before a step then are as in one process.
+The buckets are sent during backward, as in ``gradients``; a callback at the end of backward waits for them.
+So clipping, a gradient scaler, a skipped step and several backwards before a step work as in one process.
 Built on the public operations alone.
 """
 
@@ -21,7 +21,8 @@ from asynccoll.overlap.unawaited import BY_BACKWARD
 
 __all__ = ["BackwardReducer"]
 
-#: Steps are told apart by their number modulo three, as -1, 0 and 1, which small dtypes can sum exactly.
+#: Ranks compare the number of their step modulo three, sent as -1, 0 or 1. Small dtypes sum these exactly for
+#: up to this many ranks.
 _EXACT_RANKS = 256
 
 _BROKEN_BACKWARD = (
@@ -38,14 +39,15 @@ _OUT_OF_STEP = (
 
 
 class BackwardReducer(GradientReducer):
-    """A ``GradientReducer`` that backward itself waits for; ``ac.auto_optim`` makes one where DDP cannot.
+    """A ``GradientReducer`` that backward itself waits for; ``ac.auto_optim`` makes one if it cannot use DDP.
 
     Every backward outside of ``no_sync()`` is one *round*, in which all ranks take part: with the gradients
-    that it made, or made under ``no_sync()`` before; zeros for others. A rank that has no data, or whose
-    backward reaches no parameter, takes part by ``synchronize()``, which an optimizer's step calls.
+    that this backward made, or earlier ones under ``no_sync()``, and with zeros for other parameters. A rank
+    that has no data, or whose backward reaches no parameter, takes part by ``synchronize()``, which an
+    optimizer's step calls.
     """
 
-    #: After a backward that raised, before ``synchronize()``.
+    #: Between a backward that raised and ``synchronize()``.
     _may_be_gone = True
     _calls = BY_BACKWARD
 
@@ -53,7 +55,7 @@ class BackwardReducer(GradientReducer):
         _take_over(parameters())
         self._steps = 0
         super().__init__(parameters, **options)
-        self._task = -1  # autograd's number of the backward whose end waits
+        self._task = -1  # autograd's number of the backward that will wait at its end, or -1
         self._closed = False
 
     # During backward
@@ -64,7 +66,7 @@ class BackwardReducer(GradientReducer):
         super()._arrived(bucket, index)
 
     def _expect_end(self) -> None:
-        """Have the backward that is running wait at its end."""
+        """Have the running backward wait at its end (``_end``). Refuse it if an earlier one did not end."""
         task = torch._C._current_graph_task_id()
         with self._lock:
             if task == self._task:
@@ -82,16 +84,16 @@ class BackwardReducer(GradientReducer):
 
         After a backward that reduced its gradients there is nothing to do.
         """
-        # A step that was skipped is told by nobody; but then what it would have used is gone.
+        # Nothing reports a step that was skipped, but its gradients are None then.
         forgotten = all(parameter.grad is None for parameter in self._source())
         if not self._closed and (self.touched or not self.rounds or forgotten):
             self.wait()
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing to refuse: a step waits for what is under way."""
+        """Refuse nothing: a step waits for the gradients being sent."""
 
     def stepped(self) -> None:
-        """The parameters have been updated with the gradients: what follows are those of the next step."""
+        """Note that the parameters were updated: gradients from now on are of the next step."""
         super().stepped()
         self._steps += 1
 
@@ -105,17 +107,18 @@ class BackwardReducer(GradientReducer):
             raise CollectiveMismatchError(_OUT_OF_STEP.format(steps=self._steps))
 
     def close(self) -> None:
-        """Remove the hooks; an optimizer that steps no longer takes part in a round."""
+        """Remove the hooks; the optimizer's steps take part in no round from now on."""
         self._closed = True
         super().close()
 
 
 def _end(reducer: weakref.ref[BackwardReducer], task: int) -> None:
-    """What autograd calls when the backward of that number is over."""
+    """Wait for the reducer's round. Autograd calls this at the end of the backward with number ``task``."""
     own = reducer()
     if own is None or own._closed:
         return
-    # Of several models in one backward each rank may come to wait for another first: all are sent before.
+    # If several models are in one backward, ranks may wait for them in different orders. So the buckets of
+    # all of them are sent before this one is waited for.
     for other in living():
         if isinstance(other, BackwardReducer) and other._task == task:
             other._send_all()
@@ -124,7 +127,7 @@ def _end(reducer: weakref.ref[BackwardReducer], task: int) -> None:
 
 
 def _take_over(parameters: Iterable[torch.Tensor]) -> None:
-    """Close the reducers of parameters that another optimizer is made for now."""
+    """Close reducers that have no other parameters than these, for which an optimizer is made now."""
     mine = {id(parameter) for parameter in parameters}
     for other in living():
         if isinstance(other, BackwardReducer) and other._identity[2] <= mine:
