@@ -1,7 +1,7 @@
-"""The memory that gradients are reduced in: flat buckets, and each ``.grad`` a view of one.
+"""The memory that gradients are reduced in: flat tensors, called buckets. Each ``.grad`` is a view of one.
 
-``assign`` decides which gradients share one. Knows nothing of when a bucket leaves or of what reduces it;
-that is ``gradients``.
+``assign`` decides which gradients share a bucket. When a bucket is sent, and what reduces it, is in
+``gradients``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from asynccoll.overlap.accepted import named_in
 
 __all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
 
-#: To a gradient that nobody has: of the list, of who asks, and of asking.
+#: References to a view that only its bucket has: the list, the variable, and the argument of ``getrefcount``.
 _REFERENCES = 3
 
 
 class Bucket:
-    """Gradients that are sent together, with ``tail`` further elements behind them.
+    """Gradients that are sent together, followed by ``tail`` further elements.
 
     The gradients are padded to a multiple of ``parts``, not counting the tail. ``dtype`` is that of the
-    reduction. Where it is not the parameters' own, each ``.grad`` keeps its own memory, and the result is
-    rounded to it once.
+    reduction. If it is not the parameters' own, each ``.grad`` keeps its own memory, and the result is
+    rounded to its dtype once.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class Bucket:
         self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
-        #: Gradients that are being sent, and their versions and their parameters' then.
+        #: by index, the gradients being sent, with their versions and their parameters' at that time
         self._sent: dict[int, tuple[torch.Tensor, int, int]] = {}
-        #: Gradients that are the sum of all ranks' already (with op="sum").
+        #: the gradients that were summed over all ranks before (op="sum"), else None
         self._summed: list[torch.Tensor | None] = [None] * len(parameters)
-        #: how many ranks a gradient that was reduced before is summed over (op="sum"): ``divide``
+        #: over how many ranks gradients are summed (op="sum"); 1 for averages, which ``divide`` leaves alone
         self.summed_over: int = 1
-        #: how errors call a parameter
+        #: describes a parameter in errors
         self.named: Callable[[torch.Tensor], str] = named_in(None)
         self.begin()
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a tensor that is laid out as this one, in their shapes and strides."""
+        """Return a view for each parameter, in its shape and strides, of a tensor laid out as the bucket."""
         places = self.layout.cut(flat)
         return [shaped(place, like) for place, like in zip(places, self.parameters, strict=True)]
 
     def _views(self) -> list[torch.Tensor]:
-        """The gradients' parts of the bucket, each with a version of its own, which counts writes to it."""
+        """Return the gradients' views of the bucket. Each has its own version counter, for writes to it."""
         return [view.data for view in self.cut(self.flat)]
 
     def begin(self) -> None:
@@ -71,7 +71,10 @@ class Bucket:
         self._sent.clear()
 
     def put(self, index: int, scale: float) -> None:
-        """Take the gradient of the parameter at ``index``; from now on it lives here."""
+        """Put the gradient of the parameter at ``index``, times ``scale``, into the bucket.
+
+        The parameter's ``.grad`` is the view of the bucket afterwards, unless the dtypes differ.
+        """
         parameter = self.parameters[index]
         gradient = self.check(index)
         self.divide(index)
@@ -87,15 +90,18 @@ class Bucket:
         self.waiting -= 1
 
     def check(self, index: int) -> torch.Tensor:
-        """The gradient of the parameter at ``index``, if it can be sent."""
+        """Return the gradient of the parameter at ``index``; refuse one that cannot be sent."""
         return _checked_gradient(self.parameters[index], self.views[index].shape, self.dtype, self.named)
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient, and its place, laid out as the parameter is now (``model.to(memory_format=...)``)."""
+        """Return the gradient and its view, laid out as the parameter is now.
+
+        ``model.to(memory_format=...)`` may have changed that.
+        """
         strides = self.parameters[index].stride()
         if strides != self._strides[index]:
             if gradient is self.views[index]:
-                gradient = gradient.clone()  # it is read in the old layout while the new one is written
+                gradient = gradient.clone()  # as it is read in the old layout while the new one is written
             self._strides[index] = strides
             self.views[index] = self._views()[index]
         if gradient is not self.views[index]:
@@ -103,17 +109,17 @@ class Bucket:
         return gradient, self.views[index]
 
     def _vacate(self, index: int) -> None:
-        """Another gradient comes to the place of one that was dropped: who has kept that keeps its values."""
+        """Make room for another gradient. Code that kept the view of the last one keeps its values."""
         view = self.views[index]
         if sys.getrefcount(view) > _REFERENCES:
             view.data = view.clone()
             self.views[index] = self._views()[index]
 
     def divide(self, index: int) -> None:
-        """Divide a gradient that was summed over all ranks before, since it is about to be summed again.
+        """Divide a gradient that was summed over all ranks before by their number: it will be summed again.
 
-        Backward adds to it (no ``zero_grad`` between), and each rank has the whole sum: without this it would
-        count once for every rank.
+        Backward adds to it (no ``zero_grad`` between), and each rank has the whole sum: without this the sum
+        would count once for every rank.
         """
         summed, self._summed[index] = self._summed[index], None
         gradient = self.parameters[index].grad
@@ -129,11 +135,11 @@ class Bucket:
         gradient.div_(self.summed_over)
 
     def reported(self, index: int) -> None:
-        """An error has said already that the gradient at ``index`` changed while it was being sent."""
+        """Do not check the gradient at ``index``: an error has said already that it changed meanwhile."""
         self._sent.pop(index, None)
 
     def check_unwritten(self, may_be_gone: bool = False) -> None:
-        """Refuse gradients, and parameters, that somebody wrote to meanwhile: ranks would differ in them.
+        """Refuse gradients and parameters that were written to while they were sent: ranks would differ.
 
         ``may_be_gone``: whether gradients may have been set to None.
         """
@@ -160,7 +166,7 @@ class Bucket:
                 )
 
     def fill(self, scale: float) -> None:
-        """Make it ready to leave: what backward has not brought is what had gathered before, or zeros."""
+        """Complete the bucket: where backward brought no gradient, put the present ``.grad``, or zeros."""
         if not self.waiting:
             return
         for index, parameter in enumerate(self.parameters):
@@ -173,7 +179,7 @@ class Bucket:
                 self.views[index].zero_()
 
     def adopt(self) -> None:
-        """Hand over what the reduction has brought, where it is not in its place already."""
+        """Copy the reduced gradients to each ``.grad`` that is not a view of the bucket."""
         if self.flat.dtype is not self.dtype:
             for index in range(len(self.parameters)):
                 if self.has[index]:
@@ -182,7 +188,7 @@ class Bucket:
             self._summed = [parameter.grad for parameter in self.parameters]
 
     def _give(self, index: int) -> None:
-        """Have the gradient of the parameter at ``index`` be what the reduction has brought."""
+        """Make the reduced gradient the ``.grad`` of the parameter at ``index``."""
         parameter, view = self.parameters[index], self.views[index]
         if self.flat.dtype is self.dtype:
             parameter.grad = view
@@ -193,10 +199,11 @@ class Bucket:
 
 
 class FlaggedBucket(Bucket):
-    """Gradients, and a flag for each: whether this rank has one.
+    """Gradients, and a flag for each that says whether this rank has one.
 
-    The flags are summed with the gradients, which tells a rank that has none whether another had. So are
-    ``marks`` elements after them, which are the owner's: it gives this rank's, and reads the sums.
+    The flags are summed with the gradients, so a rank without a gradient learns whether another had one.
+    ``marks`` further elements after the flags are summed, too: the owner sets ``own_marks``, and reads the
+    sums in ``marks``.
     """
 
     def __init__(
@@ -217,7 +224,7 @@ class FlaggedBucket(Bucket):
             self.flags.copy_(torch.tensor(self.has, device="cpu"))
 
     def adopt(self) -> None:
-        """Give the parameters without a gradient here that of the ranks which had one, too."""
+        """As ``Bucket.adopt``; also gives gradients to parameters for which only other ranks had one."""
         if self.waiting:
             counts = self.flags.tolist()
             for index in range(len(self.parameters)):
@@ -227,7 +234,7 @@ class FlaggedBucket(Bucket):
 
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of ``flat`` in the shape of ``like``, and in its strides where ``like`` is dense.
+    """Return a view of ``flat`` in the shape of ``like``, and in its strides if ``like`` is dense.
 
     Fused optimizers walk through the memory of a parameter and of its gradient in step, so both have to be
     laid out alike. A tensor with gaps has no counterpart in flat memory, and its view is contiguous.
@@ -238,9 +245,9 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Whether the elements of ``x`` fill a stretch of memory, in whatever order of dimensions.
+    """Whether the elements of ``x`` fill a range of memory without gaps, with dimensions in another order.
 
-    Contiguous tensors are left out: their view needs no strides of its own.
+    False for contiguous tensors, whose view needs no strides of its own.
     """
     if x.is_contiguous() and x.stride() == x.view(-1).view(x.shape).stride():
         return False
@@ -255,7 +262,7 @@ def _dense(x: torch.Tensor) -> bool:
 def _checked_gradient(
     parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype, named: Callable[[torch.Tensor], str]
 ) -> torch.Tensor:
-    """The gradient of ``parameter``, if it can be sent."""
+    """Return the gradient of ``parameter``; refuse one that cannot be sent."""
     gradient = parameter.grad
     if gradient is None:
         raise InvalidArgumentError(
@@ -269,7 +276,7 @@ def _checked_gradient(
             "and all_reduce their .grad yourself"
         )
     if gradient.requires_grad:
-        parameter.grad = gradient.detach()  # so that the step can be completed with what there is
+        parameter.grad = gradient.detach()  # so that the step can be completed without its graph
         raise InvalidArgumentError(
             f"the gradient of {named(parameter)} carries a graph (backward(create_graph=True)), "
             "which a reduction in place would cut off: take gradients that are to be differentiated again by "
@@ -294,9 +301,10 @@ def assign(
     limit_bytes: int,
     apart: Callable[[torch.Tensor], object] = lambda _: None,
 ) -> Iterator[list[torch.Tensor]]:
-    """Which parameters are sent together: neighbours of one dtype and device, up to the limit.
+    """Yield the parameters of each bucket: neighbors of one dtype and device, until they have enough bytes.
 
-    Those of which ``apart`` says different things do not.
+    That is ``first_bytes`` for the first bucket, and ``limit_bytes`` for others. Parameters for which
+    ``apart`` returns different values are in different buckets.
     """
     filling: dict[object, list[torch.Tensor]] = {}
     sizes: Counter[object] = Counter()

@@ -1,6 +1,6 @@
-"""Objects that work on a model without wrapping it, and what they say if they are used as the model itself.
+"""The base of objects that work on a model without wrapping it: errors if they are used as the model itself.
 
-Other libraries return the model in a wrapper, so ``model = ac.overlap_gradients(model)`` is soon written.
+Other libraries return the model in a wrapper, so users may write ``model = ac.overlap_gradients(model)``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _THEIRS = frozenset({*dir(nn.Module), *dir(Optimizer), "training", "param_groups
 
 
 class Companion:
-    """Base of what is neither the model nor the optimizer, and leaves both as they are."""
+    """Base of objects that are neither the model nor the optimizer, and do not change either."""
 
-    #: what its user should do with it, for errors
+    #: for errors: what to do with the object
     _use = ""
 
     # Hidden from type checkers, so that they still report these uses.

@@ -1,7 +1,7 @@
 """DDP's buckets on a lane of ours: ``ddp.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)``.
 
-DDP makes the buckets and waits for them; the reduction is an operation as any other: it has its place in
-a timeline, its timeout, and a peer that is lost or refuses is an error that names it.
+DDP makes the buckets and waits for them. The reduction is an operation like any other: it is in timelines,
+has a timeout, and if a peer is lost or refuses its call, the error names the peer.
 """
 
 # Without postponed annotations: DDP compares those of a hook with the types themselves.
@@ -30,7 +30,7 @@ _Buckets = host.SimpleQueue["_Bucket | None"]
 
 
 class DDPState:
-    """Where the buckets of one ``DistributedDataParallel`` travel: the state of ``ddp_hook``.
+    """The state of ``ddp_hook``: where the buckets of one ``DistributedDataParallel`` are sent.
 
     Args:
         group: the ranks that DDP's own process group has; None is the world.
@@ -46,32 +46,33 @@ class DDPState:
         self.timeout = timeout
         self._spot = caller(1)
         self._out: _Buckets = host.SimpleQueue()
-        # One thread waits for all of them, so that a lost peer or a timeout is noticed as in any wait.
+        # One thread waits for all buckets, so that a lost peer or a timeout is noticed as in any wait.
         waiter = host.Thread(target=_wait_for, args=(self._out,), name=f"asynccoll-{lane}", daemon=True)
         waiter.start()
         weakref.finalize(self, self._out.put, None)
 
     def reduce(self, flat: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        """The average of ``flat`` over the group, in place."""
+        """Start to average ``flat`` over the group, in place; returns the future that DDP waits for."""
         flat.div_(get_world_size(self.group))
         with on_behalf_of(self._spot):
             work = all_reduce(flat, out=flat, group=self.group, lane=self.lane, timeout=self.timeout)
         devices: list[int | str | torch.device] | None = [flat.device] if flat.is_cuda else None
         over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
-        # What a callback raises DDP raises, with its text; an exception that is set it takes for a tensor.
+        # If a callback of a future raises, DDP raises an error with that text. With ``set_exception``
+        # instead, DDP would take the exception for a tensor.
         reduced: torch.futures.Future[torch.Tensor] = over.then(lambda _: work.wait())
         self._out.put((work, over))
         return reduced
 
 
 def ddp_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook: DDP's gradients, averaged by ``ac.all_reduce``.
+    """The communication hook that averages DDP's gradients by ``ac.all_reduce``.
 
     >>> ddp = DistributedDataParallel(model)
     >>> ddp.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)
 
-    The gradients are bit for bit those of DDP alone. A reduction that fails is a ``RuntimeError`` out of
-    ``backward`` with the error's text.
+    The gradients are bit for bit those of DDP alone. If a reduction fails, ``backward`` raises a
+    ``RuntimeError`` with the error's text.
 
     Source: torch's "DDP Communication Hooks".
     """
@@ -86,7 +87,7 @@ def ddp_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
 def _wait_for(out: _Buckets) -> None:
     while (bucket := out.get()) is not None:
         work, over = bucket
-        with contextlib.suppress(Exception):  # DDP's future waits for the same work, and raises it there
+        with contextlib.suppress(Exception):  # the callback raises it for DDP
             work.wait()
         over.set_result(None)
-        del bucket, work, over  # or they lived until the next one
+        del bucket, work, over  # else they would live until the next bucket

@@ -1,4 +1,4 @@
-"""Whether the ranks still have the same parameters, told by checksums now and then.
+"""Whether the ranks still have the same parameters, by checksums every so many steps.
 
     checking = ac.overlap.check_parameters(model.parameters(), every=100)
     for x, y in loader:
@@ -29,10 +29,10 @@ __all__ = ["ParameterChecker", "check_parameters"]
 
 
 class ParameterChecker(Companion):
-    """Compares parameters over all ranks every so many awaits; ``check_parameters`` makes it.
+    """Compares parameters over all ranks; made by ``check_parameters``.
 
-    ``await checking`` once a step, or ``checking.wait()`` without a loop; ``every - 1`` of them do nothing.
-    After a cancelled or timed-out await the next one goes on with the same comparison.
+    ``await checking`` once a step, or ``checking.wait()`` without a loop. Every ``every``-th await compares,
+    the others do nothing. After a cancelled or timed-out await the next one continues the same comparison.
     """
 
     _use = "`await checking` (or checking.wait()) after each step of the optimizer"
@@ -65,9 +65,9 @@ class ParameterChecker(Companion):
             self._over()
 
     def wait(self, timeout: float | None = None) -> None:
-        """The same without an event loop.
+        """Do what ``await`` does without an event loop.
 
-        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait goes on with the step.
+        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
         work = self._step()
         if work is not None:
@@ -79,7 +79,10 @@ class ParameterChecker(Companion):
             self._over()
 
     def _step(self) -> Work[None] | None:
-        """The comparison that this step waits for, if it does; begins it unless an await was cut short."""
+        """Return the comparison that this await waits for, or None.
+
+        Counts the await, and begins a comparison if one is due, unless an earlier await was cut short.
+        """
         if self._work is None:
             self._steps += 1
             if self._steps % self._every == 0:
@@ -87,7 +90,7 @@ class ParameterChecker(Companion):
         return self._work
 
     def _over(self, error: Exception | None = None) -> None:
-        if not isinstance(error, CollectiveTimeoutError):  # then it is still in flight
+        if not isinstance(error, CollectiveTimeoutError):  # after a timeout it is still in flight
             self._work = None
 
 
@@ -100,25 +103,25 @@ def check_parameters(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> ParameterChecker:
-    """Compare parameters (of a module also its buffers) over all ranks, bit for bit, by a checksum of each.
+    """Compare parameters (and buffers, of a module) over all ranks, bit for bit, by a checksum of each.
 
     >>> checking = ac.overlap.check_parameters(model.parameters(), every=100)
     >>> for x, y in loader:
     ...     ...
     ...     optimizer.step()
-    ...     await checking                                   # of every hundredth step
+    ...     await checking                                   # compares after every hundredth step
     >>> await ac.overlap.check_parameters(model)             # once, now
 
-    Data parallel training keeps them identical; this tells when it has not. Sixteen bytes for each tensor
-    are sent. Pass ``model.parameters()`` where each rank has buffers of its own (batch norm).
+    Data parallel training keeps them identical; this finds out when it has not. Sixteen bytes are sent for
+    each tensor. Pass ``model.parameters()`` if each rank has buffers of its own (batch norm).
 
     Args:
         model: a module, whose tensors are looked up at each comparison, or tensors. The same on every rank.
-        every: of how many awaits one compares.
+        every: one of this many awaits compares.
         group, lane, timeout: as in every operation.
 
     Raises:
-        InvalidArgumentError: ``every`` cannot be.
+        InvalidArgumentError: ``every`` is not a positive int.
         CollectiveMismatchError: on every rank, from the await: which tensor differs, and between which ranks.
     """
     return ParameterChecker(model, every=every, group=group, lane=lane, timeout=timeout)
@@ -135,7 +138,7 @@ def _compared(model: torch.nn.Module | Iterable[torch.Tensor], call: dict[str, A
 
 
 def _checksum(x: torch.Tensor) -> torch.Tensor:
-    """Two numbers that a changed bit or two exchanged elements change."""
+    """Return two numbers, which differ if a bit is changed or two elements are exchanged."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
     words = x.contiguous().view(-1).view(word).to(torch.int64)
     places = torch.arange(1, words.numel() + 1, device=words.device)

@@ -1,6 +1,6 @@
-"""Whether an optimizer treats every element alone, so that parts of flat tensors can be handed to it.
+"""Whether an optimizer treats every element alone, so that it can be given parts of flat tensors.
 
-Nobody can tell from its name: it is tried out on a few numbers, whole and in parts.
+The name does not say, so the optimizer is tried out on a few numbers, as whole parameters and as flat parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIES = 2
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that comes to something else on flat parts than on whole parameters."""
+    """Refuse an optimizer whose steps on flat parts differ from those on whole parameters."""
     kind = type(optimizer).__name__
     whole, parts = _twins()
     try:
@@ -35,7 +35,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
             pattern: Mapping[str, object] = next(states, {})
             _try_out(optimizer, given, pattern, whole)
             _try_out(optimizer, given, pattern, parts)
-    except Exception as error:  # whatever an optimizer says of vectors, or of a step without a closure
+    except Exception as error:  # some optimizers refuse vectors, or a step without a closure
         raise InvalidArgumentError(
             f"{kind} cannot be shared out over the ranks: it was tried on flat parts of parameters, and said "
             f"{type(error).__name__}: {error}. Shard an optimizer that treats every element alone (SGD, "
@@ -50,13 +50,13 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-#: Optimizers that may step on parts of layers, and how many parameters they had when that was looked at.
+#: The optimizers that were checked before a step, with the number of parameters that they had then.
 _seen: weakref.WeakKeyDictionary[Optimizer, int] = host.per_process(weakref.WeakKeyDictionary)
 
 
 @functools.cache
 def look_at_steps() -> None:
-    """From now on an optimizer that was given parts of layers is tried out before its first step."""
+    """Check each optimizer that has parts of sharded layers before its first step from now on."""
     register_optimizer_step_pre_hook(_check_step)
 
 
@@ -70,7 +70,7 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _twins() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The same numbers and gradients, as tensors of some shapes and as flat parts across their borders."""
+    """Return the same values and gradients as whole parameters, and as flat parts across their borders."""
     generator = torch.Generator().manual_seed(1)
     count = sum(torch.Size(shape).numel() for shape in _SHAPES)
     values, gradients = torch.randn((2, count), generator=generator, device="cpu", dtype=torch.float32)
@@ -98,13 +98,16 @@ def _try_out(
     pattern: Mapping[str, object],
     parameters: list[nn.Parameter],
 ) -> None:
-    """Some steps of one like ``optimizer`` with the options of one group, on ``parameters``."""
+    """Make steps of a copy of ``optimizer`` on ``parameters``, with the options of the group ``given``.
+
+    ``pattern`` is the state of one of the group's parameters, or empty: the copy gets such states, too.
+    """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's, which steps with ``optimizer`` itself
+    twin.__dict__.pop("step", None)  # a scheduler has set it, to one that steps ``optimizer`` itself
     options = {name: _here(value) for name, value in given.items() if name not in {"params", "param_names"}}
     if "capturable" in options:
-        options["capturable"] = False  # for a device's graphs
+        options["capturable"] = False  # it is for graphs of a device, and the copy steps on the CPU
     twin.param_groups = [{**options, "params": parameters}]
     twin.state = defaultdict(dict)
     for hooks in [name for name in vars(twin) if name.endswith("_hooks")]:
@@ -117,7 +120,7 @@ def _try_out(
 
 
 def _alike(value: object, parameter: torch.Tensor) -> object:
-    """A state of ``parameter`` as it might be: of its shape, if ``value`` has that of its own parameter."""
+    """Return a state for ``parameter`` like ``value``: a number, or a tensor of the parameter's shape."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return _here(value)
     return torch.full_like(parameter, value.flatten()[0].item() if value.numel() else 0.0)

@@ -1,10 +1,10 @@
-"""Forwards that no backward has followed: what tells a step that one rank alone has left out.
+"""Forwards without a backward, by which ranks notice a step that only some of them left out.
 
-A rank that meets a loss which is not finite, and goes on with the next batch (``continue``), has made the
-same collectives as the others, but one step later: from then on the gradients of different steps are
-averaged, and nothing fails before the end. It has run a forward that no backward followed. Ranks that tell
-each other so find it out in the next reduction. Where every rank has run some, as with two forwards for one
-loss, they are meant.
+A rank that meets a loss which is not finite, and goes on with the next batch (``continue``), makes the same
+collectives as the others, but one step later. From then on gradients of different steps are averaged, and
+nothing fails before the end. But that rank has run a forward that no backward followed. The ranks tell each
+other whether they have, so they notice in the next reduction. If all ranks have run such forwards, as with
+two forwards for one loss, that is intended.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ __all__ = ["Forwards", "forwards_seen", "left_out"]
 
 
 class Forwards:
-    """Those of one module that is trained, with gradients; others are not followed by a backward anyway."""
+    """Counts the forwards of one module in training, with gradients: no backward follows other ones."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._open = 0  # forwards since the last gradient came
-        #: whether one had no backward since the last reduction, though a later one had
+        self._open = 0  # forwards since backward last brought a gradient
+        #: whether, since the last reduction, a forward had no backward although a later one had
         self.unanswered: bool = False
         self.handle: RemovableHandle = module.register_forward_pre_hook(self)
 
     def __call__(self, module: torch.nn.Module, _: object) -> None:
-        """A forward begins."""
+        """Count a forward that begins."""
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
             self._open += 1
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        """In a copy of the module, or a pickled one, there is nobody to count for."""
+        """Become a hook that does nothing in a copy of the module, or in a pickled one."""
         return _nobody, ()
 
     def answered(self) -> None:
-        """A gradient has come: of the latest forward. Those before it had no backward."""
+        """Note a gradient. It is of the latest forward, so earlier ones had no backward."""
         if self._open:
             self.unanswered = self.unanswered or self._open > 1
             self._open = 0
 
     def begin(self) -> None:
-        """Gradients were reduced: the next step begins."""
+        """Begin the next step: gradients were reduced."""
         self._open, self.unanswered = 0, False
 
 
 def forwards_seen(model: object) -> TypeGuard[torch.nn.Module]:
-    """Whether ``model`` is a module, and of Python: a compiled script takes no hooks."""
+    """Whether forwards of ``model`` can be counted: it is a module, and no script, which takes no hooks."""
     return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
 
 
@@ -65,7 +65,10 @@ def _ignore(module: object, inputs: object) -> None:
 
 
 def left_out(unanswered: Sequence[bool], reduction: int, lane: str, place: object) -> str:
-    """What is told at ``place`` where some ranks alone have run a forward without a backward; else ""."""
+    """Return the warning if some ranks, but not all, have run a forward without a backward; else "".
+
+    ``unanswered``: by rank, whether it has. ``place``: the line that awaits the gradients.
+    """
     ranks = [rank for rank, has in enumerate(unanswered) if has]
     if len(ranks) in (0, len(unanswered)):
         return ""
