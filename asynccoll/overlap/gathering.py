@@ -1,6 +1,8 @@
-"""One layer whose parameters are shared out: its parts, the whole of it, and the way back of its gradients.
+"""One layer whose parameters are divided among the ranks: its parts, gathering it, returning its gradients.
 
-Knows one layer at a time; the loop over them is ``layers``.
+A *shard* holds the parameters of one layer that have one dtype, as a flat tensor that is cut into one *part*
+per rank. A *pass* is one loop over the layers. ``layers`` has the loop itself, and ``turns`` says which
+backward will never come to a loop.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SAME_LOOPS = (
 
 
 class Shard:
-    """This rank's part of the parameters of one layer that have one dtype: a flat tensor and its plan."""
+    """This rank's part (``own``) of a layer's parameters of one dtype, and the layout of the whole."""
 
     def __init__(
         self, named: list[tuple[str, nn.Parameter]], rank: int, size: int, place: tuple[int, int]
@@ -56,7 +58,7 @@ class Shard:
         self.own: nn.Parameter = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
 
     def follow(self) -> None:
-        """Be frozen or unfrozen, if the layer's own parameters have been; refuse to be both."""
+        """Freeze or unfreeze the part, if all the layer's own parameters were; refuse if only some were."""
         changed = [x.requires_grad is not self._trained for x in self._parameters]
         if not any(changed):
             return
@@ -71,31 +73,31 @@ class Shard:
         self.own.requires_grad_(self._trained)
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat tensor of all ranks' parts that holds ``tensors``, one for each parameter."""
+        """Return a flat tensor of all ranks' parts with the values of ``tensors``, one per parameter."""
         flat = tensors[0].new_zeros(self.layout.elements)
         for place, x in zip(self.layout.cut(flat), tensors, strict=True):
             place.copy_(x.reshape(-1))
         return flat
 
     def join_like(self) -> torch.Tensor:
-        """A flat tensor of all ranks' parts, of zeros."""
+        """Return a flat tensor of all ranks' parts, of zeros."""
         return self.own.new_zeros(self.own.numel() * self.size)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor."""
+        """Return this rank's part of a flat tensor of all parts."""
         return flat.chunk(self.size)[self.rank]
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter, as a view of all ranks' parts."""
+        """Return a view of ``flat``, which has all ranks' parts, for each parameter."""
         places = self.layout.cut(flat)
         return [place.view(shape) for place, shape in zip(places, self.shapes, strict=True)]
 
 
 class Layer:
-    """One module without its parameters, and the shards that they are in."""
+    """One module whose parameters were emptied, and the shards that have them now."""
 
     def __init__(self, index: int, module: nn.Module, rank: int, size: int, owner: int = 0) -> None:
-        """``owner``: a number of the layers together, where several of them are gathered on one lane."""
+        """``owner``: the number of the ``ShardedLayers``, if several of them are gathered on one lane."""
         self.index = index
         self.owner = owner
         self.module = module
@@ -107,7 +109,7 @@ class Layer:
             Shard(x, rank, size, (index, place)) for place, x in enumerate(kinds.values())
         ]
         first = {id(parameter): own_name for own_name, parameter in module.named_parameters()}
-        #: every name of a parameter, and the one that it goes by here: tied ones have several
+        #: by each name of a parameter, the first of its names: tied ones have several
         self.names: dict[str, str] = {
             name: first[id(x)] for name, x in module.named_parameters(remove_duplicate=False)
         }
@@ -117,23 +119,23 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """As an ``nn.ModuleList`` of the layers would name it."""
+        """Its name in an ``nn.ModuleList`` of the layers."""
         return str(self.index)
 
     def let_go(self) -> None:
         """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
 
-        They keep a list of their own, so that all of the layer would live on, and the graph that gathered it.
+        They keep a list of the weights, which would keep the whole layer and the graph that gathered it.
         """
         for one in self._recurrent:
             for name, parameter in one.named_parameters(recurse=False):
                 setattr(one, name, parameter)
 
     def gathered(self, turns: Turns | None = None, **call: Any) -> Work[list[torch.Tensor]]:
-        """The flat tensors of all ranks' parts; each sends the number of the layer as well.
+        """Start to gather all ranks' parts; the result is a flat tensor for each shard.
 
-        Otherwise parts of two layers of one shape could be put together. ``turns``, of a loop that begins,
-        compares how far the ranks are.
+        Each rank sends the number of the layer as well, since parts of different layers could have one shape.
+        ``turns``: given for the first layer of a loop, where ranks compare how far their backwards have come.
         """
         standing = Standing() if turns is None else turns.standing()
         number = torch.tensor([[self.owner, self.index, *standing]], device=self.shards[0].own.device)
@@ -142,7 +144,7 @@ class Layer:
 
     def _checked(self, turns: Turns | None, found: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
         ((numbers, *flats),) = found.values()
-        # Elsewhere reading a number waits for the device.
+        # Checked on the CPU only: reading a number from a device waits for the device.
         rows = numbers.tolist() if numbers.device.type == "cpu" else []
         self._check([row[:2] for row in rows])
         if turns is not None:
@@ -166,7 +168,7 @@ class Layer:
         loop: Pass,
         scattering: Scattering,
     ) -> GatheredLayer:
-        """The layer with the parameters that ``flats`` hold, whose gradients go back to the shards."""
+        """Return the layer with the parameters in ``flats``, whose gradients will return to the shards."""
         tensors: Tensors = {}
         for shard, flat in zip(self.shards, flats, strict=True):
             tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat, loop)), strict=True)
@@ -176,7 +178,7 @@ class Layer:
 
 
 class GatheredLayer:
-    """A layer of ``ShardedLayers`` with all of its parameters, for as long as it is held: call it."""
+    """A layer of ``ShardedLayers`` with all of its parameters, while you hold it: call it."""
 
     def __init__(
         self, layer: Layer, parameters: Tensors, saving: AbstractContextManager[object], loop: Pass
@@ -190,7 +192,7 @@ class GatheredLayer:
 
     @property
     def parameters(self) -> Tensors:
-        """All of them by name, for as long as the layer is held."""
+        """All of its parameters by name."""
         if torch.is_grad_enabled():
             self._loop.used.add(self._layer)
         return self._parameters
@@ -204,11 +206,11 @@ class GatheredLayer:
 
 
 class _Returning:
-    """The gradients of one loop's layers on their way back, in the loop's reverse order on every rank.
+    """Sends the gradients of one loop's layers, in the loop's reverse order on every rank.
 
-    What autograd brings earlier than that waits, and what it does not bring at all (of a layer that this
-    rank has skipped, or before which it left the loop) is sent as zeros in the end. So ranks that used
-    different layers of one loop still send the same, one after the other.
+    A gradient that autograd brings earlier than that is held. For a layer to which autograd does not come
+    (this rank has skipped it, or left the loop before it), zeros are sent at the end. So ranks that used
+    different layers of one loop still make the same calls in the same order.
     """
 
     def __init__(self, loop: Pass, call: dict[str, Any]) -> None:
@@ -219,11 +221,11 @@ class _Returning:
         self.sent: list[tuple[Shard, Work[torch.Tensor]]] = []
 
     def bring(self, shard: Shard, gradient: torch.Tensor) -> None:
-        """Backward has come to this shard."""
+        """Take the gradient of this shard, to which backward has come."""
         self._arrived[shard] = gradient
 
     def send(self) -> bool:
-        """Send what is next in order as far as it is there; whether that was all."""
+        """Send the gradients that are next in order and have come; returns whether all are sent."""
         for shard in self._expected[len(self.sent) :]:
             if shard not in self._arrived:
                 return False
@@ -231,49 +233,52 @@ class _Returning:
         return True
 
     def send_all(self) -> None:
-        """Backward is over: send zeros for what it has not come to."""
+        """Send the rest at the end of backward, with zeros for shards to which it has not come."""
         for shard in self._expected[len(self.sent) :]:
             there = self._arrived.pop(shard, None)
             self._send(shard, shard.join_like() if there is None else there)
 
     def _send(self, shard: Shard, gradient: torch.Tensor) -> None:
         work = reduce_scatter(gradient.contiguous(), **self._call)
-        work.detach()  # should backward raise
+        work.detach()  # no warning if backward raises, and so nothing waits
         self.sent.append((shard, work))
         self.loop.turn.owes[self._call["lane"]] -= 1
 
 
 class _Running(dict["Pass", _Returning]):
-    """The loops that one backward has come to, in which order, and those that it gathers again."""
+    """The loops whose gradients one backward sends, in the order in which it came to them.
+
+    ``turns``: those of these loops, and of loops whose layers it has gathered again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.turns: list[Turn] = []
 
     def reached(self, loop: Pass, lane: str) -> None:
-        """It has come to this loop, whose gradients go back on ``lane``."""
+        """Note that backward has come to ``loop``, whose gradients are sent on ``lane``."""
         if loop.turn not in self.turns:
             loop.turn.reached(self, loop.owed(lane))
             self.turns.append(loop.turn)
 
 
 class Scattering:
-    """The gradients that one backward has started to send back to the shards.
+    """Sends gradients back to the shards while backward goes on.
 
-    Backward goes on meanwhile; autograd calls at its end, before ``backward()`` returns.
+    At the end of each backward, before ``backward()`` returns, autograd calls ``_end``, which waits for them.
     """
 
     def __init__(self, call: dict[str, Any], turns: Turns, spot: Spot) -> None:
-        """``spot``: where the layers were made."""
+        """``spot``: the line that made the layers."""
         self._call = call
         self.spot = spot
         self._turns = turns
-        #: by the backward that has come to them, in which order. Autograd holds them until its end: those of
-        #: a backward that raised, which never comes to it, go with it.
+        #: by autograd's number of a backward, what it sends. Only autograd's callback holds the values, until
+        #: the end of backward or until it raises.
         self._running: WeakValueDictionary[int, _Running] = WeakValueDictionary()
 
     def of(self, shard: Shard, flat: torch.Tensor, loop: Pass) -> torch.Tensor:
-        """``flat``, whose gradient will go back to ``shard``."""
+        """Return ``flat``, such that its gradient will be sent back to ``shard``."""
         if not (torch.is_grad_enabled() and shard.own.requires_grad):
             return flat
         whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, loop, self)  # type: ignore[no-untyped-call]
@@ -281,21 +286,24 @@ class Scattering:
 
     @property
     def lane(self) -> str:
-        """On which they go back."""
+        """The lane on which gradients are sent back."""
         return str(self._call["lane"])
 
     def send(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> None:
-        """Send the gradient of a whole flat tensor in its turn; the shard gets its part at the end."""
+        """Send the gradient of a whole flat tensor, in order; the shard gets its part at the end."""
         running = self.reached(loop)
         if loop not in running:
             running[loop] = _Returning(loop, self._call)
         running[loop].bring(shard, gradient)
-        for returning in running.values():  # one loop after the other
+        for returning in running.values():  # a loop sends nothing before the earlier ones have sent all
             if not returning.send():
                 break
 
     def reached(self, loop: Pass) -> _Running:
-        """The backward in which this is called, which has come to ``loop``."""
+        """Note that the backward that runs here has come to ``loop``; returns what it sends.
+
+        The first call in a backward refuses the rest of earlier ones that raised, and has ``_end`` called.
+        """
         backward = torch._C._current_graph_task_id()
         running = self._running.get(backward)
         if running is None:
@@ -306,10 +314,10 @@ class Scattering:
         return running
 
     def now(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient that is returned, or that keeps its graph.
+        """Wait for this rank's part of a gradient that is returned, or that keeps its graph, and return it.
 
-        With each the ranks compare which layers they have called. One that left a layer out would otherwise
-        be a layer ahead of the others, or wait in another set of layers than they do.
+        Before each, the ranks compare which layers they have called. A rank that left a layer out would
+        otherwise be a layer ahead of the others, or wait in another set of layers than they do.
         """
         own = torch.tensor([[*shard.place, *loop.uses()]], device=gradient.device)
         rows = all_gather(own, **self._call).wait().tolist()
@@ -348,7 +356,7 @@ def _accumulate(own: nn.Parameter, part: torch.Tensor) -> None:
 
 
 class _Scatter(torch.autograd.Function):
-    """The gathered parameters of a shard; their gradient goes back to where the shards are."""
+    """Passes the gathered parameters of a shard on; backward sends their gradient to the ranks' parts."""
 
     @staticmethod
     def forward(
@@ -359,8 +367,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: object) -> object:
-        # With create_graph=True, or in torch.autograd.grad.
         with on_behalf_of(ctx.scattering.spot):
+            # With create_graph=True, or in torch.autograd.grad: the gradient is needed here and now.
             if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
                 ctx.loop.turn.is_over = True
                 return ctx.scattering.now(ctx.shard, ctx.loop, grads[0]), None, None, None, None
@@ -372,13 +380,13 @@ def _is_returned(leaf: Any) -> bool:
     """Whether the gradient that reaches ``leaf`` is returned by ``torch.autograd.grad``, not accumulated."""
     try:
         torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # which is how torch says so
+    except RuntimeError:  # torch raises in this case
         return True
     return False
 
 
 class Pass:
-    """One loop over the layers, forward or backward: which comes after which."""
+    """One loop over the layers, from the first to the last or in reverse."""
 
     def __init__(
         self,
@@ -387,31 +395,31 @@ class Pass:
         again: dict[str, Any] | None,
         turns: Turns,
     ) -> None:
-        """``again``: group and lane where backward gathers the layers once more, if it does."""
+        """``again``: group and lane on which backward gathers the layers again; None if it does not."""
         self._layers = layers
         self._start = start
         self._call = again
         self._turns = turns
         self.turn: Turn
-        #: the layers that were gathered, and the shards of them that are to be differentiated, in order
+        #: the layers that were gathered, in order, and their shards for which gradients are expected
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
-        #: the layers that were called here, and whose backward may come
+        #: the layers that were called here with gradients, so that backward may come to them
         self.used: set[Layer] = set()
-        #: its layers that somebody has kept, and may call later
+        #: its gathered layers that are still referenced, and may be called later
         self.held: WeakSet[GatheredLayer] = WeakSet()
-        #: how many are gathered once more, the last first, and those of them that nobody has taken yet
+        #: how many layers backward has gathered again, the last first, and those not taken yet
         self._again = 0
         self._under_way: dict[Layer, Work[list[torch.Tensor]]] = {}
 
     def starts(self) -> Iterator[Callable[[], Work[Any]]]:
-        """What gathers each layer."""
+        """Return for each layer a function that starts to gather it."""
         return (partial(self._start, layer, self) for layer in self._layers)
 
     def expect(self, layer: Layer, lane: str) -> Turns | None:
-        """``layer`` is being gathered: a backward brings gradients on ``lane``, if autograd records now.
+        """Note that ``layer`` is being gathered; if autograd records, expect its gradients on ``lane``.
 
-        With the first the ranks compare how far they are.
+        Returns the loops' ``Turns`` for the first layer, with which the ranks compare how far they are.
         """
         begins = not self._gathered
         if begins:
@@ -424,14 +432,14 @@ class Pass:
         return self._turns if begins else None
 
     def uses(self) -> list[bool]:
-        """Of each layer by its number, whether it was called here."""
+        """By number of the layer, whether it was called here with gradients."""
         used = {layer.index for layer in self.used}
         return [index in used for index in range(len(self._layers))]
 
     def check_used(self) -> None:
-        """Refuse a loop that is over without a call of any layer, where other ranks may wait in backward.
+        """Refuse a loop that ends without a call of any layer: other ranks may wait for it in backward.
 
-        The last layer is held by the loop's own variable; who keeps more may be about to call them.
+        The loop's own variable holds the last layer. If more layers are held, they may be called later.
         """
         kept = len(self.held) > 1 or len(self._gathered) == 1
         if self.expected and not (self.used or kept) and self.expected[0].size > 1:
@@ -443,29 +451,30 @@ class Pass:
             )
 
     def regathering(self, layer: Layer, scattering: Scattering) -> Callable[[], list[torch.Tensor]] | None:
-        """What gathers the parameters of ``layer`` once more, if that is to be done."""
+        """Return a function that gathers the parameters of ``layer`` again, or None if they are kept."""
         return None if self._call is None else partial(self._regather, layer, self._call, scattering)
 
     def _regather(self, layer: Layer, call: dict[str, Any], scattering: Scattering) -> list[torch.Tensor]:
-        """The parameters of ``layer`` once more, for its backward; that of the layer before comes next.
+        """Gather the parameters of ``layer`` again for its backward, and return them.
 
-        Those after it that this rank has not needed are gathered as well, as other ranks may need them.
+        Starts to gather the layer before it, too, which backward needs next; and those after it that this
+        rank has not needed, as other ranks may need them.
         """
         together = scattering.reached(self).turns
         with on_behalf_of(scattering.spot):
             self._gather_down_to(self._gathered.index(layer) - 1, call)
-            # Not there: a second backward of the same graph.
+            # If it was taken already, this is a second backward of the same graph.
             work = self._under_way.pop(layer) if layer in self._under_way else layer.gathered(**call)
         with self._turns.waiting(self.turn, call["lane"], together):
             return work.wait()
 
     def owed(self, lane: str) -> Counter[str]:
-        """How many calls a backward makes that begins now, whose gradients go back on ``lane``; by lane."""
+        """By lane, how many calls a backward that begins now will make; gradients are sent on ``lane``."""
         gathers = {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
         return Counter({lane: len(self.expected), **gathers})
 
     def gather_rest(self) -> None:
-        """Backward is over: gather, in step with ranks that needed them, what was not needed here."""
+        """At the end of backward, gather the layers not needed here, in step with ranks that needed them."""
         if self._call is not None:
             self._gather_down_to(0, self._call)
             self._under_way.clear()
@@ -478,12 +487,12 @@ class Pass:
             self.turn.owes[call["lane"]] -= 1
 
 
-#: Index of a flat tensor, and shape, strides and offset there.
+#: The index of a flat tensor, and a view of it: shape, strides and offset.
 _Where = tuple[int, torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 class Resharding:
-    """Saves where in a flat tensor something was instead of saving it; backward gathers the tensor again."""
+    """Has autograd save, instead of views of flat tensors, where they were: backward gathers these again."""
 
     def __init__(self, flats: list[torch.Tensor], regather: Callable[[], list[torch.Tensor]]) -> None:
         self._addresses = {flat.untyped_storage().data_ptr(): index for index, flat in enumerate(flats)}
@@ -491,7 +500,7 @@ class Resharding:
         self._again: list[torch.Tensor] = []
 
     def saving(self) -> saved_tensors_hooks:
-        """The block in which what autograd saves of the flat tensors is not kept."""
+        """Return the block in which autograd keeps no view of the flat tensors."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor | _Where:

@@ -8,7 +8,7 @@
         optimizer.step()
 
 Parameters are put into buckets in reverse order, which is about the order in which backward reaches
-them. A bucket is reduced in place as soon as its last gradient is there and the buckets before it were
+them. A bucket is reduced in place as soon as it has all of its gradients and the buckets before it were
 sent, so that all ranks send the same buckets in the same order. Each ``.grad`` becomes a view of its
 bucket: nothing is copied back. The first bucket is small, so that sending begins early.
 
@@ -83,7 +83,7 @@ _OUT_OF_STEP = (
 
 _log = logging.getLogger("asynccoll.shift")
 
-#: Two reducers must not share a lane (their buckets could cross between ranks) or a parameter.
+#: The reducers in use. Two must not share a lane (their buckets could cross between ranks) or a parameter.
 _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
@@ -91,23 +91,23 @@ class GradientReducer(Companion):
     """Reduces the gradients of a model bucket by bucket, as backward makes them.
 
     ``overlap_gradients`` makes one. Once a step it is awaited as a ``Work`` is: ``await gradients``, or
-    ``gradients.wait()`` without a loop. What that promises: every ``.grad`` is the reduction of all
-    ranks', ready on the current device stream.
+    ``gradients.wait()`` without a loop. After that every ``.grad`` is the reduction of all ranks', ready on
+    the current device stream.
 
-    - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; where no
-      rank made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
+    - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; if no rank
+      made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
     - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates, and the sum is sent
       with the next backward outside of it. Without ``zero_grad`` the next gradients are added to those that
       are reduced already, as with DDP, for ``op="sum"`` too.
-    - **Start.** When it is made, all ranks get the parameters of the first rank (of a module also the
-      buffers). That waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
+    - **Start.** When the reducer is made, all ranks get the parameters of the first rank (and buffers, of a
+      module). That waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
     - **Later parameters**, added or unfrozen on every rank alike, take part from the next await on; so do
       those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``.
-    - **Errors.** If backward raises, awaiting completes the step with what there is, so that ranks stay
-      in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
-      ``InvalidArgumentError``, as does an optimizer's step. The await raises what a collective would; after a
-      cancelled or timed-out await the next one goes on with the same step.
-    - ``with`` (or ``async with``) closes it at the end; after ``close()`` backward is as it was.
+    - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
+      ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
+      ``InvalidArgumentError``, as does an optimizer's step. The await raises the errors of a collective;
+      after a cancelled or timed-out await the next one continues the same step.
+    - ``with`` (or ``async with``) closes it at the end; ``close()`` removes its hooks from backward.
 
     Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
     set. Reentrant checkpointing, which runs backward in pieces, is not supported, nor is
@@ -117,7 +117,7 @@ class GradientReducer(Companion):
     _use = "`await gradients` (or gradients.wait()) between backward and the optimizer's step"
     #: whether ``.grad`` may be set to None while it is being sent; else that is an error
     _may_be_gone = False
-    #: the calls that errors tell its user to write: one of an optimizer does not know that there is a reducer
+    #: the calls that errors name: the user of an optimizer does not know of its reducer
     _calls: Calls = BY_REDUCER
 
     def __init__(
@@ -156,7 +156,7 @@ class GradientReducer(Companion):
         # No other reducer of this rank may have this lane, or one of these parameters.
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         if (conflict := _conflict(*self._identity)) is not None:
-            # Raised here, and told to the peers: for them there may be no conflict, and they would wait.
+            # Raised here, and told to the peers: they may have no conflict, and would wait for this rank.
             refuse(conflict, group=group, lane=self._lane, name="overlap_gradients")
         self._buffers = module_with_buffers(model, broadcast_buffers)
         self._first_rank = first_rank(**self._tail()) if self._buffers is not None else 0
@@ -164,40 +164,42 @@ class GradientReducer(Companion):
             start_alike(model if isinstance(model, torch.nn.Module) else self._source(), **self._tail())
         self._limits = (first_bucket_bytes, bucket_bytes)
         self._buckets: list[Bucket] = []
-        # Of this step, one for each bucket that was sent, in order. A new list for every step: by it a waiter
-        # knows whether the step that it has waited for is still the current one.
+        # The works of the buckets sent in this step, in order. Each step has a new list, so that a waiter can
+        # tell whether the step that it waited for is still the current one.
         self._works: list[Work[torch.Tensor]] = []
-        self._buffer_works: list[Work[None]] = []  # of this step, awaited after those
+        self._buffer_works: list[Work[None]] = []  # of this step's buffers, awaited after the buckets
         self._syncing = True
-        #: counts changes of gradients: made by backward, zeroed by an optimizer of ours (``steps.Resumable``)
+        #: counts changes of gradients, by backward or by ``zero_grad`` of our optimizers
+        #: (``steps.Resumable``)
         self.news: int = 0
         self._sending = False  # whether backward has put a gradient into its bucket since the last reduction
         self._accumulated = False  # whether backward has run under no_sync since then
         self._has_stepped = False  # whether an optimizer has stepped since then
-        self._reductions = 0  # so far: what an optimizer does before the first one tells nothing
-        #: the calls of methods of its optimizer that nobody waits for
+        self._reductions = 0  # so far; optimizer steps before the first one are not compared between ranks
+        #: calls of its optimizer's methods that were never awaited
         self.forgotten: Forgotten = Forgotten()
-        #: reductions since the last ``stepped``, which optimizers of ours call; the same on every rank
+        #: reductions since the last ``stepped``, which our optimizers call; the same on every rank
         self.rounds: int = 0
-        # With several devices, several threads run one backward. Held until a bucket is issued, so that
-        # buckets go in order, also while the window waits for older ones: those end without it.
+        # With several devices, several threads run one backward. A thread holds this lock until it has issued
+        # a bucket, so that buckets are sent in order. It may hold it while the window waits for older
+        # buckets, since those end without the lock.
         self._lock = host.Lock()
         self._hooks: list[object] = []
         self._forwards = Forwards(model) if forwards_seen(model) else None
         if self._forwards is not None:
             self._hooks.append(self._forwards.handle)
-        self._tells = True  # of a step that was left out: the first time
+        self._tells = True  # whether to warn of a step that was left out: only once
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._add_parameters(parameters)
         _live[self] = None
         _hook_optimizers()
 
     def _tail(self) -> dict[str, Any]:
-        """The keyword arguments that end the signature of every operation."""
+        """Return group, lane and timeout, as keyword arguments for an operation."""
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
-        """Buckets for ``parameters``; the very first also carries ``marks``, by which ranks compare steps."""
+        """Return buckets for ``parameters``; the very first one also compares steps, by its ``marks``."""
         members = list(assign(parameters, first, limit))
         marks = [0 if self._buckets or index else len(self._marks()) for index in range(len(members))]
         return [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
@@ -216,7 +218,7 @@ class GradientReducer(Companion):
         return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.summed_over > 1 else ()
 
     def _add_new_parameters(self) -> None:
-        """The same for parameters that were added or unfrozen meanwhile: they take part from this step on."""
+        """Make buckets for parameters added or unfrozen since: they take part from this step on."""
         known = self._identity[2]
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
@@ -252,7 +254,7 @@ class GradientReducer(Companion):
 
     @contextmanager
     def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
-        """Send the buckets that are left, wait in the block, and get ready for the next step."""
+        """Send the remaining buckets, have the block wait for the works, and get ready for the next step."""
         works = self._send_all()
         try:
             yield works
@@ -263,14 +265,14 @@ class GradientReducer(Companion):
             if isinstance(error, PeerLostError):
                 self._calls.add_cure(error)
             raise
-        self.rounds += 1  # on every rank, also where the result is refused below
+        self.rounds += 1  # on every rank, even if the result is refused below
         try:
             self._adopt()
         finally:
             self._end_step(works)
 
     def _send_all(self) -> list[Work[torch.Tensor]]:
-        """Send the buckets that are left; the works of all."""
+        """Send the remaining buckets, and the buffers; returns the works of all buckets of this step."""
         with self._lock:
             self._add_new_parameters()
             for bucket in self._buckets[len(self._works) :]:
@@ -280,7 +282,7 @@ class GradientReducer(Companion):
             return self._works
 
     def _adopt(self) -> None:
-        """Check what was reduced, and make it the gradients."""
+        """Check the reduced gradients, and make them each parameter's ``.grad``."""
         first = self._buckets[0]
         # Only on the CPU: reading the marks from a device would wait for it.
         if isinstance(first, FlaggedBucket) and first.flat.device.type == "cpu":
@@ -291,10 +293,11 @@ class GradientReducer(Companion):
             bucket.adopt()
 
     def _marks(self) -> list[float]:
-        """One for each rank. This one's says whether an optimizer has stepped since the last reduction.
+        """Return one mark for each rank: this rank's own, and zeros. Summed, every rank gets all of them.
 
-        And, from the second reduction on, whether a forward had no backward: before the first one, some ranks
-        may have tried the model out. They are summed with the gradients, so every rank gets all of them.
+        The mark is 1 if an optimizer has stepped since the last reduction, plus 2 if a forward had no
+        backward. The latter is said from the second reduction on, as some ranks may first have tried the
+        model out.
         """
         forwards = self._forwards if self._reductions else None
         own, rank = (
@@ -304,14 +307,17 @@ class GradientReducer(Companion):
         return [float(own if index == rank else 0) for index in range(self._size)]
 
     def _check_marks(self, sums: list[int]) -> None:
-        """Refuse gradients of different steps: a rank has awaited once more than others, or not stepped."""
+        """Refuse gradients of different steps: only some ranks have stepped since the last reduction.
+
+        If only some ranks left a step out (``forwards``), warn once, on the group's first rank.
+        """
         stepped = [rank for rank, told in enumerate(sums) if told % 2]
         if 0 < len(stepped) < self._size:
             others = [rank for rank, told in enumerate(sums) if not told % 2]
             raise CollectiveMismatchError(_OUT_OF_STEP.format(stepped=stepped, others=others))
         if not self._tells:
             return
-        with on_behalf_of(self._spot):  # unless a line of the user's awaits the gradients here
+        with on_behalf_of(self._spot):  # the place if no line of the user's awaits the gradients
             place = caller(1).place
         if told := left_out([mark > 1 for mark in sums], self._reductions + 1, self._lane, place):
             self._tells = False
@@ -319,7 +325,7 @@ class GradientReducer(Companion):
                 _log.warning(told)
 
     def _end_step(self, ended: list[Work[torch.Tensor]]) -> None:
-        """Get ready for the next step, unless another waiter of this one has done so."""
+        """Get ready for the next step, unless another waiter of the same step has done so."""
         with self._lock:
             if self._works is ended:
                 self._works, self._buffer_works = [], []
@@ -334,7 +340,7 @@ class GradientReducer(Companion):
 
     @property
     def touched(self) -> bool:
-        """Whether backward has run here since the last reduction."""
+        """Whether backward has brought gradients on this rank since the last reduction."""
         return self._sending or self._accumulated
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
@@ -344,24 +350,27 @@ class GradientReducer(Companion):
             raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that ``optimizer`` steps, if it has parameters of ours: one of each group is looked up."""
+        """Note that ``optimizer`` steps, if it has our parameters: the last of each group is looked up."""
         if self._reductions:
             last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
             self._has_stepped = self._has_stepped or any(id(x) in self._identity[2] for x in last)
 
     def stepped(self) -> None:
-        """The parameters have been updated: the gradients from now on are of the next step."""
+        """Note that the parameters were updated: gradients from now on are of the next step."""
         self.rounds = 0
 
     # During backward
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
-        """The hook of a gradient that backward has accumulated, on a thread of backward."""
+        """Take a gradient that backward has accumulated, and send the buckets that are complete.
+
+        Called on a thread of backward.
+        """
         with self._lock:
             self.news += 1
             if self._forwards is not None:
                 self._forwards.answered()
-            # A second backward, whose gradients were added to what is being sent.
+            # A second backward, whose gradients were added to those being sent.
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if self._sending and (again or not self._syncing):
                 bucket.reported(index)
@@ -404,7 +413,8 @@ class GradientReducer(Companion):
         """A block in which backward accumulates gradients on this rank and sends nothing.
 
         Use it alike on every rank. The accumulated gradients are sent by the next backward outside of it, or
-        by the next await. Not between a backward outside of it and its await: those are being sent.
+        by the next await. A backward in it is refused between one outside of it and the await, while those
+        gradients are being sent.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -415,7 +425,7 @@ class GradientReducer(Companion):
     # Leaving
 
     def close(self) -> None:
-        """Remove the hooks, without waiting for what is in flight; gradients stay where they are."""
+        """Remove the hooks, without waiting for buckets in flight; gradients stay where they are."""
         self._unhook()
         _live.pop(self, None)
         for work in self._works:
@@ -449,7 +459,7 @@ def overlap_gradients(
     init_sync: bool = True,
     broadcast_buffers: bool | torch.nn.Module = False,
 ) -> GradientReducer:
-    """A ``GradientReducer`` for ``model``: backward sends its gradients, awaiting it ends the step.
+    """Return a ``GradientReducer`` for ``model``: backward sends gradients, and awaiting it ends the step.
 
     >>> gradients = ac.overlap_gradients(model)
     >>> loss.backward()                  # r0 has .grad 1.0, r1 has 3.0
@@ -461,29 +471,30 @@ def overlap_gradients(
     ``with gradients.no_sync():``. Every rank awaits once a step, also one that has no data for it. See
     ``help(ac.overlap.GradientReducer)`` for unused parameters, accumulation and errors.
 
-    On the CPU backward runs in the caller and holds the event loop; where other tasks are to go on
-    meanwhile, run it in a thread: ``await asyncio.to_thread(loss.backward)``.
+    On the CPU backward runs in the caller and blocks the event loop; if other tasks have to run meanwhile,
+    run it in a thread: ``await asyncio.to_thread(loss.backward)``.
 
     Args:
         model: a module, or its parameters; those with ``requires_grad`` take part. The same on every
             rank, in the same order.
-        op: ``"avg"``, or ``"sum"`` where the loss is already divided by the number of all samples.
+        op: ``"avg"``, or ``"sum"`` if the loss is already divided by the number of all samples.
         bucket_bytes, first_bucket_bytes: a bucket is closed once it has this size.
         group: whose gradients are reduced; as in every operation.
         lane: buckets are sent on the lane ``<lane>/backward``. Models that train side by side need
             one each.
         timeout: seconds for each bucket's reduction.
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are in flight.
-        reduce_dtype: what gradients are summed in, if not their own dtype: ``torch.float32`` loses nothing
-            of bfloat16 gradients to the number of ranks, and sends twice the bytes.
+        reduce_dtype: the dtype in which gradients are summed, if not their own: with ``torch.float32`` the
+        sum
+            of bfloat16 gradients loses no precision to the number of ranks, but twice the bytes are sent.
         init_sync: give all ranks the parameters and buffers of the group's first rank now, and check that
-            they have the same; this waits for the other ranks. ``False`` where that is done already, or
-            where tasks make reducers in another order on each rank.
+            they have the same ones; this waits for the other ranks. ``False`` if that is done already, or
+            if tasks make reducers in another order on each rank.
         broadcast_buffers: each await also gives all ranks the buffers of the first rank (running statistics),
-            as DDP does before each forward. The module that has them, where ``model`` is only its parameters.
+            as DDP does before each forward. Pass the module that has them if ``model`` is only parameters.
 
     Raises:
-        InvalidArgumentError: what was passed is neither a module nor parameters (an optimizer, say); the
+        InvalidArgumentError: ``model`` is neither a module nor parameters (an optimizer, say); the
             model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size is invalid; a reducer
             that is not closed has this lane or one of these parameters. From backward: ``create_graph=True``.
         CollectiveMismatchError: the ranks do not have the same parameters.
@@ -506,15 +517,15 @@ def overlap_gradients(
     )
 
 
-#: By name; also what optimizers that make a reducer take.
+#: The names of the options; optimizers that make a reducer take them, too.
 OPTIONS: tuple[str, ...] = tuple(inspect.signature(overlap_gradients).parameters)[1:]
 
 
 @functools.cache
 def _hook_optimizers() -> None:
-    """From now on any optimizer that steps raises if an await was forgotten. Once per process."""
+    """Have each optimizer that steps from now on raise if an await was forgotten. Once per process."""
     register_optimizer_step_pre_hook(_check_step)
-    # A scaler as well: what it writes to gradients does not raise their version, so the await could not tell.
+    # A scaler as well: its writes to gradients do not raise their versions, so the await could not tell.
     before_scaling(lambda _, optimizer, __: _check_awaited(optimizer))
 
 
@@ -537,7 +548,7 @@ def living() -> list[GradientReducer]:
 def _conflict(
     rank: int, lane: str, ids: set[int], but: GradientReducer | None = None
 ) -> InvalidArgumentError | None:
-    """Why a reducer cannot have this lane and these parameters: another one has the lane, or one of them."""
+    """Return the error if another reducer of this rank has this lane, or one of these parameters; or None."""
     if _shared(rank, lane, ids, but) is None:
         return None
     gc.collect()  # one that was dropped may still be in a reference cycle, on some ranks and not on others
@@ -564,7 +575,7 @@ def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) ->
 def _hook(
     reducer: weakref.ref[GradientReducer], bucket: Bucket, index: int
 ) -> Callable[[torch.Tensor], None]:
-    """What backward calls. It holds the reducer weakly, so that one that is dropped takes its hooks along."""
+    """Return the hook that backward calls. It refers weakly to the reducer, which may be dropped."""
 
     def arrived(_: torch.Tensor) -> None:
         alive = reducer()
@@ -575,7 +586,7 @@ def _hook(
 
 
 def _wait_each(works: list[Work[Any]], timeout: float | None) -> None:
-    """Wait for every one, then raise the first error in order."""
+    """Wait for all works, up to ``timeout`` in total, then raise the first error in order."""
     check_patience(timeout)
     deadline = host.monotonic() + (math.inf if timeout is None else timeout)
     first: Exception | None = None

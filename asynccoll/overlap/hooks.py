@@ -14,7 +14,10 @@ def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], N
 
 
 def before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Sequence[object]:
-    """Have ``hook`` called before backward adds to ``.grad``: the handle, and the node that it lives on."""
+    """Call ``hook`` before backward adds to ``.grad``; returns the handle, and the node that has the hook.
+
+    Keep the node, too: the hook is lost with it.
+    """
     with torch.enable_grad():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None

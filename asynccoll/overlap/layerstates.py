@@ -21,19 +21,22 @@ __all__ = ["load_optimizer_state", "load_parameters", "optimizer_state", "parame
 
 
 def _named(layers: Sequence[Layer]) -> Iterator[tuple[Shard, list[str]]]:
-    """Each shard, and the full names of the parameters in it."""
+    """Yield each shard with the full names of its parameters."""
     for layer in layers:
         for shard in layer.shards:
             yield shard, [f"{layer.name}.{name}" for name in shard.names]
 
 
 def _buffers(layer: Layer) -> dict[str, torch.Tensor]:
-    """Those that are saved, by their names in the layer."""
+    """Return the buffers that are saved, by their names in the layer."""
     return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
 
 
 def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Tensor]]:
-    """Parameters of the whole layers, and the buffers of the first rank, of which each has its own."""
+    """Gather the whole parameters, and broadcast the buffers of the group's first rank, all by name.
+
+    Ranks may have different buffers.
+    """
     found: dict[str, torch.Tensor] = {}
     for shard, names in _named(layers):
         flat = yield all_gather(shard.own.detach(), **call)
@@ -48,7 +51,7 @@ def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Te
 
 
 def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Take this rank's parts of them, and the buffers."""
+    """Set this rank's parts of the parameters, and the buffers, from ``state_dict``."""
     check_state(state_dict)
     for shard, names in _named(layers):
         for name, shape in zip(names, shard.shapes, strict=True):
@@ -67,7 +70,7 @@ def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tens
 def optimizer_state(
     layers: Sequence[Layer], optimizer: Optimizer, **call: object
 ) -> Steps[dict[str, object]]:
-    """The state of whole parameters by name, and the options of the parameter groups."""
+    """Gather the state of whole parameters by name; returns it with the options of the parameter groups."""
     of = {id(shard.own): (shard, names) for shard, names in _named(layers)}
     states: dict[str, State] = {}
     groups: list[dict[str, Any]] = []
@@ -82,7 +85,7 @@ def optimizer_state(
 
 
 def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give the optimizer this rank's part."""
+    """Give the optimizer this rank's part of ``state``, and the options of its groups."""
     check("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     check_state(state, "state", "param_groups")
     of = {id(shard.own): (shard, names) for shard, names in _named(layers)}

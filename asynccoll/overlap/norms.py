@@ -1,7 +1,6 @@
 """The norm of gradients of which each rank has a part, and clipping by it.
 
-Knows nothing of where the parts come from: the parts of all ranks together are the gradient, and none of
-it is on two ranks.
+The parts of all ranks together are the gradients, and no element is on two ranks. Knows nothing else of them.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ def agree_on_overflow(parts: Sequence[nn.Parameter], **call: Any) -> Steps[None]
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:
-    """A complex number counts as its two parts, here as in every norm of torch's."""
+    """Return a complex gradient as pairs of reals, others as they are."""
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _local(own: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """This rank's share: the largest magnitude, or the sum of the powers. In float64: powers overflow."""
+    """Return this rank's share: the largest magnitude, or the sum of the powers, in float64."""
     own = [x for x in own if x.numel()]
     if not own:
         return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -67,9 +66,9 @@ def _local(own: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _of_pieces(x: torch.Tensor, norm_type: float) -> Iterator[torch.Tensor]:
-    """Norms of ``x`` in pieces, as torch's over many float32 elements is inexact on the CPU.
+    """Yield the norms of pieces of ``x``, since torch's norm of many float32 elements is inexact on the CPU.
 
-    It is off by 6e-5 over 3 million, and parts are longer than the parameters whose norms one process takes.
+    Over 3 million it is off by 6e-5, and flat parts are longer than single parameters.
     """
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     flat, whole = x.reshape(-1), x.numel() // PIECE * PIECE
