@@ -1,11 +1,11 @@
-"""Layers whose parameters are shared out over the ranks, and fetched while the layer before computes.
+"""Layers of which each rank keeps a part of the parameters, gathered while the layer before computes.
 
     layers = ac.overlap.shard_layers(model.blocks, ahead=1)
     async for layer in layers:
         x = layer(x)
 
-Each rank keeps the n-th part of every layer. A loop over the layers gathers one while those before it
-compute. Gradients go back to the parts while backward goes on with the layers before.
+Of n ranks each keeps an n-th of every layer (its *part*). A loop over the layers gathers the next ones while
+one computes. Gradients are sent back to the parts while backward goes on with earlier layers.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (stage 3). Built on the public operations alone.
@@ -45,43 +45,44 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
 
-#: The lane of layers for which nobody has named one.
+#: The lane of layers that are given none.
 _LANE = "layers"
 _LOOP = (
     "layers that are shared out have their parameters in a loop alone, which fetches one while those before "
     "it compute: `async for layer in layers: x = layer(x)` (or a plain `for`)"
 )
-#: Layers of two that have one lane could be put together.
+#: The objects in use: two on one lane could gather parts of different layers together.
 _live: weakref.WeakKeyDictionary[ShardedLayers, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
 class ShardedLayers(nn.Module):
-    """Layers of which each rank keeps a part; ``shard_layers`` makes it.
+    """Layers of which each rank keeps a part; made by ``shard_layers``.
 
     ``async for layer in layers:`` (or ``for``) yields each with all of its parameters, in order, while the
     next ``ahead`` are gathered; ``reversed(layers)`` goes from the last to the first. ``parameters()`` are
     this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB);
-    buffers stay in the layers. ``train()`` and ``eval()`` are the layers' as well, and so are ``to()``,
-    ``double()`` and their like.
+    buffers stay in the layers. ``train()``, ``eval()``, ``to()``, ``double()`` and the like apply to the
+    layers as well.
 
-    - ``backward()`` sends each layer's gradients while it goes on with those before, and returns when those
-      of this rank's parts are complete: of the sum of all ranks' losses.
+    - ``backward()`` sends each layer's gradients while it goes on with earlier layers, and returns when the
+      gradients of this rank's parts are complete. They are those of the sum of all ranks' losses.
     - ``await clip_grad_norm_(max_norm)`` clips by the norm over all ranks.
     - **Checkpoints**: ``await full_state_dict()`` (parameters and buffers, named as in an ``nn.ModuleList``)
       and ``await full_optimizer_state(optimizer)`` are the same on every rank, and any number can load them.
-    - **Ranks must run the same loops** over the layers. The number of the layer goes with each gather: ranks
-      that are at different layers get ``CollectiveMismatchError`` (on the CPU; elsewhere looking would wait
-      for the device, and ``check="full"`` tells). A rank whose loop ended early, by ``break`` or an
-      exception, calls ``await finish_loop()``, which gathers the layers that are left, so that the ranks are
-      in step again; a backward that the others run has to be run there, too, or by nobody (agree on it with
+    - **Ranks must run the same loops** over the layers. Each gather sends the number of the layer: ranks
+      that are at different layers get ``CollectiveMismatchError`` (on the CPU; on a device, where this check
+      would have to wait, only with ``check="full"``). A rank whose loop ended early, by ``break`` or an
+      exception, calls ``await finish_loop()``, which gathers the remaining layers, so that the ranks are
+      in step again; a backward that the others run has to be run there, too, or on no rank (agree on it with
       ``await ac.all_reduce(succeeded, op="and")``).
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
-      Its backward has to come to one layer of the loop at least: a loop that is over without a call of any
+      Its backward has to come to at least one layer of the loop: a loop that ends without a call of any
       raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
-      empty batch (``loss = layer(x[:0]).sum()``). Where a rank's loss leaves the whole loop out, or its
-      backward raised, the others wait in theirs. Within seconds of that rank waiting, too, they get a
-      ``PeerRefusedError`` that names it, and so does it in its next loop. (Unless it waits elsewhere and
-      keeps the output of the loop, to which backward might come yet: then their timeout names it.)
+      empty batch (``loss = layer(x[:0]).sum()``). If a rank's loss does not depend on the loop, or its
+      backward raised, the others wait in theirs. Within seconds after that rank waits for something, too,
+      they get a ``PeerRefusedError`` that names it, and it gets one in its next loop. (Unless it waits
+      elsewhere and keeps the output of the loop, to which backward might yet come: then the others' timeout
+      error names it.)
 
     Each coroutine here has a twin without an event loop, called ``wait_...``.
     """
@@ -105,9 +106,9 @@ class ShardedLayers(nn.Module):
         emptied = list(nn.ModuleList(modules).parameters())
         if reshard_after_forward:
             _check_addresses(emptied)
-        # Not as submodules: their parameters are empty, and ours are the parts.
-        # Those without a lane of their own share one forward, where their number tells them apart; backward,
-        # whose order is autograd's, has one for each.
+        # The modules are not registered as submodules: their parameters are empty, and ours are the parts.
+        # Objects without a lane of their own share one lane for gathering, where ``owner`` tells them apart.
+        # Each has a lane of its own for backward, whose order autograd decides.
         of_backward = lane if lane is not None else new_lane(_LANE)
         owner = 0 if lane is not None else int(of_backward.removeprefix(_LANE))
         self._identity = get_rank(), lane
@@ -132,7 +133,7 @@ class ShardedLayers(nn.Module):
         _live[self] = None
 
     def _check_lane(self, group: GroupLike) -> None:
-        """Refuse a lane that other layers of this rank have; peers, who may have dropped theirs, are told."""
+        """Refuse a lane that other layers of this rank have; tells peers, which may have dropped theirs."""
 
         def taken() -> bool:
             return any(other._identity == self._identity for other in list(_live))
@@ -140,7 +141,7 @@ class ShardedLayers(nn.Module):
         _, lane = self._identity
         if lane is None or not taken():
             return
-        gc.collect()  # others that are dropped may be in a circle yet, on some ranks and not on others
+        gc.collect()  # others that were dropped may still be in a reference cycle, on some ranks only
         if taken():
             told = (
                 f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
@@ -155,7 +156,7 @@ class ShardedLayers(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedLayers:
-        """What ``to``, ``double`` and the like do: to the parts, and to what the layers hold besides."""
+        """Do what ``to``, ``double`` and the like do, to the parts and to the layers' buffers."""
         for layer in self._layers:
             layer.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -167,20 +168,20 @@ class ShardedLayers(nn.Module):
         return self
 
     def _share_out(self, emptied: Iterable[torch.Tensor] = ()) -> None:
-        """Have others know what must not be done with the parts."""
+        """Note the parts for the checks of other helpers, and of gradient scalers."""
         share_out(self.shards, emptied)
         if self._size > 1:
             scaled_together(self.shards)
 
     def forward(self, *_: object, **__: object) -> NoReturn:
-        """Refused: whoever loops over the layers calls each.
+        """Refused: loop over the layers, and call each.
 
         Raises:
-            InvalidCallError: always; it has the loop.
+            InvalidCallError: always; it shows the loop.
         """
         raise InvalidCallError(_LOOP)
 
-    if not TYPE_CHECKING:  # which tells by itself that there is none
+    if not TYPE_CHECKING:  # so that type checkers report an index
 
         def __getitem__(self, index: object) -> NoReturn:
             raise InvalidCallError(_LOOP)
@@ -212,7 +213,7 @@ class ShardedLayers(nn.Module):
         )
 
     def finish_loop(self) -> Pending[None]:
-        """Gather the layers that a loop which ended early has left out, as the other ranks do."""
+        """Gather the layers that remain of a loop which ended early, as the other ranks do."""
         return self._methods.pending("finish_loop", self._finish_loop)
 
     def _finish_loop(self) -> Steps[None]:
@@ -224,7 +225,7 @@ class ShardedLayers(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Pending[torch.Tensor]:
         """Scale the gradients down so that their norm over all parameters is at most ``max_norm``.
 
-        Returns the norm before. If it is not finite, the gradients become NaN on every rank.
+        Returns the norm before that. If it is not finite, the gradients become NaN on every rank.
         """
         check_norm(max_norm, norm_type)
         given = ("clip_grad_norm_", max_norm, norm_type)
@@ -232,9 +233,9 @@ class ShardedLayers(nn.Module):
         return self._methods.resumed(given, lambda: norms.clip(shards, max_norm, norm_type, **self._backward))
 
     def unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> Pending[None]:
-        """``scaler.unscale_(optimizer)``; all ranks agree on whether one of them overflowed.
+        """Call ``scaler.unscale_(optimizer)`` after all ranks have agreed on whether one of them overflowed.
 
-        Each rank sees its part of the gradients only, so this comes before each ``scaler.step(optimizer)``.
+        Each rank sees only its part of the gradients, so call this before each ``scaler.step(optimizer)``.
         """
         check_scaler(scaler)
         check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
@@ -250,9 +251,9 @@ class ShardedLayers(nn.Module):
     # Checkpoints
 
     def full_state_dict(self) -> Pending[dict[str, torch.Tensor]]:
-        """Parameters and buffers of the whole layers, the same on every rank; all of them call it together.
+        """Return parameters and buffers of the whole layers, the same on every rank; all call it together.
 
-        Named as those of an ``nn.ModuleList`` of the layers, which can load it.
+        The names are those of an ``nn.ModuleList`` of the layers, which can load it.
         """
         return self._methods.resumed(
             ("full_state_dict",),
@@ -260,7 +261,7 @@ class ShardedLayers(nn.Module):
         )
 
     def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take this rank's parts of the parameters of whole layers, and the buffers. Nothing is sent.
+        """Load this rank's parts from the parameters of whole layers, and the buffers. Nothing is sent.
 
         Raises:
             InvalidArgumentError: a parameter is missing, or has another shape.
@@ -268,9 +269,9 @@ class ShardedLayers(nn.Module):
         layerstates.load_parameters(self._layers, state_dict)
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Pending[dict[str, object]]:
-        """The state of ``optimizer``, which has our ``parameters()``, for whole parameters by name.
+        """Return the state of ``optimizer``, which has our ``parameters()``, for whole parameters by name.
 
-        The same on every rank; all of them call it together.
+        It is the same on every rank; all ranks call it together.
         """
         check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         return self._methods.resumed(
@@ -279,7 +280,7 @@ class ShardedLayers(nn.Module):
         )
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
-        """Give ``optimizer`` this rank's part of what ``full_optimizer_state`` has saved. Nothing is sent."""
+        """Give ``optimizer`` this rank's part of a state from ``full_optimizer_state``. Nothing is sent."""
         layerstates.load_optimizer_state(self._layers, optimizer, state)
 
 
@@ -292,7 +293,7 @@ def shard_layers(
     lane: str | None = None,
     reshard_after_forward: bool = False,
 ) -> ShardedLayers:
-    """Share the parameters of ``layers`` out over the ranks; a loop over them fetches ahead.
+    """Divide the parameters of ``layers`` among the ranks; a loop over the layers gathers ahead of use.
 
     >>> layers = ac.overlap.shard_layers(model.blocks, ahead=1)
     >>> optimizer = torch.optim.AdamW(layers.parameters())       # of this rank's parts
@@ -300,8 +301,8 @@ def shard_layers(
     ...     x = layer(x)                                         # the next layer is on its way
     >>> (loss_fn(x, y) / ac.get_world_size()).backward()
 
-    The ranks start from the same parameters (``broadcast_parameters``). The layers are taken over: their own
-    parameters are empty afterwards. Gradients are those of the sum of all ranks' losses, so divide by the
+    The ranks have to start from the same parameters (``broadcast_parameters``). Afterwards the layers' own
+    parameters are empty. Gradients are those of the sum of all ranks' losses, so divide by the
     number of ranks for a mean. In training a layer's full parameters live until its backward; without
     gradients (``torch.no_grad()``), and with ``reshard_after_forward``, until the loop goes on, which bounds
     memory to ``ahead + 1`` layers.
@@ -310,14 +311,15 @@ def shard_layers(
         layers: modules that share no parameters.
         ahead: how many layers are gathered while one is used.
         group: as in every operation.
-        lane: backward communicates on ``<lane>/backward``. Without one each object has its own there; ranks
-            make theirs in the same order.
+        lane: backward communicates on ``<lane>/backward``. Without ``lane`` each object gets a lane of its
+        own
+            for backward; ranks have to make such objects in the same order.
         reshard_after_forward: do not keep a layer's full parameters for its backward, but gather them again
             there, on ``<lane>/again/backward``: less memory for half as much more communication.
 
     Raises:
-        InvalidArgumentError: two layers share a parameter, or its memory, or one that is shared out already;
-            ``ahead`` cannot be; this rank is not in ``group``; other layers have this lane.
+        InvalidArgumentError: two layers share a parameter or memory; a parameter is sharded already;
+            ``ahead`` is invalid; this rank is not in ``group``; other layers have this lane.
     """
     return ShardedLayers(
         layers, ahead=ahead, group=group, lane=lane, reshard_after_forward=reshard_after_forward
@@ -325,7 +327,7 @@ def shard_layers(
 
 
 class _Loop(prefetch[GatheredLayer]):
-    """The layers of one loop, of which one at least is called."""
+    """Yields the layers of one loop; at its end refuses that none was called (``Pass.check_used``)."""
 
     def __init__(self, one: Pass, starts: Iterator[Callable[[], Work[GatheredLayer]]], *, ahead: int) -> None:
         super().__init__(starts, ahead=ahead)
@@ -338,19 +340,19 @@ class _Loop(prefetch[GatheredLayer]):
         return work
 
     def _explain(self, error: CollectiveMismatchError) -> None:
-        """Some backends have told the calls apart themselves, and not the layers."""
+        """Add the advice, if the error is of a backend that compares calls, and knows nothing of layers."""
         if SAME_LOOPS not in str(error):
             error.args = (f"{error}\n{SAME_LOOPS}",)
 
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
-    """Gather one layer of a loop."""
+    """Start to gather one layer of a loop."""
     compared = loop.expect(layer, scattering.lane)
     return layer.gathered(compared, **call).map(lambda flats: layer.filled(flats, loop, scattering))
 
 
 def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The layers, unless these are something else, such as the model that has them."""
+    """Return the layers as a list; refuse anything else, such as the model that has them."""
     iterable = isinstance(layers, Iterable) and not isinstance(layers, (torch.Tensor, torch.optim.Optimizer))
     modules = list(layers) if iterable else []
     if not iterable or not all(isinstance(one, nn.Module) for one in modules):
@@ -362,7 +364,7 @@ def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:
-    """What autograd has saved of a layer's full parameters is known by its address."""
+    """Refuse parameters without addresses, by which views of a layer's parameters are found in backward."""
     if not all(map(has_memory, parameters)):
         raise InvalidArgumentError(
             "reshard_after_forward=True knows parameters in backward by their addresses, and those of an "

@@ -1,4 +1,4 @@
-"""What the ranks start from: parameters and buffers of the first of them."""
+"""Broadcasting parameters and buffers, so that all ranks start from those of the first one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def broadcast_parameters(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:
-    """Parameters and buffers of ``model`` as ``src`` has them, on every rank: before training begins.
+    """Give every rank the parameters and buffers of ``model`` that ``src`` has: before training begins.
 
-    Once awaited (until then the model must be left alone) they are overwritten in place. They are sent
+    They are overwritten in place when the work is awaited; leave the model alone until then. They are sent
     in few large messages.
     """
     given = model if isinstance(model, torch.nn.Module) else tensors_of(model)
@@ -39,22 +39,22 @@ def broadcast_parameters(
 
 
 def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: object) -> Work[None]:
-    """The same of the buffers alone; ``tail``: group, lane and timeout."""
+    """Give every rank the buffers of ``model`` that ``src`` has. ``tail``: group, lane and timeout."""
     return _broadcast([x.detach() for x in model.buffers()], src=src, **tail)
 
 
 def first_rank(**tail: Any) -> int:
-    """The first rank of the group, as the world counts."""
+    """Return the global rank of the group's first rank."""
     return 0 if tail.get("group") is None else all_gather(get_rank(), **tail).wait()[0]
 
 
 def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) -> None:
-    """Give every rank what the first rank of the group has; blocks until it is there, as DDP does.
+    """Give every rank the tensors of the group's first rank; blocks until they have arrived, as DDP does.
 
-    Parameters and buffers of a module, or the tensors given. ``tail``: group, lane and timeout.
+    The tensors are a module's parameters and buffers, or those given. ``tail``: group, lane and timeout.
 
     Raises:
-        CollectiveMismatchError: on every rank, if they have not the same tensors in the same layouts.
+        CollectiveMismatchError: on every rank, if the ranks' tensors differ in number, order or layout.
     """
     if get_world_size(tail.get("group")) == 1:
         return
@@ -64,7 +64,10 @@ def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) ->
 
 
 def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-    """The parameters and buffers of a module with their names, or the tensors given with their numbers."""
+    """Return the names and tensors of a module, or numbers and tensors of a list.
+
+    Waits for tensors that a sharded optimizer has sent.
+    """
     if isinstance(model, torch.nn.Module):
         pairs = [*model.named_parameters(), *model.named_buffers()]
     else:
@@ -79,7 +82,7 @@ def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tens
 
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
-    # A model without any (no buffers, say) sends an empty tensor, as every rank of it does.
+    # Without any tensors (a model without buffers, say) every rank sends an empty one.
     received = broadcast(tensors or [torch.empty(0, device="cpu")], **call)
     return received.map(lambda values: _overwrite(tensors, values[: len(tensors)]))
 
@@ -93,7 +96,10 @@ def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _check_layouts(tensors: list[torch.Tensor], **tail: Any) -> None:
-    """Buckets are summed element by element in memory, so strides have to agree, and not shapes alone."""
+    """Refuse tensors whose layouts differ between ranks.
+
+    Strides have to agree, not only shapes, since buckets are summed element by element in memory order.
+    """
     layouts = [(list(x.shape), list(x.stride()), str(x.dtype)) for x in tensors]
     elements = sum(x.numel() for x in tensors)
     digest = hashlib.sha256(repr(layouts).encode()).hexdigest()

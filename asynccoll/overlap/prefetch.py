@@ -1,4 +1,4 @@
-"""Results that are on their way before a loop comes to them."""
+"""Operations that are started before a loop needs their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in ac.overlap.prefetch(...)`
-    """The results of operations, in order; while one is used, the next ``ahead`` are under way.
+    """Yields the results of operations, in order; while one is used, the next ``ahead`` are in flight.
 
     >>> starts = (partial(ac.all_gather, shard) for shard in shards)
     >>> async for full in ac.overlap.prefetch(starts, ahead=2):
@@ -25,8 +25,8 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
 
     ``starts`` are functions that start one operation each; they are called in order, from the task (with
     ``for``, the thread) that runs the loop, so ranks that run the same loop start them in the same order.
-    Results are not held: what the loop lets go of is free. A loop that is left early leaves what was
-    started to itself.
+    Results are not kept: once the loop drops one, its memory is free. If the loop is left early, operations
+    that were started run on, and nothing waits for them.
     """
 
     @fitting
@@ -62,13 +62,13 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
             self._detach()
 
     def _next(self) -> tuple[Work[T]] | None:
-        """The work whose result is wanted now, with those after it started."""
+        """Start up to ``ahead`` operations after the next; returns the next work in a tuple, or None."""
         for start in islice(self._starts, self._ahead + 1 - len(self._out)):
             self._out.append(_started(start))
         return (self._out.popleft(),) if self._out else None
 
     def _explain(self, error: CollectiveMismatchError) -> None:
-        """Add to the error of ranks that started different operations what to do about it."""
+        """Add advice to the error of ranks that started different operations, in subclasses."""
 
     def _detach(self) -> None:
         for work in self._out:
@@ -84,6 +84,6 @@ def _started(start: Callable[[], Work[T]]) -> Work[T]:
 
 
 def check_ahead(ahead: object) -> None:
-    """``ahead`` is a number of operations."""
+    """Check that ``ahead`` is a number of operations."""
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
         raise InvalidArgumentError(f"ahead must be an int of 0 or more, got {ahead!r}")

@@ -1,6 +1,7 @@
-"""What comes before a gradient scaler unscales gradients, or steps: torch has hooks for optimizers alone.
+"""Hooks before a gradient scaler unscales gradients or steps; torch has hooks only for optimizers.
 
-And one such check: of parts of layers each rank sees its own, and all have to skip a step if one overflowed.
+One such check is here, too: each rank sees only its own parts of sharded layers, but all ranks have to skip a
+step if a gradient of one overflowed.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from asynccoll.errors import InvalidArgumentError
 __all__ = ["agreed", "before_scaling", "scaled_together"]
 
 T = TypeVar("T")
-#: Of a scaler and an optimizer; and whether it is to step.
+#: Called with a scaler, an optimizer, and whether the scaler steps (else it unscales).
 Check = Callable[[GradScaler, Optimizer, bool], None]
 
-#: Parts of which other ranks have others, by their ids; optimizers on whose overflows the ranks agree.
+#: This rank's parts of sharded layers, by their ids.
 _parts: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+#: The optimizers for whose next step the ranks have agreed on whether a gradient overflowed.
 _agreed: weakref.WeakSet[Optimizer] = host.per_process(weakref.WeakSet)
 
 
 def before_scaling(check: Check) -> None:
-    """From now on have ``check`` called before a scaler uses the gradients of one of torch's optimizers."""
+    """Call ``check`` from now on before a scaler uses the gradients of one of torch's optimizers."""
     GradScaler.unscale_ = _checked(GradScaler.unscale_, check, False)  # type: ignore[method-assign]
     GradScaler.step = _checked(GradScaler.step, check, True)  # type: ignore[method-assign]
 
@@ -37,7 +39,7 @@ def before_scaling(check: Check) -> None:
 def _checked(method: Callable[..., T], check: Check, steps: bool) -> Callable[..., T]:
     @functools.wraps(method)
     def checked(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> T:
-        if issubclass(type(optimizer), Optimizer):  # else one of ours, which tell better
+        if issubclass(type(optimizer), Optimizer):  # else it is one of ours, which raise a better error
             check(scaler, optimizer, steps)
         return method(scaler, optimizer, *args, **kwargs)
 
@@ -45,13 +47,13 @@ def _checked(method: Callable[..., T], check: Check, steps: bool) -> Callable[..
 
 
 def scaled_together(parts: Iterable[torch.Tensor]) -> None:
-    """Refuse to scale these by a scaler before the ranks have ``agreed`` on whether one overflowed."""
+    """Have scalers refuse optimizers of these ``parts`` until the ranks ``agreed`` on an overflow."""
     _parts.update((id(x), x) for x in parts)
     _look_at_scalers()
 
 
 def agreed(optimizer: Optimizer) -> None:
-    """A gradient that overflowed on one rank has done so on all, until the optimizer's next step."""
+    """Note that the ranks have agreed on whether a gradient overflowed, until the optimizer's next step."""
     _agreed.add(optimizer)
 
 
