@@ -1,4 +1,4 @@
-"""What a method that waits several times returns: ``await`` it, or call ``wait()``."""
+"""``Pending``: the result of a method that waits several times. ``await`` it, or call ``wait()``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class Pending(NotItsResult, Generic[T]):
-    """A step of an optimizer, say: it begins when it is waited for, and its result is the method's.
+    """The call of a method, such as an optimizer's step, that begins when it is waited for.
 
-    - ``await pending``, on asyncio or trio, or ``pending.wait()`` without an event loop. Later waits get the
-      same result; one after a cancelled or timed-out wait goes on with what is left.
-    - Never waited for, it has done nothing: it warns (``UnawaitedWorkWarning``) when it is dropped, and the
-      next call on its object, or the next backward, raises ``InvalidArgumentError``. Both name the line.
+    - ``await pending``, on asyncio or trio, or ``pending.wait()`` without an event loop, gives the method's
+      result. Later waits give the same one; a wait after a cancelled or timed-out one continues the call.
+    - If it is never waited for, it does nothing: it warns (``UnawaitedWorkWarning``) when it is dropped, and
+      the next call on its object, or the next backward, raises ``InvalidArgumentError``. Both name the line.
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Pending(NotItsResult, Generic[T]):
     )
 
     def __init__(self, forgotten: Forgotten, called: str, cure: str, begin: Callable[[], Steps[T]]) -> None:
-        """``called``: the method, as a user writes it; ``cure``: how it is waited for."""
+        """``called``: the method, as a user writes it; ``cure``: the code that waits for it."""
         self._begun = self._is_told = False
         self._forgotten = forgotten
         self._called = called
@@ -61,14 +61,14 @@ class Pending(NotItsResult, Generic[T]):
         return self._result[0]
 
     def wait(self) -> T:
-        """The same without an event loop."""
+        """Wait without an event loop, and return the method's result."""
         self._begun = True
         if self._result is None:
             self._result = (run_blocking(self._begin()),)
         return self._result[0]
 
     def unawaited(self) -> str:
-        """That nobody has waited for it, if so, and how to."""
+        """Return the text of the error if it was never waited for, with the cure; else ""."""
         if self._begun:
             return ""
         place = self._spot.place
@@ -87,26 +87,26 @@ class Pending(NotItsResult, Generic[T]):
 
 
 class Forgotten:
-    """The calls of one object's methods that nobody has waited for."""
+    """The calls of one object's methods that were never waited for."""
 
     __slots__ = ("_latest", "told")
 
     def __init__(self) -> None:
-        #: what to tell of one that was dropped
+        #: the text of the error for a call that was dropped, or ""
         self.told: str = ""
         self._latest: Callable[[], Pending[Any] | None] = _none
 
     def made(self, pending: Pending[Any]) -> None:
-        """This one may come to be forgotten."""
+        """Note ``pending`` as the latest call."""
         self._latest = weakref.ref(pending)
 
     def dropped(self) -> str:
-        """What to tell of one that was dropped, once; empty if there is none."""
+        """Return the text of the error for a call that was dropped, once; "" if there is none."""
         told, self.told = self.told, ""
         return told
 
     def last(self) -> str:
-        """The same also of the latest, which somebody may have kept."""
+        """As ``dropped``; also for the latest call, if it is still referenced and was not waited for."""
         told = self.dropped()
         latest = self._latest()
         if told or latest is None:
@@ -116,7 +116,7 @@ class Forgotten:
 
 
 def _none() -> None:
-    """Before there is a call."""
+    """Return None: there was no call yet."""
 
 
 class Methods(Resumable):
@@ -130,19 +130,19 @@ class Methods(Resumable):
         news: Callable[[], object] = lambda: None,
         forgotten: Forgotten | None = None,
     ) -> None:
-        """``of``: the object's class; ``name``: what users call it; ``forgotten``: where others look, too."""
+        """``of``: the object's class; ``name``: the name users give it; ``forgotten``: shared with others."""
         super().__init__(whose, news)
         self._of = of
         self._name = name
         self._forgotten = forgotten or Forgotten()
 
     def resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Pending[T]:
-        """The waits of the method with these arguments, or what was left of them."""
+        """Return the call of a method with arguments, ``name``: it continues one that was cut short."""
         takes = any(given is not None for given in name[1:])
         return self._pending(name[0], takes, lambda: self.steps(name, begin))
 
     def pending(self, name: object, begin: Callable[[], Steps[T]]) -> Pending[T]:
-        """The waits of the method, which goes on by itself where it was left."""
+        """Return the call of a method whose ``begin`` itself continues where it was cut short."""
         return self._pending(name, False, begin)
 
     def _pending(self, name: object, takes_arguments: bool, begin: Callable[[], Steps[T]]) -> Pending[T]:

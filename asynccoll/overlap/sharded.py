@@ -1,13 +1,13 @@
-"""An optimizer of which each rank does its part: gradients scattered, parameters gathered ahead of use.
+"""An optimizer whose work is divided among the ranks: gradients scattered, parameters gathered before use.
 
     optimizer = ac.overlap.shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     for x, y in loader:
         optimizer.zero_grad()
-        loss_fn(model(x), y).backward()    # buckets leave, and each rank gets its n-th of their average
+        loss_fn(model(x), y).backward()    # sends buckets; each of n ranks gets an n-th of their average
         await optimizer.step()             # updates that part, and sends it to the others
                                            # ... each module's forward waits for its own parameters
 
-A step costs the bytes of one all_reduce, and an n-th of the optimizer's state and arithmetic.
+A step sends the bytes of one all_reduce, and needs an n-th of the optimizer's state and arithmetic.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (stage 1). Built on the public operations alone.
@@ -57,29 +57,30 @@ __all__ = ["ShardedOptimizer", "shard_optimizer"]
 
 
 class ShardedOptimizer(Wrapping):
-    """An optimizer whose state and arithmetic are shared out over the ranks; ``shard_optimizer`` makes it.
+    """An optimizer whose state and arithmetic are divided among the ranks; made by ``shard_optimizer``.
 
-    What is awaited here is waited for by ``wait()`` without an event loop: ``optimizer.step().wait()``.
+    Without an event loop, call ``wait()`` on what is awaited here: ``optimizer.step().wait()``.
 
     - ``await step()`` waits for this rank's part of the gradients, updates its part of the parameters and
-      starts sending it. Each module's forward, and its ``state_dict()``, wait for the parameters that it has.
-      What reads them elsewhere (a weight used without its module's forward) comes after
+      starts sending it. Each module's forward, and its ``state_dict()``, wait for the module's parameters.
+      Before other code reads them (a weight used without its module's forward),
       ``await optimizer.gathered()``.
     - ``await step(closure)`` runs ``closure`` (zero_grad, forward, backward) first and returns its loss.
     - ``await clip_grad_norm_(max_norm)`` before it clips by the norm over all ranks.
     - With a gradient scaler: ``scaler.scale(loss).backward()``, ``await unscale_(scaler)`` if you clip,
       ``await step(scaler=scaler)``, ``scaler.update()``. An overflow on one rank skips the step on all.
-    - Gradients gather until ``zero_grad()`` (or the model's), as in torch. To leave a step out after
+    - Gradients accumulate until ``zero_grad()`` (or the model's), as in torch. To leave a step out after
       ``reduced()`` or ``clip_grad_norm_()``, zero the gradients, or call ``skip()``; the same on every rank.
-    - Its parts, for code of yours between them: ``await reduced()``, ``wrapped.step()``, ``gather()``. Once
-      reduced, the gradients are in ``wrapped.param_groups``, and ``.grad`` of the model's parameters is zero.
-    - ``wrapped`` is the optimizer, of flat parts: one parameter per bucket. Its
-      ``state_dict()`` is this rank's part; ``await full_state_dict()`` is that of the whole optimizer, which
-      any number of ranks can load.
+    - A step is ``await reduced()``, ``wrapped.step()`` and ``gather()``: call these to put code between them.
+      Once reduced, the gradients are in ``wrapped.param_groups``, and ``.grad`` of the model's
+      parameters is zero.
+    - ``wrapped`` is the optimizer. Its parameters are flat parts, one per bucket, and its
+      ``state_dict()`` is that of this rank's parts; ``await full_state_dict()`` is that of the whole
+      optimizer, which any number of ranks can load.
     - A parameter that no rank used has a gradient of zeros here, not None.
 
-    ``close()`` (or leaving a ``with`` or ``async with`` block) takes the hooks away; the parameters stay
-    complete.
+    ``close()`` (or leaving a ``with`` or ``async with`` block) removes the hooks; the parameters are complete
+    afterwards.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
@@ -87,7 +88,7 @@ class ShardedOptimizer(Wrapping):
         names = _check(model, optimizer)
         lane = options.setdefault("lane", "sharded")
         self.wrapped = optimizer
-        #: the optimizer's own parameters, in its order: what a whole state is numbered by
+        #: the optimizer's original parameters, by group; a whole state numbers them in this order
         self._groups = [list(given["params"]) for given in optimizer.param_groups]
         self._parameters = list(chain.from_iterable(self._groups))
         if options.pop("init_sync", True):
@@ -105,7 +106,7 @@ class ShardedOptimizer(Wrapping):
             gradients.forgotten,
         )
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
-        self._agreed = False  # on whether a gradient overflowed
+        self._agreed = False  # whether the ranks have agreed on whether a gradient overflowed
         self._tail: dict[str, object] = {
             "group": options.get("group"),
             "lane": backward_lane(f"{lane}/parameters"),
@@ -119,7 +120,10 @@ class ShardedOptimizer(Wrapping):
         self._unhook.atexit = False
 
     def _take_over(self, states: dict[Any, State]) -> None:
-        """Give the optimizer this rank's parts in place of the parameters and of their ``states``."""
+        """Replace the optimizer's parameters by this rank's parts, and its state by that of the parts.
+
+        ``states``: the state of whole parameters, by parameter.
+        """
         self._of_frozen = {x: state for x, state in states.items() if not x.requires_grad}
         parts: defaultdict[Any, State] = defaultdict(dict)
         for index, given in enumerate(self.wrapped.param_groups):
@@ -137,7 +141,7 @@ class ShardedOptimizer(Wrapping):
     # Once a step
 
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
-        """Update this rank's part once its gradients are there, and start sending it."""
+        """Wait for the gradients of this rank's part, update it, and start sending it."""
         check_step(closure, scaler)
         return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
 
@@ -157,7 +161,7 @@ class ShardedOptimizer(Wrapping):
         return loss
 
     def reduced(self) -> Pending[None]:
-        """Wait until this rank's part of the gradients is that of the average; as often on every rank."""
+        """Wait until this rank's part of the gradients is reduced. Call it equally often on every rank."""
         return self._methods.resumed(("reduced",), self._reduce)
 
     def _reduce(self) -> Steps[None]:
@@ -167,10 +171,10 @@ class ShardedOptimizer(Wrapping):
             return
         self._agreed = False
         yield self.gradients
-        yield from self.gradients.gathered()  # what no forward has waited for
+        yield from self.gradients.gathered()  # for parameters that no forward has waited for
 
     def _check_parameters(self) -> None:
-        """Refuse what has changed since the sharding: no rank would train it, or all that is frozen."""
+        """Refuse parameters that changed since the sharding: they would not be trained, or though frozen."""
         for name, (parameter, trained) in self._named.items():
             if parameter.requires_grad is not trained:
                 was, change = ("frozen", "unfreeze") if parameter.requires_grad else ("trained", "freeze")
@@ -194,7 +198,7 @@ class ShardedOptimizer(Wrapping):
                 raise _added(list(strange[0].shape))
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: parameters are shared out when the optimizer is sharded."""
+        """Refused: the parameters are divided among the ranks once, when the optimizer is sharded."""
         check("param_group", param_group, Mapping, "a dict")
         given = param_group.get("params", [])
         first = given if isinstance(given, torch.Tensor) else next(iter(given), torch.empty(0, device="cpu"))
@@ -212,7 +216,7 @@ class ShardedOptimizer(Wrapping):
         self.gradients.stepped()
 
     def gather(self) -> None:
-        """Start sending this rank's part of the parameters, those of the first layers first."""
+        """Start sending this rank's parts of the parameters, those of the first layers first."""
         self._methods.check_complete("gather()")
         self._gather()
 
@@ -221,11 +225,11 @@ class ShardedOptimizer(Wrapping):
         self.gradients.stepped()
 
     def gathered(self) -> Pending[None]:
-        """Wait until every parameter is that of the last step."""
+        """Wait until every parameter has the value of the last step."""
         return self._methods.pending("gathered", self.gradients.gathered)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters, or make them zeros."""
+        """Set the gradients of all parameters to None, or to zeros."""
         self.gradients.news += 1
         for bucket in self.gradients.buckets:
             for parameter in bucket.parameters:
@@ -243,7 +247,7 @@ class ShardedOptimizer(Wrapping):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Pending[torch.Tensor]:
         """Scale the gradients down so that their norm over all parameters is at most ``max_norm``.
 
-        Returns the norm before. If it is not finite, the gradients become NaN on every rank, so that a
+        Returns the norm before that. If it is not finite, the gradients become NaN on every rank, so that a
         gradient scaler skips the step on all of them.
         """
         check_norm(max_norm, norm_type)
@@ -257,7 +261,7 @@ class ShardedOptimizer(Wrapping):
         return norm
 
     def unscale_(self, scaler: object) -> Pending[None]:
-        """``scaler.unscale_`` of this rank's part; all ranks agree on whether one of them overflowed."""
+        """Call ``scaler.unscale_`` for this rank's parts, once all ranks agreed on whether one overflowed."""
         check_scaler(scaler)
         return self._methods.resumed(("unscale_", scaler), lambda: self._unscale(scaler))
 
@@ -275,12 +279,13 @@ class ShardedOptimizer(Wrapping):
     # Checkpoints
 
     def full_state_dict(self) -> Pending[dict[str, object]]:
-        """The state of the whole optimizer, the same on every rank; all of them call it together.
+        """Return the state of the whole optimizer, the same on every rank; all of them call it together.
 
-        As the optimizer's own ``state_dict()`` would be without sharding: one process, or any number of
-        ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on
-        all; of that ``format_utils.dcp_to_torch_save`` makes a file for ``torch.load``. (Its own ``load``
-        fills only what is there, and a new optimizer has no state to fill.)
+        It is what the optimizer's own ``state_dict()`` would be without sharding: one process, or any number
+        of ranks, can load it. ``torch.save`` it on one rank, or ``torch.distributed.checkpoint.save`` it on
+        all; ``format_utils.dcp_to_torch_save`` converts the latter to a file for ``torch.load``. (The
+        ``load`` of ``torch.distributed.checkpoint`` fills only existing entries, and a new optimizer has no
+        state.)
         """
         return self._methods.resumed(
             ("full_state_dict",), lambda: gathered_apart(self._lane, self._full_state_dict, **self._tail)
@@ -305,12 +310,12 @@ class ShardedOptimizer(Wrapping):
         return [[next(numbers) for _ in group] for group in self._groups]
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of the state of a whole optimizer: of ``full_state_dict``, or of torch's.
+        """Load this rank's part of a whole optimizer's state, from ``full_state_dict`` or torch's own.
 
-        Nothing is sent. The parameters are loaded into the model, as ever.
+        Nothing is sent. Load the parameters into the model, as usual.
 
         Raises:
-            InvalidArgumentError: it is of other parameter groups, or of parameters that are in none.
+            InvalidArgumentError: the state has other parameter groups, or parameters that are in no group.
         """
         check_state(state_dict, "state", "param_groups")
         counts = [len(given["params"]) for given in state_dict["param_groups"]]
@@ -320,7 +325,7 @@ class ShardedOptimizer(Wrapping):
                 f"the state is of parameter groups of {counts} parameters; expected {expected}, as in the "
                 "optimizer that was sharded"
             )
-        # Torch's distributed checkpoint makes strings of the numbers.
+        # torch.distributed.checkpoint turns the numbers into strings.
         found = {str(number): state for number, state in state_dict["state"].items()}
         states: dict[object, State] = {}
         for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
@@ -336,10 +341,10 @@ class ShardedOptimizer(Wrapping):
             given.update(options_of(saved))
 
     def state_dict(self) -> NoReturn:
-        """Refused: here is the state of a part of each parameter.
+        """Refused: this rank has only the state of its parts of the parameters.
 
         Raises:
-            InvalidArgumentError: always; it names the method that is meant.
+            InvalidArgumentError: always; it names the method to call instead.
         """
         raise InvalidArgumentError(
             "each rank has the state of a part of the parameters, which no other rank, and no other number "
@@ -357,13 +362,13 @@ class ShardedOptimizer(Wrapping):
     # Leaving
 
     def close(self) -> None:
-        """Take the hooks away, once the parameters are there."""
+        """Complete methods whose wait was cut short, wait for the parameters, and remove the hooks."""
         run_blocking(self._methods.rest())
         self.gathered().wait()
         self._remove_hooks()
 
     async def aclose(self) -> None:
-        """The same in an event loop."""
+        """Do what ``close`` does in an event loop."""
         await run(self._methods.rest())
         await self.gathered()
         self._remove_hooks()
@@ -393,25 +398,25 @@ class ShardedOptimizer(Wrapping):
 
 @fitting
 def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -> ShardedOptimizer:
-    """``optimizer`` with its work shared out: each rank updates an n-th of the parameters of ``model``.
+    """Divide the work of ``optimizer``: each of n ranks updates an n-th of the parameters of ``model``.
 
     >>> optimizer = ac.overlap.shard_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    >>> loss_fn(model(x), y).backward()     # gradients leave meanwhile
+    >>> loss_fn(model(x), y).backward()     # gradients are sent during this
     >>> await optimizer.step()              # the parameters come back while the next forward runs
 
     For optimizers that treat every element alone (SGD, Adam, AdamW, Adagrad; not LAMB, LARS, Adafactor or
-    Muon, which are found out by trying): the parts are flat, and cross the borders of parameters. Parameter
-    groups with options of their own stay apart. All ranks start from the parameters of the group's first.
+    Muon, which are refused after a trial): the parts are flat, and cross the borders of parameters. Parameter
+    groups stay separate. All ranks start from the parameters of the group's first rank.
 
     Args:
         model: the module whose forward uses the parameters.
-        optimizer: of parameters of ``model``. State that it has already is shared out as well.
+        optimizer: of parameters of ``model``. Its existing state is divided as well.
         options: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
 
     Raises:
         InvalidArgumentError: the optimizer is not elementwise, or has parameters that are not the
-            model's; as ``ac.overlap_gradients``. From backward, if a parameter took part that nobody has
-            waited for. From ``step``, if a parameter was added, frozen or unfrozen meanwhile.
+            model's; also as ``ac.overlap_gradients``. From backward, if it used a parameter that nothing had
+            waited for. From ``step``, if a parameter was added, frozen or unfrozen since.
 
     Source: Rajbhandari et al., 2020; ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
@@ -422,7 +427,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Refuse what cannot be shared out; the names of the model's parameters."""
+    """Refuse a model or an optimizer that cannot be sharded; returns the names of the parameters, by id."""
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
             "shard_optimizer takes the module whose forward waits for the parameters, got "
@@ -460,16 +465,16 @@ def _added(shape: Sequence[int]) -> InvalidArgumentError:
 
 
 def _dropped(hooks: list[Any], arrivals: list[Arrival], made: Spot) -> None:
-    """Remove the hooks, unless parameters are on their way, for which the model's next forward has to wait.
+    """Remove the hooks, unless parameters are being sent, for which the model's next forward has to wait.
 
-    Nothing is waited for: this may run wherever memory is collected.
+    Waits for nothing, since the garbage collector may call this anywhere.
     """
     if any(arrival.work is not None for arrival in arrivals):
         warn(
             "a ShardedOptimizer was dropped while parameters were on their way: the model's forward and "
             "state_dict() wait for them, other code may read old ones. `await optimizer.gathered()` after "
             "the last step, or use it in a `with` or `async with` block",
-            made.place,  # who drops it may be the garbage collector, anywhere
+            made.place,  # not the line that runs now: the garbage collector may drop it anywhere
         )
         return
     for hook in hooks:

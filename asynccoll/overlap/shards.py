@@ -1,6 +1,6 @@
-"""Parameters in flat memory of which each rank has a part, and the gradients of that part.
+"""Parameters in flat memory of which each rank has a part (its *shard*), and the gradients of that part.
 
-Knows nothing of optimizers; that is ``sharded``.
+Knows nothing of optimizers; ``sharded`` has these.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ __all__ = ["ShardBucket", "ShardReducer", "waiting_hooks"]
 
 
 class ShardBucket(Bucket):
-    """Parameters and their gradients in flat memory that divides by the ranks, and this rank's part of it.
+    """Parameters and their gradients in flat memory with one part for each rank, and this rank's part.
 
-    Gradients gather over several reductions until they are zeroed, as they do in torch: what backward has
-    brought is local, and once it is reduced its memory, which ``.grad`` stays a view of, is zero again: the
-    negative zero, to which one adds as to the other, but for one element of each parameter. That tells memory
-    that somebody has zeroed since from memory that was written to in another way: scaled, turned, clipped.
+    Gradients accumulate over several reductions until they are zeroed, as in torch. ``.grad`` of a parameter
+    has only what backward brought on this rank since the last reduction. After a reduction it stays a view of
+    the bucket, filled with zeros: negative ones, except for the last element of each parameter that has
+    several, which is positive. Adding to negative zeros gives the same. But zeroing makes all of them
+    positive, so that a zeroed gradient can be told from one that was written to in another way: scaled,
+    negated, clipped.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
@@ -57,19 +59,22 @@ class ShardBucket(Bucket):
         self.arrival: Arrival = Arrival(parameters)
 
     def converted(self) -> torch.Tensor | None:
-        """A parameter that is no view of our memory any more."""
-        if not has_memory(self.values):  # then what it is tells, as far as it can
+        """Return a parameter that is no view of this bucket's memory any more, or None."""
+        if not has_memory(self.values):  # no addresses: compare dtype and device, which show most changes
             ours = self.values.dtype, self.values.device
             return next((x for x in self.parameters if (x.dtype, x.device) != ours), None)
         address = self.values.untyped_storage().data_ptr()
         return next((x for x in self.parameters if x.untyped_storage().data_ptr() != address), None)
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor laid out as this one."""
+        """Return this rank's part of a tensor laid out as the bucket."""
         return flat.chunk(self.size)[self.rank]
 
     def look(self, index: int) -> None:
-        """Note whether somebody has zeroed the gradient at ``index``: it is None, another tensor, or zero."""
+        """Note whether the gradient at ``index`` was zeroed: it is None, another tensor, or positive zeros.
+
+        Refuses one that was written to in another way after it was reduced.
+        """
         view = self.views[index]
         if self.parameters[index].grad is not view:
             self._zeroed[index] = True
@@ -85,7 +90,7 @@ class ShardBucket(Bucket):
         self._versions[index] = view._version
 
     def noted(self, index: int) -> None:
-        """Backward has added to the gradient at ``index``."""
+        """Note that backward has added to the gradient at ``index``."""
         if self.parameters[index].grad is not self.views[index]:
             self._zeroed[index] = True
         self._versions[index] = self.views[index]._version
@@ -95,7 +100,7 @@ class ShardBucket(Bucket):
         self._versions[index] = self.views[index]._version
 
     def look_at_all(self) -> None:
-        """The same of all those that backward has not added to since they were last reduced."""
+        """``look`` at all gradients that backward has not added to since they were last reduced."""
         for index, has in enumerate(self.has):
             if not has:
                 self.look(index)
@@ -111,7 +116,11 @@ class ShardBucket(Bucket):
         return any(self._zeroed)
 
     def target(self) -> torch.Tensor:
-        """Where this rank's part of the reduction is to go: beside what has gathered, if that counts."""
+        """Return the tensor for this rank's part of the reduction.
+
+        If earlier gradients are to be added to, it is a new one, else the one that becomes the part's
+        ``.grad``.
+        """
         fresh = all(self._zeroed) or self.shard.grad is None
         self._incoming = self._reduced if fresh else torch.empty_like(self._reduced)
         return self._incoming
@@ -129,7 +138,7 @@ class ShardBucket(Bucket):
         self._zeroed = [False] * len(self._zeroed)
 
     def _kept(self) -> torch.Tensor:
-        """1 for the elements of this rank's part whose gradients gather on, 0 for those that were zeroed."""
+        """Return 1 for elements of this rank's part whose gradients accumulate, 0 for zeroed ones."""
         kept = torch.ones_like(self.flat)
         for view, zeroed in zip(self.cut(kept), self._zeroed, strict=True):
             if zeroed:
@@ -138,9 +147,12 @@ class ShardBucket(Bucket):
 
 
 class ShardReducer(GradientReducer):
-    """Gradients reduced to each rank's part as backward makes them; ``groups`` of parameters stay apart."""
+    """Reduces gradients to each rank's part, as backward makes them.
 
-    #: What has been sent is in the shard.
+    Parameters of different ``groups`` are in different buckets.
+    """
+
+    #: The gradients that were sent are in the shard.
     _may_be_gone = True
     _calls = BY_OPTIMIZER
 
@@ -168,12 +180,12 @@ class ShardReducer(GradientReducer):
             bucket.look_at_all()
 
     def of_group(self, index: int) -> list[ShardBucket]:
-        """The buckets of the group of that index."""
+        """Return the buckets of the parameter group with that index."""
         return [bucket for bucket in self.buckets if self._of[id(bucket.parameters[0])] == index]
 
     @property
     def touched(self) -> bool:
-        """Whether anything has come to the gradients since they were last reduced, or was taken away."""
+        """Whether gradients were added to or zeroed since they were last reduced."""
         return (
             super().touched
             or bool(self._works)
@@ -181,11 +193,11 @@ class ShardReducer(GradientReducer):
         )
 
     def needed(self, **agreement: Any) -> Steps[bool]:
-        """Whether a step has to await the gradients: unless they are reduced, and no rank has added more.
+        """Return whether a step has to await the gradients: not if they are reduced and no rank has new ones.
 
-        A rank that has added nothing cannot know that no other has. So after a reduction the ranks ask each
-        other, by one small message on the parameters' lane (``agreement``: that, group and timeout). On this
-        one some ranks have sent their next buckets already, and others have not.
+        A rank without new ones cannot know whether others have some. So after a reduction the ranks ask each
+        other, by a small message on the parameters' lane (``agreement``: lane, group and timeout). On the
+        lane of the gradients some ranks may have sent their next buckets already.
         """
         if not self.rounds or self._size == 1:
             return not self.rounds or self.touched
@@ -213,22 +225,22 @@ class ShardReducer(GradientReducer):
             )
         super()._arrived(bucket, index)
 
-    # The parameters' way back
+    # Parameters
 
     def gather(self, **call: Any) -> None:
-        """Start sending each rank's part of the parameters to the others, those of the first layers first."""
+        """Start sending each rank's parts of the parameters to the others, the first layers' first."""
         for bucket in reversed(self.buckets):
-            own = bucket.shard.detach().clone()  # not of the memory that is written to
+            own = bucket.shard.detach().clone()  # as the part itself is in the memory that is filled
             bucket.arrival.expect(all_gather(own, out=bucket.values, **call))
 
     def gathered(self) -> Steps[None]:
-        """Wait until every parameter is there."""
+        """Wait until every parameter has arrived."""
         for bucket in reversed(self.buckets):
             yield from bucket.arrival.steps()
 
 
 def _zeroed(x: torch.Tensor) -> bool:
-    """Whether somebody has zeroed ``x``, whose elements were negative zeros."""
+    """Whether ``x``, whose elements were negative zeros but for one, was zeroed: now all are positive."""
     real = torch.view_as_real(x) if x.is_complex() else x
     return not bool(((real != 0) | real.signbit()).any())
 
@@ -236,7 +248,7 @@ def _zeroed(x: torch.Tensor) -> bool:
 def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[object]:
     """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # graphs made before there were hooks would go on without them
+        torch.compiler.reset()  # graphs made before would run without the hooks
     where = {id(x): (bucket.arrival, i) for bucket in buckets for i, x in enumerate(bucket.parameters)}
     for module in model.modules():
         own: dict[Arrival, list[int]] = {}
@@ -251,7 +263,7 @@ def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[
 
 
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that the forward of ``module`` reads without calling the forward of another."""
+    """Yield the parameters that the forward of ``module`` reads without calling another module's forward."""
     # Attention reads the weight of its output projection, whose own forward it never calls.
     yield from module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
     for child in module.children():
@@ -260,9 +272,9 @@ def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class _Waiting:
-    """The hook of one module: waits for the parameters that are ``own`` to it.
+    """The hook of one module, which waits for the module's ``own`` parameters.
 
-    A copy of the module, or what is unpickled, has parameters of its own, and a hook that waits for nothing.
+    A copy of the module, or an unpickled one, has other parameters, and gets a hook that does nothing.
     """
 
     def __init__(self, own: dict[Arrival, list[int]]) -> None:
@@ -288,7 +300,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _nothing(*_: object) -> None:
-    """The hook of a copy."""
+    """Do nothing, as the hook of a copy."""
 
 
 def _wait_for(own: dict[Arrival, list[int]]) -> None:
@@ -297,5 +309,5 @@ def _wait_for(own: dict[Arrival, list[int]]) -> None:
             arrival.wait(indices)
 
 
-#: In a graph of ``torch.compile`` nothing would be waited for after the first run: the graph is interrupted.
+#: For ``torch.compile``, which interrupts its graph here: in the graph only the first run would wait.
 _wait_uncompiled = torch._disable_dynamo(_wait_for)

@@ -1,7 +1,7 @@
-"""The state of an optimizer, of whole parameters and of this rank's parts of them, each made of the other.
+"""The state of an optimizer: for this rank's parts of parameters from that for whole ones, and vice versa.
 
-A state of whole parameters is what ``torch.optim.Optimizer.state_dict`` has: it does not depend on how many
-ranks there are.
+A state for whole parameters is what ``torch.optim.Optimizer.state_dict`` has; it does not depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["State", "gathered_apart", "options_of", "parts_of", "whole_of"]
 T = TypeVar("T")
 
 State = dict[str, object]
-#: States of these names are one number for all elements, also where the parameter itself is one number.
+#: States of these names are one number for all elements, even if the parameter itself has only one.
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-#: The views of a flat tensor that are the parameters', in their shapes.
+#: Returns the parameters' views of a flat tensor, in their shapes.
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Steps[T]:
-    """The steps of ``begin(**call)`` on a lane of their own, named after the lane ``of``, and closed then.
+    """Run the steps of ``begin(**call)`` on a separate lane, named after the lane ``of``; then close it.
 
-    Who calls this alone waits there: by the lane's name the errors of all ranks tell what was left out.
+    A rank that alone calls this waits there; from the lane's name errors can tell what the others left out.
     """
     name = of + FULL_STATE
     result = yield from begin(**{**call, "lane": backward_lane(name)})
@@ -40,16 +40,16 @@ def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Step
 
 
 def options_of(group: Mapping[str, Any]) -> State:
-    """A copy of what a group has besides parameters: schedulers write to a rate that is a tensor."""
+    """Return a copy of a group's options; deep, as schedulers write to a learning rate that is a tensor."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def parts_of(
     states: Sequence[Mapping[str, Any]], cut: Cut, like: torch.Tensor, rank: int, size: int
 ) -> State:
-    """This rank's part of the ``states`` of parameters that lie in one flat tensor ``like``.
+    """Return this rank's part of the ``states`` of the parameters in a flat tensor laid out as ``like``.
 
-    Parameters without a state (those that have never had a gradient) count as zeros.
+    Parameters without a state (they never had a gradient) count as zeros.
     """
     shapes = [view.shape for view in cut(like)]
     part: State = {}
@@ -68,12 +68,12 @@ def parts_of(
 
 
 def _is_of(name: str, value: object, shape: torch.Size) -> bool:
-    """Whether a state has an element for each of the parameter's."""
+    """Whether a state has an element for each element of the parameter."""
     return name not in _SCALARS and isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _largest(values: list[Any]) -> object:
-    """Of numbers of steps: a parameter that was not used now and then has fewer."""
+    """Return the largest of numbers, such as steps: a parameter that was not always used has fewer."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.dim() == 0:
         return max(values, key=float).clone()
@@ -81,7 +81,7 @@ def _largest(values: list[Any]) -> object:
 
 
 def whole_of(part: Mapping[str, object], cut: Cut, like: torch.Tensor, **call: Any) -> Steps[list[State]]:
-    """The state of each of the parameters in the flat tensor ``like``, of the parts that all ranks have."""
+    """Gather the parts of all ranks; returns the state of each parameter in the flat tensor ``like``."""
     states: list[State] = [{} for _ in cut(like)]
     for name in sorted(part):
         value = part[name]

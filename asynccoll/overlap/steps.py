@@ -1,4 +1,9 @@
-"""Sequences of waits, driven with an event loop or without one, and resumed where they were cut short."""
+"""Sequences of waits, run with or without an event loop, and resumed if a wait was cut short.
+
+A method with several waits is written once, as a generator that yields what to wait for (``Steps``). A wait
+is
+*cut short* if it is cancelled or times out.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,18 @@ T = TypeVar("T")
 
 
 class Waitable(Awaitable[object], Protocol):
-    """What can be awaited, and waited for without a loop: a ``Work``, or what imitates one."""
+    """An object that can be awaited, or waited for without a loop: a ``Work``, or one like it."""
 
     def wait(self) -> object:
-        """Its result, without an event loop."""
+        """Wait without an event loop, and return the result."""
 
 
-#: Yields what is to be waited for, gets its result back, and returns the result of the whole.
+#: Yields objects to wait for, is sent their results, and returns the result of the sequence.
 Steps = Generator[Waitable, Any, T]
 
 
 async def run(steps: Steps[T]) -> T:
-    """The result of ``steps``, each wait of which suspends the task."""
+    """Run ``steps``, suspending the task in each wait, and return their result."""
     try:
         waited_for = next(steps)
         while True:
@@ -43,7 +48,7 @@ async def run(steps: Steps[T]) -> T:
 
 
 def run_blocking(steps: Steps[T]) -> T:
-    """The same, each wait of which blocks the thread."""
+    """Run ``steps``, blocking the thread in each wait, and return their result."""
     try:
         waited_for = next(steps)
         while True:
@@ -60,12 +65,12 @@ def run_blocking(steps: Steps[T]) -> T:
 
 
 class Resumable:
-    """Runs the sequences of one object in the order in which they are asked for, though waits are cut short.
+    """Runs the sequences of one object in the order of the calls, even if waits are cut short.
 
-    Other ranks go through the whole of a sequence of which this one's wait was cancelled or timed out, so
-    this one has to as well, once. Asked for it again, the rest of it is run, and its result is the caller's.
-    Asked for another one, the rest is run first, as on a rank where nothing was cut short. ``news`` changes
-    when something has come to the object that makes the same call another one: new gradients, say.
+    If a wait of this rank is cut short, the other ranks still complete that sequence, so this rank has to as
+    well, exactly once. If the same method is called again, the rest of the sequence runs, and the caller gets
+    its result. If another method is called, the rest runs first, as on a rank whose waits were not cut short.
+    ``news()`` changes when the same call means a new sequence: when there are new gradients, say.
     """
 
     def __init__(self, whose: str, news: Callable[[], object] = lambda: None) -> None:
@@ -75,7 +80,7 @@ class Resumable:
         self._left: deque[_Sequence] = deque()
 
     def steps(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
-        """The sequence of that method and its arguments, from where it was left or from the start."""
+        """Run the sequence ``name`` (a method and its arguments), or what remains if it was cut short."""
         self._check_idle()
         resumed = self._left and self._left[-1].name == name and self._left_at == self._news()
         if not resumed:
@@ -83,7 +88,7 @@ class Resumable:
         return (yield from self.rest())  # type: ignore[no-any-return]  # of the last one, which is of that name
 
     def rest(self) -> Steps[Any]:
-        """What is left of all sequences; the result of the last."""
+        """Run the rest of all sequences; returns the result of the last one."""
         result = None
         while self._left:
             first = self._left[0]
@@ -96,7 +101,7 @@ class Resumable:
         return result
 
     def check_complete(self, wanted: str) -> None:
-        """Refuse ``wanted``, which waits for nothing, while a sequence is left in the middle."""
+        """Refuse ``wanted``, which waits for nothing, while a sequence is not complete."""
         if self._left:
             raise InvalidArgumentError(
                 f"{wanted} after a wait of {self._whose} was cut short, which the other ranks complete: "
@@ -112,7 +117,7 @@ class Resumable:
 
 
 class _Sequence:
-    """Steps of which the wait that was cut short is kept."""
+    """Steps that keep the object of a wait that was cut short."""
 
     def __init__(self, name: tuple[object, ...], steps: Steps[object]) -> None:
         self.name = name
@@ -124,11 +129,11 @@ class _Sequence:
 
     @property
     def called(self) -> str:
-        """The method that it is of."""
+        """The method that runs it, as in ``step()``."""
         return f"{self.name[0]}()"
 
     def rest(self) -> Steps[Any]:
-        """What is left of it. If this is closed in a wait, the next one begins with that."""
+        """Run the rest of the sequence. If this is closed in a wait, the next call begins with that wait."""
         self.waited_for = True
         try:
             while True:
@@ -137,12 +142,12 @@ class _Sequence:
                 try:
                     self._result = yield self._pending
                 except CollectiveTimeoutError:
-                    raise  # what it waits for is in flight still
+                    raise  # the operation is still in flight
                 except Exception as error:
                     self._pending = self._next(partial(self._steps.throw, error))
                 else:
                     self._pending = None
-        except StopIteration as stop:  # of ``_next``
+        except StopIteration as stop:  # from ``_next``: the steps have ended
             return stop.value
         finally:
             self.waited_for = False

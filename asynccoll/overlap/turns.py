@@ -1,17 +1,19 @@
-"""Loops over layers to which this rank's backward never comes, while a peer waits for it in its own.
+"""Refuses the calls of a backward that will never run here, while a peer waits for them in its own backward.
 
-What autograd leaves out of a loop is sent as zeros once backward has come to one of its layers. Where it
-comes to none (the loss does not depend on them; backward raised, or was skipped on this rank alone), there is
-nothing that could send them. So each loop has a number, the same on all ranks, and a rank that has waited for
-long in the backward of one says so (``health.waits``). A rank that can no longer come to it refuses:
+The subject is loops over sharded layers (``gathering``); a *turn* is one such loop as peers need to know it.
+Once backward has come to one layer of a loop, zeros are sent for the layers that autograd leaves out. If it
+comes to none (the loss does not depend on them, or backward raised or was skipped on this rank alone),
+nothing sends them. So loops are numbered, alike on all ranks, and a rank that has waited in the backward of
+one for more than a second publishes that (``health.waits``). A rank whose backward can no longer come to that
+loop refuses:
 
-- what autograd keeps of that loop is gone, or
-- its backward has raised here: it had come to that loop, or to another one that the peer's has come to, or
-- its thread is in a later loop that the peer cannot begin, since the peer's own thread is in that backward.
+- autograd's graph of that loop is gone, or
+- backward has raised here, after it had come to that loop, or to another one that the peer's has come to, or
+- its thread is in a later loop here, which the peer cannot begin: the peer's thread is in that backward.
 
-Where backward has raised on several ranks, at different places, nobody waits, and none of them knows how far
-the others came: a rank cannot tell which loops it would have come to. So the next loop, which they begin
-together, compares how many calls each has made (``Standing``), and those that are behind refuse the rest.
+If backward has raised on several ranks, at different places, no rank waits, and none knows how far the others
+came, nor to which loops it would have come itself. So in the next loop, which they begin together, they
+compare how many calls each has made (``Standing``), and the ranks that are behind refuse the rest.
 """
 
 from __future__ import annotations
@@ -39,23 +41,23 @@ _REMEMBERED = 32
 
 
 class Standing(NamedTuple):
-    """How far backward has come on a rank when a loop begins."""
+    """How far backwards have come on a rank when a loop begins."""
 
     #: whether a backward has raised since the ranks last compared this
     interrupted: int = 0
-    #: calls made so far, where gradients go back and where layers are gathered again
+    #: the calls made so far on the lane of gradients, and on that on which layers are gathered again
     scattered: int = 0
     gathered: int = 0
 
 
 class Turn:
-    """One loop, as far as peers have to know of it."""
+    """One loop over the layers: whether backward may still come to it, and the calls that it owes."""
 
     def __init__(self, number: int, graph: object) -> None:
-        """``graph`` lives as long as something may bring backward to this loop."""
+        """``graph``: an object that lives as long as backward may come to this loop. Referenced weakly."""
         self.number = number
         self.thread: int = host.get_ident()
-        #: backward has come to it and brought everything, or peers were told that it will not
+        #: backward has come to it and made all of its calls, or peers were told that it will not
         self.is_over: bool = False
         #: the calls that its backward has yet to make, by their lanes
         self.owes: Counter[str] = Counter()
@@ -64,25 +66,25 @@ class Turn:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no backward can come to it any more: what it would go through is gone, or it has raised."""
+        """Whether no backward can come to it any more: its graph is gone, or a backward has raised."""
         return self._graph() is None or self.has_raised
 
     @property
     def has_raised(self) -> bool:
-        """Whether a backward has come to it, and raised."""
+        """Whether a backward has come to it and raised, which drops the object that stands for it."""
         return self._backward is not None and self._backward() is None
 
     def reached(self, backward: object, owes: Counter[str]) -> None:
-        """A backward has come to it, and has not raised as long as ``backward`` lives, or has ended.
+        """Note that a backward has come to it. If ``backward`` is dropped before ``ended``, it has raised.
 
-        ``owes``: how many calls it makes on which lanes.
+        ``owes``: by lane, how many calls that backward makes.
         """
         self._backward = weakref.ref(backward)
         self.owes = owes
         self.is_over = False
 
     def ended(self) -> None:
-        """That backward has made all of its calls."""
+        """Note that the backward has made all of its calls."""
         self._backward = None
 
 
@@ -107,11 +109,11 @@ class Turns:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those that have parts of the layers."""
+        """The global ranks that have parts of the layers."""
         return self._group.ranks
 
     def begin(self, graph: object) -> Turn:
-        """A loop gathers its first layer."""
+        """Begin a turn: a loop gathers its first layer. Refuses the rest of backwards that have raised."""
         self.give_up_raised()
         self._count += 1
         turn = Turn(self._count, graph)
@@ -119,7 +121,7 @@ class Turns:
         return turn
 
     def give_up_raised(self) -> None:
-        """Refuse what is left of backwards that have raised, before others begin."""
+        """Refuse the remaining calls of backwards that have raised, before others begin."""
         for earlier in list(self._turns):
             if earlier.has_raised and not earlier.is_over:
                 self._give_up(earlier)
@@ -131,15 +133,15 @@ class Turns:
         self._interrupted = self._interrupted or turn.has_raised
 
     def standing(self) -> Standing:
-        """How far this rank has come."""
+        """Return how far this rank has come."""
         opened = [self._group.opened.get(lane) for lane in self._of_backward]
         return Standing(self._interrupted, *(0 if lane is None else lane.sequence for lane in opened))
 
     def compare(self, standings: Sequence[Standing]) -> None:
-        """Catch up with the rank that has come furthest, if backward was interrupted somewhere.
+        """If a backward raised on any rank, refuse calls to catch up with the rank that has come furthest.
 
-        Every rank refuses one call more. So each of them knows that there are refusals, before it makes calls
-        which would be lost behind one.
+        Every rank refuses one call more than that. So each knows of the refusals before it makes calls, which
+        would be lost behind one.
         """
         if not any(one.interrupted for one in standings):
             return
@@ -152,9 +154,9 @@ class Turns:
 
     @contextmanager
     def waiting(self, turn: Turn, lane: str, together: Sequence[Turn]) -> Iterator[None]:
-        """In this block a backward waits on ``lane`` for what the peers' backward brings of that loop.
+        """A block in which a backward waits on ``lane`` for calls of the peers' backward of that loop.
 
-        ``together``: the loops that this backward has come to.
+        ``together``: the turns of all loops that this backward has come to.
         """
         newest = self._turns[-1]
         self._awaited = {
@@ -172,24 +174,31 @@ class Turns:
             self._waits.withdraw(self)
 
     def waits_for(self) -> Mapping[str, object] | None:
-        """The loop in whose backward this rank waits; the newest here, and whether that holds up the next."""
+        """What ``waiting`` has set: the loop in whose backward this rank waits, and the newest loop here.
+
+        ``holds_up``: this thread has begun the newest loop, so it begins no other while it waits.
+        """
         return self._awaited
 
     def refuses(self, awaited: Mapping[str, Any]) -> list[tuple[Lane, int | None, Exception]]:
-        """The call that a peer waits for, if this rank cannot make it, and the one it waits for itself."""
+        """Return the calls that a peer waits for, if this rank can no longer make them.
+
+        If both ranks wait for each other, also the first call that this one waits for in its later loop.
+        """
         turn = next((one for one in list(self._turns) if one.number == awaited["loop"]), None)
         if turn is None or turn.is_over:
             return []
         newest = self._turns[-1]
         both_wait = awaited["holds_up"] and newest.thread == turn.thread and newest.number > awaited["newest"]
         together = awaited["together"]
-        # (What is ready to run when a backward raises torch keeps until the next one, and its graph with it.)
+        # (When a backward raises, torch keeps functions that were ready to run until the next backward, and
+        # with them their graph. So ``is_lost`` alone would not do.)
         is_lost = turn.is_lost or any(one.has_raised for one in list(self._turns) if one.number in together)
         if not (is_lost or both_wait):
             return []
         self._give_up(turn)
         waits_on = awaited["lane"]
-        # All calls that the peer has made there: a rank that recovers from the error is in step again.
+        # At least as many as the peer has made there, so that a rank that recovers from the error is in step.
         behind = awaited["reached"] - self._group.lane(waits_on).sequence
         turn.owes[waits_on] = max(1, behind, turn.owes[waits_on])
         refused: list[tuple[Lane, int | None, Exception]]
@@ -200,7 +209,7 @@ class Turns:
         return refused
 
     def _rest(self, turn: Turn) -> Iterator[tuple[Lane, Exception]]:
-        """Every call that backward of this loop makes on the other ranks, and will not make here."""
+        """Yield the lane and the error of every call that backward of this loop still owes."""
         for name, count in turn.owes.items():
             lane = self._group.lane(name)
             yield from ((lane, self._error(turn)) for _ in range(count))

@@ -1,7 +1,7 @@
-"""What is told of gradients that were not awaited, here or on another rank, in the calls that the user knows.
+"""The errors for gradients that were not awaited, here or on another rank, in terms of the user's own calls.
 
-``overlap_gradients`` returns the reducer, which is awaited itself; the reducers of an optimizer are behind
-that, and its methods are what is awaited.
+``overlap_gradients`` returns the reducer, which is awaited itself. An optimizer hides its reducer, and its
+methods are awaited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ __all__ = ["BY_BACKWARD", "BY_OPTIMIZER", "BY_REDUCER", "Calls"]
 
 @dataclass(frozen=True)
 class Calls:
-    """What ends a step: of an object that users call ``name``."""
+    """The calls that an error names for an object that users call ``name``.
+
+    ``end``: the call that ends a step; ``before_use``: the calls before gradients are used; ``without_data``:
+    the advice for a rank without data.
+    """
 
     name: str
     end: str
@@ -36,7 +40,7 @@ class Calls:
 
     @property
     def stepped_too_early(self) -> str:
-        """Why an optimizer of torch's is refused, or a scaler."""
+        """Why the step of torch's optimizer, or a scaler, is refused."""
         return (
             "the optimizer steps, or a scaler unscales, before the gradients of the last backward were "
             f"awaited, which are being sent: {self.before_use} (an optimizer that steps in hooks of backward "
@@ -44,9 +48,9 @@ class Calls:
         )
 
     def add_cure(self, error: PeerLostError) -> None:
-        """Say, of ranks that have left in order, what to do where those had fewer batches.
+        """Add to the error for ranks that have left in order what to do if they had fewer batches.
 
-        In place: another error would bring frames of its own, and several who wait may have this one.
+        The error is changed in place: several waiters may have it, and a new one would have other frames.
         """
         if error.left and self.without_data not in str(error):
             error.args = (f"{error}. Fewer batches on {listed(error.left)}? {self.without_data}",)
@@ -67,7 +71,7 @@ BY_OPTIMIZER = Calls(
     "A rank without data for a step just awaits `optimizer.step()`",
 )
 
-#: Where backward waits by itself, unless it is interrupted.
+#: For a reducer that backward itself waits for, unless backward is interrupted.
 BY_BACKWARD = Calls(
     "optimizer",
     "`optimizer.synchronize()`",

@@ -1,8 +1,8 @@
-"""Back-pressure: operations start while what is in flight has room for them.
+"""Back-pressure: operations start only while few enough bytes are in flight.
 
-Communication that is slower than the compute which feeds it piles up: every operation that is in flight holds
-its buffers. A window bounds that. Who waits is decided by sizes and order alone, so ranks that make the
-same calls make them in the same order still.
+If communication is slower than the compute that feeds it, operations pile up, and each holds its buffers. A
+window bounds their bytes. Which calls wait depends only on sizes and order, so ranks that make the same calls
+still make them in the same order.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """Starts operations, the oldest of which are waited for once they are too many bytes.
+    """Starts operations, and first waits for the oldest ones if too many bytes would be in flight.
 
     >>> async with ac.overlap.InFlight(max_in_flight_bytes=64 << 20) as window:
     ...     for x in tensors:
     ...         works.append(await window.start(ac.all_reduce, x, op="avg"))
 
-    ``start`` waits, the oldest first, until ``x`` fits beside what is in flight, then calls and returns the
-    ``Work``. An operation larger than the limit goes alone. Sizes are of what this rank passes: the tensors
-    in ``x``. Leaving the block waits for what is in flight, and raises the first error of these;
-    ``with`` and ``start_blocking`` are the same without an event loop.
+    ``start`` waits for operations in flight, the oldest first, until the bytes of ``x`` fit under the limit,
+    then calls the function and returns its ``Work``. An operation larger than the limit runs alone. The size
+    is that of the tensors in ``x`` on this rank. Leaving the block waits for the operations in flight, and
+    raises the first error; without an event loop, use ``with`` and ``start_blocking``.
 
-    A window belongs to the task (without an event loop, the thread) that starts on it first; once it is
-    drained, another may take it. Two that shared one would wait for each other's operations, in an order
-    that may differ between ranks.
+    A window belongs to the task (without an event loop, the thread) that first starts an operation on it;
+    once it is drained, another may take it. Two tasks that shared one would wait for each other's operations,
+    in an order that may differ between ranks.
 
     Raises:
-        InvalidArgumentError: from ``start``, in a task that it does not belong to.
+        InvalidArgumentError: from ``start``, in a task that the window does not belong to.
     """
 
     @fitting
@@ -60,11 +60,11 @@ class InFlight:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes of the operations that were started and not waited for here."""
+        """The bytes of the operations that were started here and not waited for."""
         return self._bytes
 
     async def start(self, function: Callable[..., Work[object]], x: object, /, **call: object) -> Work[Any]:
-        """``function(x, **call)``, once there is room for ``x``."""
+        """Wait until there is room for ``x``, and return ``function(x, **call)``."""
         self._claim(_caller())
         _check_function(function)
         size = size_bytes(x)
@@ -78,13 +78,13 @@ class InFlight:
     def start_blocking(
         self, function: Callable[..., Work[object]], x: object, /, **call: object
     ) -> Work[Any]:
-        """The same without an event loop."""
+        """Do what ``start`` does without an event loop."""
         self._claim(_caller())
         _check_function(function)
         return self.start_by_anyone(function, x, **call)
 
     def start_by_anyone(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
-        """The same, for callers whose threads keep one order by themselves, as those of backward do."""
+        """As ``start_blocking``, in any thread: the callers keep one order, as the threads of backward do."""
         size = size_bytes(x)
         for work in self._in_the_way(size):
             try:
@@ -94,7 +94,7 @@ class InFlight:
         return self._add(function(x, **call), size)
 
     def _claim(self, caller: object) -> None:
-        """Have the window be this caller's, unless it is another's that has operations in it."""
+        """Give the window to ``caller``; refuse that if another has operations in it."""
         if self._owner is not caller and self._out and self._owner is not None:
             raise InvalidArgumentError(
                 f"{self!r} belongs to {self._owner!r}, and {caller!r} shares it: ranks whose tasks take "
@@ -103,7 +103,10 @@ class InFlight:
         self._owner = caller
 
     def _in_the_way(self, size: int) -> Iterator[Work[object]]:
-        """The works to wait for before ``size`` more bytes fit; each is off the list once it is over."""
+        """Yield the works to wait for until ``size`` more bytes fit.
+
+        Resuming the generator takes the work off the list; if the wait was cut short, it stays.
+        """
         while self._out and self._bytes + size > self.max_in_flight_bytes:
             work, own = self._out[0]
             yield work
@@ -124,7 +127,7 @@ class InFlight:
     # Leaving
 
     async def drain(self) -> None:
-        """Wait for all that is in flight; the first error of any operation so far is raised."""
+        """Wait for all operations in flight, then raise the first error of any operation so far."""
         for work in self._in_the_way(self.max_in_flight_bytes + 1):
             try:
                 await work
@@ -133,7 +136,7 @@ class InFlight:
         self._raise()
 
     def wait(self) -> None:
-        """The same without an event loop."""
+        """Do what ``drain`` does without an event loop."""
         for work in self._in_the_way(self.max_in_flight_bytes + 1):
             try:
                 work.wait()
@@ -165,7 +168,7 @@ class InFlight:
             self._detach()
 
     def _detach(self) -> None:
-        """The block has an error of its own, which is not to wait for what is in flight."""
+        """Leave the operations in flight to themselves: the block has an error, which must not wait."""
         for work, _ in self._out:
             work.detach()
 
@@ -176,7 +179,7 @@ def _check_function(function: object) -> None:
 
 
 def _caller() -> object:
-    """The running task of asyncio or trio, or else the thread."""
+    """Return the running task of asyncio or trio, or else the thread."""
     if asyncio._get_running_loop() is not None:
         task = asyncio.current_task()
         if task is not None:
@@ -192,7 +195,7 @@ def _caller() -> object:
 
 
 def size_bytes(x: object) -> int:
-    """The bytes of the tensors in ``x``."""
+    """Return the bytes of the tensors in ``x``."""
     if isinstance(x, torch.Tensor):
         return x.numel() * x.element_size()
     if isinstance(x, Mapping):

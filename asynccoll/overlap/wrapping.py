@@ -1,4 +1,4 @@
-"""What the optimizers that are awaited have in common: each stands for one of torch's, which it wraps."""
+"""The base of optimizers whose step is awaited: each wraps an optimizer of torch's and stands in for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEP = (
 
 
 class Wrapping:
-    """What it does not say itself is said by ``wrapped``; schedulers of torch's take it."""
+    """Passes unknown attributes on to ``wrapped``; torch's schedulers accept it as an ``Optimizer``."""
 
     wrapped: Optimizer
     gradients: GradientReducer
@@ -28,18 +28,18 @@ class Wrapping:
 
         @property
         def __class__(self) -> type:
-            """What ``isinstance`` asks for, too: schedulers refuse what is no ``Optimizer``.
+            """``Optimizer``, for ``isinstance``: schedulers refuse other classes.
 
-            It is none by inheritance: methods of ``Optimizer`` would be found before those of ``wrapped``.
+            This class does not inherit from it: its methods would be found before those of ``wrapped``.
             """
             return Optimizer
 
         def __await__(self) -> NoReturn:
-            """Refused: its step is awaited, as what ``overlap_gradients`` returns is itself."""
+            """Refused: await its step. What ``overlap_gradients`` returns is awaited itself."""
             raise InvalidCallError(_STEP)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # of a copy that is being made
+        if name == "wrapped":  # not set yet, in a copy that is being made
             raise AttributeError(name)
         if name == "wait":
             raise AttributeError(_STEP, name=name)
@@ -47,9 +47,9 @@ class Wrapping:
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
-        """What ``scaler.step`` asks for first: it would call ``step``, which has to be awaited."""
+        """Refused: ``scaler.step`` reads this before it calls ``step``, which has to be awaited."""
         raise InvalidArgumentError(scaler_told("optimizer"))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
+        """Return a block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
         return self.gradients.no_sync()
