@@ -1,4 +1,4 @@
-"""torch's modes as values: grad and inference taken at a call, these and autocast and device kept by task.
+"""torch's modes (grad, inference, autocast, default device, ...), noted at a call, or kept by task.
 
 Must not know what is called in them.
 """

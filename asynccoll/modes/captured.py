@@ -1,8 +1,8 @@
-"""The modes of autograd belong to a thread and a block; what is left of a call is done later, and elsewhere.
+"""Runs the rest of a call, in its waiter or on another thread, in the autograd modes in which it was made.
 
-Whether the result of a call has a gradient is settled where the call is made, whatever the mode of whoever
-waits for it. And memory that was made in ``torch.inference_mode()`` can be written to in that mode alone. So
-what is left to do at the waiter, or on a thread of ours, is done in the modes in which the call was made.
+The modes belong to a thread and a block, and the rest runs later. But whether the result has a gradient
+depends on the mode at the call, not on the waiter's. And memory that was made in ``torch.inference_mode()``
+can only be written to in that mode.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _autocasting = _C._is_any_autocast_enabled
 
 
 class Modes(NamedTuple):
-    """Whether autograd records, and whether tensors are made that it can never record."""
+    """Whether autograd records, and whether inference mode is on (its tensors can never be recorded)."""
 
     recording: bool
     inferring: bool
 
     @staticmethod
     def now() -> Modes:
-        """Those of the calling thread."""
+        """Return the modes of the calling thread."""
         return _ALL[_recording(), _inferring()]
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """``function``'s result, in these modes."""
+        """Call ``function`` in these modes, and return its result."""
         if _recording() is self.recording and _inferring() is self.inferring:
             return function(*args, **kwargs)
         with torch.inference_mode(self.inferring), torch.set_grad_enabled(self.recording):
@@ -44,15 +44,14 @@ class Modes(NamedTuple):
 
 
 _EITHER = (False, True)
-#: A named tuple's own ``__new__`` is Python, and every call asks.
+#: All modes, made once: ``__new__`` of a named tuple runs in Python, and every call needs one.
 _ALL = {(recording, inferring): Modes(recording, inferring) for recording in _EITHER for inferring in _EITHER}
 
 
 def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *args: object) -> torch.Tensor:
-    """``function(xs, *args)``, which puts tensors of one dtype together.
+    """Return ``function(xs, *args)`` without autocast, for a ``function`` that joins tensors of one dtype.
 
-    ``torch.cat`` and ``torch.stack`` are among what autocast casts; where it casts to bfloat16 they raise for
-    float16.
+    Autocast affects ``torch.cat`` and ``torch.stack``: if it casts to bfloat16, they raise for float16.
     """
     if not _autocasting():
         return function(xs, *args)
@@ -61,5 +60,5 @@ def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *a
 
 
 def as_called(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, to be called in the modes of now."""
+    """Return ``function`` bound to the present modes: later calls of it run in them."""
     return partial(Modes.now().run, function)

@@ -1,9 +1,9 @@
 """torch's modes, kept by task: what one task sets, no other sees, however their awaits interleave.
 
 torch keeps its modes (``no_grad``, ``autocast``, a default device, ...) per thread, and the tasks of an
-event loop share one thread. A coroutine that is isolated is driven a step at a time, from one suspension to
-the next: before each step the thread's modes are put away and the coroutine's own are brought back; after
-it, the other way round.
+event loop share one thread. An isolated coroutine is run in steps, each from one suspension to
+the next. Before each step the thread's modes are put away and the coroutine's own are brought back; after
+it, the reverse.
 
 This module must not know what a collective is, nor which event loop runs.
 """
@@ -46,13 +46,13 @@ _top_hooks = functools.partial(_C._autograd._top_saved_tensors_default_hooks, Fa
 
 
 def _autocast_depth() -> int:
-    """In how many blocks of autocast this thread is, those that disable it counted."""
+    """Return in how many blocks of autocast this thread is, including those that disable it."""
     _enter_autocast()
     return int(_leave_autocast())
 
 
 def _plain() -> bool:
-    """Whether this thread has torch's defaults, as most tasks have at most times."""
+    """Whether this thread has torch's default modes, as nearly always."""
     _enter_autocast()
     return (
         not _leave_autocast()  # as in _autocast_depth
@@ -66,9 +66,9 @@ def _plain() -> bool:
 
 
 def _built_for() -> tuple[str, ...]:
-    """The types of device that this torch was built for.
+    """Return the types of device that this torch was built for.
 
-    Whether there is one is not asked: that starts CUDA, after which a forked child cannot use it.
+    Does not ask whether such a device exists: that starts CUDA, after which a forked child cannot use it.
     """
     built = {
         "cpu": True,
@@ -83,7 +83,7 @@ _BUILT_FOR = _built_for()
 
 
 def _dtypes() -> Dtypes:
-    """What autocast casts to, by each type of device on which this process could compute."""
+    """Return the dtype that autocast casts to, by type of device on which this process could compute."""
     devices = (*_BUILT_FOR, "xla") if "torch_xla" in sys.modules else _BUILT_FOR
     return {device: torch.get_autocast_dtype(device) for device in devices}
 
@@ -92,28 +92,29 @@ _USUAL_DTYPES = _dtypes()
 
 
 class _Away:
-    """The modes that a thread had until this was made; since then it has torch's defaults.
+    """The modes of a thread, put away: making this gives the thread torch's defaults.
 
-    ``bring_back`` sets them, once, in whatever thread. What is dropped without that touches no thread.
+    ``bring_back``, called once, sets these modes in the thread that calls it. If this is dropped without
+    that, no thread's modes change.
     """
 
     __slots__ = ("_autocast", "_dispatchers", "_flags", "_functions", "_hooks")
 
     def __init__(self, usual: Dtypes) -> None:
-        # Modes of functions go first and come back last: they see calls of torch's, as of these setters.
+        # Modes that see torch functions go first and come back last, since they see the setters used here.
         self._functions = _Functions() if _functions() else None
         self._dispatchers = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatchers())]
         self._hooks = _taken_hooks()
-        # Inference mode can be left only by the guard that entered it, which is the task's. But entering a
-        # guard notes all bits of autograd and all dispatch keys of the thread (autocast's switches among
-        # them), and leaving it sets them as they were, whatever has happened meanwhile, and where.
+        # Inference mode can only be left by the guard that entered it, which is the task's. But entering a
+        # guard saves all autograd flags and dispatch keys of the thread (autocast's switches among them), and
+        # leaving it restores them, in any thread and whatever was set since.
         self._flags = _C._InferenceMode(False)
         self._flags.__enter__()
         depth = _autocast_depth()
         self._autocast = _Autocast(depth, usual) if depth or _autocasting() else None
 
     def bring_back(self) -> None:
-        """The thread has these modes from now on."""
+        """Set these modes in the calling thread."""
         flags, self._flags = self._flags, None
         flags.__exit__(None, None, None)
         if self._autocast is not None:
@@ -126,7 +127,7 @@ class _Away:
             self._functions.bring_back()
 
     def __del__(self) -> None:
-        if self._flags is not None:  # it would be left when it is freed, whatever the thread does then
+        if self._flags is not None:  # freeing the guard leaves it, in the thread that runs this
             now = _C._InferenceMode(False)
             now.__enter__()
             self._flags.__exit__(None, None, None)
@@ -134,7 +135,7 @@ class _Away:
 
 
 class _Functions:
-    """Modes that see functions of torch; a default device is one of them."""
+    """The modes of a thread that see calls of torch functions; a default device is one of them."""
 
     __slots__ = ("_default", "_device", "_modes")
 
@@ -153,9 +154,9 @@ class _Functions:
 
 
 def _use_default(context: Any) -> None:
-    """Have this thread make tensors in ``context``; with None as it did before it ever had one.
+    """Set ``context`` as this thread's context of the default device; None removes the attribute.
 
-    Where a None is left behind, ``torch.get_default_device()`` raises AttributeError (torch 2.9).
+    If it were set to None, ``torch.get_default_device()`` would raise AttributeError (torch 2.9).
     """
     if context is not None:
         _default_device.device_context = context
@@ -164,14 +165,14 @@ def _use_default(context: Any) -> None:
 
 
 class _Autocast:
-    """What there is to autocast besides its switches: dtypes, the depth of its blocks, and the cache."""
+    """The state of autocast except its switches: dtypes, depth of blocks, and whether it caches casts."""
 
     __slots__ = ("_caching", "_depth", "_dtypes")
 
     def __init__(self, depth: int, usual: Dtypes) -> None:
         self._depth = depth
         self._caching = _caching()
-        self._dtypes: Dtypes = {}  # that are not the usual ones
+        self._dtypes: Dtypes = {}  # those that are not the usual ones
         for device, dtype in usual.items():
             if _casts(device):
                 _cast(device, False)
@@ -182,8 +183,8 @@ class _Autocast:
             _set_caching(True)
         for _ in range(depth):
             _leave_autocast()
-        # There is one cache of cast weights for all threads. Another task must not find in it what this one
-        # has cast, perhaps without gradients, or before the weights were updated.
+        # All threads share one cache of cast weights. Another task must not find weights in it that this one
+        # has cast, perhaps without gradients, or before they were updated.
         _C.clear_autocast_cache()
 
     def bring_back(self) -> None:
@@ -196,7 +197,7 @@ class _Autocast:
 
 
 def _taken_hooks() -> list[tuple[object, object]]:
-    """The default hooks of saved tensors, outermost first; afterwards there are none."""
+    """Remove the default hooks of saved tensors; returns them, outermost first."""
     hooks = []
     while (top := _top_hooks()) is not None:
         hooks.append(top)
@@ -205,7 +206,7 @@ def _taken_hooks() -> list[tuple[object, object]]:
 
 
 class _Inherited:
-    """The modes that the thread has now, for a coroutine that begins later."""
+    """A copy of the thread's present modes, for a coroutine that begins later."""
 
     def __init__(self) -> None:
         self._recording = _recording()
@@ -221,7 +222,7 @@ class _Inherited:
             _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
     async def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """``coroutine`` in these modes. Only inference mode has to be left: the rest ends with the task."""
+        """Run ``coroutine`` in these modes. Only inference mode has to be left: the rest ends with it."""
         with torch.inference_mode(self._inferring):
             torch.set_grad_enabled(self._recording)
             for device, dtype in self._autocast:
@@ -239,9 +240,10 @@ class _Inherited:
 
 
 class Steps(Awaitable[object]):
-    """An awaitable that drives a coroutine, which has modes of its own.
+    """An awaitable that runs a coroutine in modes of its own.
 
-    For what looks through a task (trio's and asyncio's stacks) it is the coroutine itself.
+    It has a coroutine's ``cr_frame`` and ``cr_await``, so that stacks of tasks (trio, asyncio) look through
+    it.
     """
 
     __slots__ = ("_begun", "_coroutine", "_inherited", "_modes", "_usual")
@@ -295,7 +297,7 @@ class Steps(Awaitable[object]):
 
     def __del__(self) -> None:
         if not self._begun:
-            self._coroutine.close()  # if that is a fault, Python says so of the coroutine that awaits this
+            self._coroutine.close()  # no warning: Python warns of the coroutine that awaits this
 
     @property
     def cr_frame(self) -> object:
@@ -321,23 +323,23 @@ def isolated(
 
 
 def isolated(work: object) -> object:
-    """``work``, a coroutine or an async function, with torch's modes to itself.
+    """Return ``work``, a coroutine or an async function, such that it has torch's modes to itself.
 
     torch keeps its modes per thread, so that ``with torch.no_grad():`` around an ``await`` in one task
-    switches gradients off in every other. What the coroutine sets stays with it, and it does not see what
-    others set: gradients, inference mode, autocast of every device, the default device, torch function and
-    dispatch modes, and default hooks for saved tensors. It begins in the modes of the moment in which
-    ``isolated`` is called, or the function that it returned. Children of ``ac.create_task_group()`` are
+    switches gradients off in every other. An isolated coroutine neither changes the modes of others nor sees
+    theirs: gradients, inference mode, autocast of every device, the default device, torch function and
+    dispatch modes, and default hooks for saved tensors. It begins in the modes at the call of
+    ``isolated``, or of the function that ``isolated`` returned. Children of ``ac.create_task_group()`` are
     isolated already. For other tasks:
 
     >>> asyncio.create_task(ac.isolated(evaluate(model)))
     >>> nursery.start_soon(ac.isolated(evaluate), model)
     >>> asyncio.run(ac.isolated(main()))
 
-    ``await`` promises what that of the coroutine does: its result, its exceptions, its cancellation.
+    ``await`` behaves as for the coroutine itself: its result, its exceptions, its cancellation.
 
     Raises:
-        InvalidArgumentError: it is neither a coroutine nor a function that returns one.
+        InvalidArgumentError: ``work`` is neither a coroutine nor a function that returns one.
     """
     if isinstance(work, Coroutine):
         return _isolated(work)

@@ -1,6 +1,6 @@
-"""What a call is, as values, and what is to be done about it: a pure function of these.
+"""A call as values, and the plan for it, which is a pure function of these values.
 
-Touches no process group, device or lane: what a backend can do comes as a frozen row of values.
+Touches no process group, device or lane: the abilities of a backend are a frozen row of values, too.
 """
 
 from asynccoll.plan.dispatch import plan

@@ -1,4 +1,4 @@
-"""What a collective costs in a group: alpha + beta * bytes, and how large buckets should therefore be."""
+"""The cost model of collectives in a group (alpha + beta * bytes), and the bucket size that follows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _MOST_BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one all_reduce (``alpha + beta * bytes``), and of packing a byte (``gamma``)."""
+    """The seconds of one all_reduce (``alpha + beta * bytes``), and of packing one byte (``gamma``)."""
 
     alpha: float
     beta: float
     gamma: float
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """The size of bucket that carries ``total_bytes`` soonest.
+        """Return the bucket size with which ``total_bytes`` are sent fastest.
 
-        Each bucket costs ``alpha``; while it is in flight the next is packed, but nothing hides the first:
-        ``total / size * alpha + size * gamma`` is least at the root of ``total * alpha / gamma``.
+        Each bucket costs ``alpha``. The next one is packed while it is in flight, but nothing hides packing
+        the first: ``total / size * alpha + size * gamma`` is least at the root of ``total * alpha / gamma``.
         """
         best = int((total_bytes * max(self.alpha, 0.0) / self.gamma) ** 0.5) if self.gamma > 0 else 0
         return min(max(best, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
@@ -36,6 +36,6 @@ class Cost:
 
     @classmethod
     def fit(cls, small: tuple[int, float], large: tuple[int, float], gamma: float) -> Cost:
-        """The line through two measured (bytes, seconds)."""
+        """Return the cost with ``alpha`` and ``beta`` from two measured pairs (bytes, seconds)."""
         beta = max(0.0, (large[1] - small[1]) / (large[0] - small[0]))
         return cls(max(1e-6, small[1] - beta * small[0]), beta, gamma)

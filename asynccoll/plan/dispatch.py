@@ -1,8 +1,8 @@
-"""The pure planner: (operation, tensor, topology, policy) -> Plan. Chooses, never does.
+"""The pure planner: (operation, tensor, topology, policy) -> Plan. It decides, and executes nothing.
 
-Everything that makes one backend differ from another is decided here from its row of capabilities:
-what is native, what is composed of other calls, and (in ``wire``) how elements look on the way. No
-process group, no I/O, no state but the cache; the tables are the whole of it.
+All differences between backends are decided here, from a backend's row of capabilities: which calls are
+native, which are composed of others, and (in ``wire``) how elements are sent. No process group, no I/O, and
+no state except the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asynccoll.plan.wire import arithmetic, carrier_of
 __all__ = ["plan", "refuse_missing"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-#: What is sent instead when a native call is not usable: the data, to be reduced where it is needed.
+#: The call used instead if the native one cannot be: it moves the data, which receivers reduce locally.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
     Op.REDUCE: Op.GATHER,
@@ -44,10 +44,10 @@ def plan(
     policy: Policy = Policy(),
     reduce: ReduceOp | None = None,
 ) -> Plan:
-    """The plan for ``op`` on a tensor like ``spec`` in ``topology``.
+    """Return the plan for ``op`` on a tensor like ``spec`` in ``topology``.
 
-    Raises ``PayloadTypeError`` for what is not defined (an average of integers) and
-    ``UnsupportedOpError`` for what this backend can neither do nor be composed to do.
+    Raises ``PayloadTypeError`` for an operation that is not defined (an average of integers), and
+    ``UnsupportedOpError`` for one that this backend neither has nor can be composed of its calls.
     """
     _refuse_quantized(op, spec)
     _refuse_meaningless(op, spec, reduce)
@@ -121,7 +121,7 @@ def _plan_movement(op: Op, spec: TensorSpec, topology: Topology, policy: Policy)
 
 
 def refuse_missing(op: Op, known: Capabilities) -> None:
-    """Refuse a movement that the backend has no call for."""
+    """Refuse an operation that moves data if the backend has no call for it."""
     if op is Op.BARRIER or op in known.ops:
         return
     advice = ""
@@ -131,7 +131,7 @@ def refuse_missing(op: Op, known: Capabilities) -> None:
 
 
 def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:
-    """What the backend calls for ``op``, and how to say so."""
+    """Return the name of the backend's native call for ``op``, and a sentence that says so."""
     other = dict(known.built_of).get(op)
     if other is None:
         return op.value, f"{known.backend} has {op.value}"
@@ -148,12 +148,12 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
     wire, dtype, on_wire, divide, why = arithmetic(spec.dtype, reduce, known)
     native = _has_native(op, spec, known) and known.reduces(dtype, on_wire)
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
-        native = False  # the product of complex numbers is not that of their parts
+        native = False  # complex numbers are sent as pairs of reals, and only a sum goes by parts
     dense = op is Op.ALL_REDUCE and not spec.sparse
     size = (spec.numel, spec.dtype.itemsize)
     through_memory = not spec.sparse and topology.goes_through_nodes(op, spec.size_bytes, policy.by_node)
     small = dense and topology.exchanges(*size) and not through_memory
-    if op is Op.REDUCE_SCATTER and through_memory and dtype not in HALF:  # which is to be rounded once
+    if op is Op.REDUCE_SCATTER and through_memory and dtype not in HALF:  # HALF has to be rounded once
         native = known.reduces(dtype, on_wire) and not (wire is Wire.REAL and on_wire is not ReduceOp.SUM)
         by_node = native
     else:
@@ -197,13 +197,13 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
 
 
 def _has_native(op: Op, spec: TensorSpec, known: Capabilities) -> bool:
-    """Whether the backend has a call of its own for it that is the one to use."""
+    """Whether the backend has a native call for ``op`` that should be used."""
     return op in known.ops and op not in known.compose and not (spec.sparse and known.gathers_sparse)
 
 
 def _nodes_first(topology: Topology, policy: Policy) -> str:
-    """How an all_reduce by node goes, and why."""
-    if topology.capabilities.near:  # by its figures, or as initialize was told
+    """Return a sentence on how an all_reduce by node is composed, and why."""
+    if topology.capabilities.near:  # chosen by its figures, or by the policy
         return _by_memory(topology)
     each = topology.world_size // topology.nodes
     chosen = (
@@ -216,7 +216,7 @@ def _nodes_first(topology: Topology, policy: Policy) -> str:
 
 
 def _by_memory(topology: Topology) -> str:
-    """How a call by node goes where the ranks of each share memory."""
+    """Return a sentence on how a call by node is composed if the ranks of each node share memory."""
     each = topology.world_size // topology.nodes
     return (
         f"{topology.nodes} hosts of {each} ranks: through memory that the ranks of each share, and between "
@@ -225,7 +225,7 @@ def _by_memory(topology: Topology) -> str:
 
 
 def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:
-    """The plan with what is the same for every operation: device, contiguity, the check."""
+    """Return the plan, completed with what is the same for every operation: staging, contiguity, check."""
     known = topology.capabilities
     why, stage = list(chosen.why), None
     if topology.way and chosen.via != "nodes":

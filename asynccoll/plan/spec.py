@@ -62,7 +62,7 @@ class Op(str, enum.Enum):
 
     @classmethod
     def parse(cls, name: object) -> Op:
-        """The operation called ``name``; the error lists the names there are."""
+        """Return the operation called ``name``; the error for another name lists all of them."""
         try:
             return cls(str(getattr(name, "value", name)).lower())
         except ValueError:
@@ -76,7 +76,7 @@ class Op(str, enum.Enum):
 class ReduceOp(str, enum.Enum):
     """The reductions. ``and``/``or`` are logical, ``band``/``bor``/``bxor`` bitwise (as in MPI).
 
-    ``adasum`` is Horovod's sum of gradients that scales down what points the same way.
+    ``adasum`` is Horovod's sum of gradients, which scales down components that point the same way.
     """
 
     SUM = "sum"
@@ -95,7 +95,7 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def parse(cls, op: object) -> ReduceOp:
-        """The reduction named by ``op``: a name in any case, ours, or torch's ``ReduceOp``."""
+        """Return the reduction for ``op``: a name in any case, one of ours, or torch's ``ReduceOp``."""
         name = op.lower() if isinstance(op, str) else _name_in_torch(op)
         if name == "premul_sum":
             raise InvalidArgumentError(
@@ -111,7 +111,7 @@ class ReduceOp(str, enum.Enum):
         return found
 
 
-#: What a user may write as ``op=`` (names in any case, which a type cannot say).
+#: What a user may write as ``op=`` (names in any case, which the type cannot express).
 ReduceOpLike: TypeAlias = (
     ReduceOp
     | dist.ReduceOp
@@ -126,20 +126,23 @@ _REDUCE_OPS |= {"mean": ReduceOp.AVG, "average": ReduceOp.AVG, "prod": ReduceOp.
 
 
 def reduce_op(op: object) -> ReduceOp:
-    """``ReduceOp.parse``, quick for names as they are: every reduction asks."""
+    """As ``ReduceOp.parse``, but fast for names in lower case, since every reduction calls this."""
     return (_REDUCE_OPS.get(op) if isinstance(op, str) else None) or ReduceOp.parse(op)
 
 
 def premul_factor(op: dist.ReduceOp) -> float | None:
-    """The factor of what torch's ``_make_nccl_premul_sum`` gives; None of any other reduction."""
+    """Return the factor of a reduction made by torch's ``_make_nccl_premul_sum``; None for any other."""
     if _name_in_torch(op) != "premul_sum":
         return None
-    _, factor = op.__getstate__()  # type: ignore[attr-defined]  # how torch pickles it, and where it tells this
+    _, factor = op.__getstate__()  # type: ignore[attr-defined]  # only its pickled state has the factor
     return float(factor)
 
 
 def _name_in_torch(op: object) -> str:
-    """``"sum"`` of ``dist.ReduceOp.SUM``, which is a ``RedOpType``, and of a ``ReduceOp`` made of it."""
+    """Return the name of torch's reduction in lower case, as in ``"sum"``; "" if ``op`` is none.
+
+    ``dist.ReduceOp.SUM`` is a ``RedOpType``; a ``ReduceOp`` may be made of it. Both give ``"sum"``.
+    """
     if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return ""
     members = dist.ReduceOp.RedOpType.__members__
@@ -148,7 +151,7 @@ def _name_in_torch(op: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What planning needs to know of a tensor: no data, no storage."""
+    """The properties of a tensor that planning depends on; it holds no data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
@@ -175,10 +178,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend does natively. A row of this table is all that dispatch knows of a backend.
+    """What a backend does natively; dispatch knows nothing else of a backend.
 
-    ``reduce``: dtype -> the reductions its wire arithmetic has. ``move``: the dtypes it can copy as
-    they are (any other dtype is sent as bytes). ``ops``: the collectives it has a usable call for.
+    ``reduce``: by dtype, the reductions that it computes. ``move``: the dtypes that it can copy as
+    they are (any other dtype is sent as bytes). ``ops``: the collectives that it has a usable call for.
     """
 
     backend: str
@@ -186,29 +189,29 @@ class Capabilities:
     reduce: tuple[tuple[torch.dtype, frozenset[ReduceOp]], ...]
     move: frozenset[torch.dtype]
     devices: frozenset[str] = frozenset({"cpu"})
-    #: sparse tensors have a sum
+    #: whether sparse tensors can be summed
     sparse: bool = False
-    #: ... which everybody works out, of what all ranks have gathered
+    #: whether that sum is computed on every rank, from the gathered tensors of all ranks
     gathers_sparse: bool = False
-    #: collectives whose native call is slower than, or not awaitable unlike, a composition
+    #: collectives whose native call is slower than a composition, or cannot be awaited
     compose: frozenset[Op] = frozenset()
-    #: collectives that its communicator builds of another native call: (ours, what is called)
+    #: collectives that its communicator builds of another native call: (collective, native call)
     built_of: tuple[tuple[Op, str], ...] = ()
-    #: Up to so many bytes sent by a rank, a reduction is faster as one exchange of everybody's data
-    #: and a local sum than as the native call: the hops cost more than the bytes.
+    #: Up to this many bytes sent by a rank, a reduction is faster as one exchange of all ranks' data and a
+    #: local sum than as the native call, whose hops cost more than the bytes.
     exchange_bytes: int = 0
-    #: What a hop of an all_reduce costs, as the bytes that travel within a node in that time. 0: it is not
-    #: composed by node; the backend knows nodes itself, or nothing of it was measured.
+    #: The cost of a hop of an all_reduce, as the number of bytes that are sent within a node in that time. 0:
+    #: an all_reduce is not composed by node, since the backend itself knows nodes, or no cost was measured.
     hop_bytes: int = 0
-    #: What the steps of that composition cost besides their own hops, in hops: each starts from Python.
+    #: The cost of the steps of that composition in addition to their hops, in hops: each starts from Python.
     steps_hops: int = 0
-    #: Where the ranks of each node share memory: from how many bytes in all a collective had better go
-    #: through it within nodes, and by this backend only between them. Those that are not here never do.
+    #: If the ranks of each node share memory: the total bytes from which a collective should go through that
+    #: memory within nodes, and use this backend only between them. Collectives not listed never do.
     near: tuple[tuple[Op, int], ...] = ()
-    #: its all_to_all finds out by itself where ranks do not expect what others send
+    #: whether its all_to_all itself detects that ranks expect other sizes than others send
     compares_splits: bool = False
-    #: reductions that need no copy of what they only read: a reduce that changes nothing but on its
-    #: destination, an all_reduce that had better fill another tensor (``all_reduce_into``)
+    #: reductions that need no copy of an input that they only read: a reduce that writes only on its
+    #: destination, an all_reduce that is better given another tensor to fill (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -216,34 +219,33 @@ class Capabilities:
 
 
 def size_class(numel: int) -> int:
-    """All that planning knows of a size: 0 for none, 1 for one element, 2 for 2 and 3, 3 for 4 to 7."""
+    """Return the class of a size, on which plans depend: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7."""
     return numel.bit_length()
 
 
 def equal_nodes(node_of: Sequence[int]) -> int:
-    """How many nodes a group has whose members are on the nodes ``node_of``.
+    """Return the number of nodes of a group whose members are on the nodes ``node_of``.
 
-    Counted are nodes that can be summed up first: with equally many members, at least two. Any other group
-    is one node: ``1``.
+    It is 1 unless each node can be summed up first: all nodes have equally many members, at least two.
     """
     sizes = set(Counter(node_of).values())
     return len(set(node_of)) if len(sizes) == 1 and sizes != {1} else 1
 
 
 def place_of(index: int, node_of: Sequence[int]) -> tuple[int, int]:
-    """Which of the nodes the member number ``index`` is on, and which of the members there it is."""
+    """Return the number of the node of the member at ``index``, and the member's index on that node."""
     mine = node_of[index]
     return list(dict.fromkeys(node_of)).index(mine), list(node_of[:index]).count(mine)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The backend's abilities, the size of the group, and how many equal nodes it is made of."""
+    """The backend's abilities, the size of the group, and its number of equal nodes (``equal_nodes``)."""
 
     capabilities: Capabilities
     world_size: int
     nodes: int = 1
-    #: which way its calls go, and why, where there are several
+    #: if there are several ways to send its calls: which is used, and why
     way: str = ""
 
     @property
@@ -251,19 +253,20 @@ class Topology:
         return self.capabilities.backend
 
     def exchanges(self, numel: int, itemsize: int) -> bool:
-        """Whether an all_reduce of so many elements is done as an exchange. The same on every rank.
+        """Whether an all_reduce of ``numel`` elements is done as an exchange. The same on every rank.
 
-        Decided by powers of two, so that a plan is good for all sizes of a class (``size_class``). With
-        fewer elements than ranks the native ring has next to nothing to send, and wins.
+        Decided by powers of two, so that a plan holds for all sizes of a class (``size_class``). With fewer
+        elements than ranks the native ring has nearly nothing to send, and is faster.
         """
         least = 1 << size_class(numel) >> 1
         sent = least * itemsize * (self.world_size - 1)
         return 0 < sent <= self.capabilities.exchange_bytes and least >= self.world_size
 
     def goes_through_nodes(self, op: Op, size_bytes: int, wished: bool | None) -> bool:
-        """Whether a call goes through memory within nodes, and by the backend between them.
+        """Whether a call goes through shared memory within nodes, and by the backend between them.
 
-        ``size_bytes``: of a rank's input. Decided by powers of two, as ``exchanges``.
+        ``size_bytes``: of a rank's input. ``wished``: ``Policy.by_node``. Decided by powers of two, as
+        ``exchanges`` is.
         """
         if self.nodes == 1 or not size_bytes or wished is False:
             return False
@@ -271,11 +274,11 @@ class Topology:
         return any(op is one and (wished or whole >= least) for one, least in self.capabilities.near)
 
     def sums_nodes_first(self, numel: int, itemsize: int, wished: bool | None = None) -> bool:
-        """Whether an all_reduce of so many elements is composed by node. The same on every rank.
+        """Whether an all_reduce of ``numel`` elements is composed by node. The same on every rank.
 
-        A ring of all ranks has 2(k-1)(N-1) more hops than one in each of N nodes of k ranks and one of the
-        nodes, which carry 2(k-1)/k times the bytes within nodes once more. ``wished`` is what the caller says
-        of any size; a tensor of fewer elements than ranks has not a part for each.
+        A ring of all ranks has 2(k-1)(N-1) more hops than rings within each of N nodes of k ranks and one
+        between the nodes; but these send 2(k-1)/k times the bytes within nodes in addition. ``wished``
+        (``Policy.by_node``) decides for all sizes, except that a tensor has to have an element for each rank.
         """
         least = 1 << size_class(numel) >> 1
         known = self.capabilities
@@ -290,37 +293,38 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Choices that are the caller's, not the backend's.
+    """Choices of the caller, not of the backend.
 
-    ``by_node``: whether calls go node by node; None: where that is expected to be faster.
+    ``check``: compare all ranks' signatures first. ``by_node``: whether calls are composed by node; None: if
+    that is expected to be faster.
     """
 
     check: bool = False
     by_node: bool | None = None
 
 
-#: Precisions that are reduced in float32, and rounded once.
+#: The dtypes that are reduced in float32, and rounded once.
 HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class Wire(str, enum.Enum):
-    """How a tensor's elements look while they are in flight."""
+    """How a tensor's elements are encoded while they are sent."""
 
     SAME = "same"  # as they are
     VIEW = "view"  # reinterpreted as another dtype: uint8 to copy, int64 to reduce uint64
     CAST = "cast"  # converted to a wider dtype that the backend can reduce, and back
     REAL = "real"  # complex as pairs of reals
     LOGICAL = "logical"  # (x != 0) as uint8, for logical reductions
-    FLIPPED = "flipped"  # uint64 with its top bit flipped, so that int64 orders it rightly
+    FLIPPED = "flipped"  # uint64 with its top bit flipped, so that int64 compares it correctly
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one call will do, and why. ``native`` is the backend's call, ``via`` how it is used.
 
-    ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter, and a small all_reduce,
-    as an exchange and a local sum), ``"all_gather"`` (reductions that no backend arithmetic has,
-    reduced locally in rank order) or ``"nodes"`` (within each node first, then between nodes).
+    ``via`` is ``"native"``, or a composition: ``"all_to_all"`` (reduce_scatter, or a small all_reduce,
+    as an exchange and a local sum), ``"all_gather"`` or ``"gather"`` (reductions that the backend cannot
+    compute, reduced locally in rank order) or ``"nodes"`` (within each node first, then between nodes).
     """
 
     op: Op
@@ -330,12 +334,12 @@ class Plan:
     wire: Wire = Wire.SAME
     wire_dtype: torch.dtype | None = None
     reduce: ReduceOp | None = None
-    wire_reduce: ReduceOp = ReduceOp.SUM  # of a call that reduces
+    wire_reduce: ReduceOp = ReduceOp.SUM  # if the call reduces
     divide: bool = False
     stage: str | None = None
     why: tuple[str, ...] = field(default=(), compare=False)
-    #: The operation's name, and whether nothing has to be encoded, staged or composed: asked for in
-    #: every call, so kept as plain values.
+    #: The operation's name, and whether nothing has to be encoded, staged or composed. Plain values, since
+    #: every call reads them.
     name: str = field(init=False, compare=False, repr=False)
     direct: bool = field(init=False, compare=False, repr=False)
 
@@ -353,11 +357,11 @@ class Plan:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-#: Every dtype of torch's by its name; of quantized elements none, which mean nothing without their scales.
+#: Every dtype of torch by its name, except quantized ones, whose elements mean nothing without their scales.
 DTYPES_BY_NAME = {
     dtype_name(value): value
     for value in vars(torch).values()

@@ -1,4 +1,4 @@
-"""What a call is, as a line of text that is the same in every process; and what does not fit together."""
+"""A call as a line of text that is the same in every process, and the error if a message does not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["shown", "unlike"]
 
 
 def shown(what: object) -> str:
-    """``all_reduce sum float32 [4, 8]``: names and values in their order, without those that are empty."""
+    """Return names and values as text, without empty ones: ``all_reduce sum float32 [4, 8]``."""
     if isinstance(what, torch.dtype):
         return dtype_name(what)
     if isinstance(what, torch.Size):
@@ -24,7 +24,7 @@ def shown(what: object) -> str:
 
 
 def unlike(count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype) -> CollectiveMismatchError:
-    """The error for a message of ``count`` elements that came to a receive of another size or dtype."""
+    """Return the error for a message of ``count`` elements, received with another size or dtype expected."""
     sent, fits = f"{count} elements of {dtype_name(dtype)}", f"{wanted} of {dtype_name(wanted_dtype)}"
     return CollectiveMismatchError(
         f"the sender's message has {sent}, but `like` has {fits} (the message was taken and dropped; the "

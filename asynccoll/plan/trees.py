@@ -1,9 +1,10 @@
 """Pytrees: dicts, lists, tuples, named tuples and dataclasses of payloads, flattened and put back.
 
 Dictionary keys are sorted, never taken in insertion order: two ranks that fill a dict in different
-order must reduce the same leaves with each other. So keys need an order that all ranks see: texts, numbers,
-bytes, None, enum members, paths, dtypes, devices and tuples of these have one; a frozenset or an object of
-one's own has not, and is refused. ``None`` is structure.
+order must reduce the same leaves with each other. So keys need an order that is the same on all ranks:
+strings, numbers, bytes, None, enum members, paths, dtypes, devices and tuples of these have one; a frozenset
+or an object of a user's class has none, and is refused. ``None`` as a value is a part of the structure, not a
+leaf.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ __all__ = ["TreeSpec", "flatten", "is_tree", "unflatten"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeSpec:
-    """The shape of a tree: what kind of node, with which names, over which children."""
+    """The structure of a tree: the kind of its node, the names of its children, and their structures.
+
+    ``kind`` is the class's name, ``"*"`` for a leaf, or ``"None"``. ``make`` rebuilds the node from children.
+    """
 
     kind: str
     make: Callable[[Sequence[object]], object] | None = dataclasses.field(compare=False, repr=False)
     names: tuple[str, ...] = ()
     children: tuple[TreeSpec, ...] = ()
 
-    #: Whether all children are leaves: then they are put back in one go.
+    #: Whether all children are leaves, so that they can be put back at once.
     flat: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
@@ -67,7 +71,7 @@ def _is_tree_type(cls: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of ``tree`` from left to right, and how to put them back."""
+    """Return the leaves of ``tree`` from left to right, and its structure, for ``unflatten``."""
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves, ())
 
@@ -91,7 +95,7 @@ def _flatten(x: object, leaves: list[object], path: tuple[int, ...]) -> TreeSpec
 def _node(x: Any) -> tuple[str, tuple[str, ...], list[object], Callable[[Sequence[object]], object]]:
     cls = type(x)
     if isinstance(x, dict):
-        texts = {*map(type, x)} == {str}  # nearly always, and these need no closer look
+        texts = {*map(type, x)} == {str}  # the common case, in which keys need no further checks
         keys = sorted(x) if texts else sorted(x, key=_key_order)
         names = tuple(map(repr if texts else _key_name, keys))
         return cls.__name__, names, [x[key] for key in keys], _dict_maker(x, keys)
@@ -105,7 +109,7 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[object], Callable[[Sequenc
 
 
 def _key_name(key: object) -> str:
-    """What a key is called where trees are compared: the same for keys that are one."""
+    """Return the name of a key for comparing trees; equal keys have the same name."""
     if isinstance(key, numbers.Integral):
         return repr(int(key))
     if isinstance(key, numbers.Real):
@@ -117,9 +121,9 @@ def _key_name(key: object) -> str:
 
 
 def _key_order(key: object) -> tuple[object, ...]:
-    """What keys are sorted by: the same on every rank, whatever was inserted first.
+    """Return what a key is sorted by, which is the same on every rank.
 
-    Numbers are one kind, because 1, True and 1.0 are one key.
+    All numbers are one kind, because 1, True and 1.0 are one key.
     """
     if isinstance(key, str):
         return ("str", str.__str__(key))
@@ -161,7 +165,10 @@ def _dict_maker(x: dict[object, object], keys: list[object]) -> Callable[[Sequen
 
 
 def _shell(x: dict[object, object]) -> dict[object, object]:
-    """A copy of a dict of another class, which the result becomes; refused while nothing has been sent."""
+    """Return a copy of a dict of another class, of which results are made; refuse one that cannot be copied.
+
+    That is done at the call, before anything is sent.
+    """
     try:
         made = copy.copy(x)
         for key in list(made):
@@ -189,7 +196,7 @@ def _dataclass_maker(x: object, names: tuple[str, ...]) -> Callable[[Sequence[ob
 
 
 def unflatten(spec: TreeSpec, leaves: Sequence[object]) -> object:
-    """The tree of ``spec`` with new ``leaves``."""
+    """Return a tree with the structure ``spec`` and these ``leaves``."""
     return _unflatten(spec, iter(leaves))
 
 

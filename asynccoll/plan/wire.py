@@ -1,6 +1,6 @@
-"""How elements look on the wire: which dtype carries them, and what a reduction of theirs is there.
+"""How elements are sent: as which dtype, and which reduction of that dtype stands for theirs.
 
-Decided for a dtype and a backend's row of capabilities; ``tensors.encoding`` does what is decided here.
+Decided from a dtype and a backend's row of capabilities; ``tensors.encoding`` carries it out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["arithmetic", "carrier_of"]
 
 _LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
 
-#: What each reduction is on truth values: a sum is an or, a product an and (as torch's own + and *).
+#: The reduction of 0 and 1 for each reduction of bool: a sum is an or, a product an and (as torch's + and *).
 _ON_BOOL = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.MAX: ReduceOp.MAX,
@@ -27,7 +27,7 @@ _ON_BOOL = {
     ReduceOp.BXOR: ReduceOp.BXOR,
 }
 
-#: The next wider dtype whose arithmetic, taken back, is the narrow dtype's own.
+#: The wider dtype in which a narrow one is reduced, if the backend cannot; the result is converted back.
 _WIDER = {
     torch.int8: torch.int32,
     torch.uint8: torch.int32,
@@ -41,13 +41,13 @@ _WIDER = {
     ),
 }
 _REAL = {
-    torch.complex32: torch.float32,  # torch adds no complex32, and a rounding is saved
+    torch.complex32: torch.float32,  # torch cannot add complex32; and one rounding less
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-#: What has as many bytes, for dtypes that a backend cannot move as they are.
+#: Dtypes by size in bytes, to stand for others of that size that a backend cannot move as they are.
 _CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: What a local reduction has arithmetic for.
+#: The dtypes that a local reduction can compute with.
 _LOCAL = frozenset(
     {
         torch.int8,
@@ -64,7 +64,7 @@ _LOCAL = frozenset(
 
 
 def carrier_of(dtype: torch.dtype, known: Capabilities) -> torch.dtype:
-    """The dtype as which ``dtype`` is moved where the backend cannot move it as it is."""
+    """Return the dtype as which ``dtype`` is moved if the backend cannot move it as it is."""
     carrier = _CARRIERS.get(dtype.itemsize)
     return carrier if carrier is not None and carrier in known.move else torch.uint8
 
@@ -72,7 +72,7 @@ def carrier_of(dtype: torch.dtype, known: Capabilities) -> torch.dtype:
 def arithmetic(
     dtype: torch.dtype, reduce: ReduceOp, known: Capabilities
 ) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
-    """How a reduction of ``dtype`` is done: (wire, dtype there, reduction there, divide, why)."""
+    """Return how a reduction of ``dtype`` is done: (wire, dtype sent, reduction of that, divide, why)."""
     name = dtype_name(dtype)
     why: tuple[str, ...]
     if dtype is torch.bool:
@@ -107,7 +107,7 @@ def arithmetic(
 def _average(
     dtype: torch.dtype, known: Capabilities
 ) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
-    """The same for an average that the backend has not: a sum, divided."""
+    """As ``arithmetic``, for an average that the backend lacks: a sum that is divided afterwards."""
     why: tuple[str, ...]
     if dtype in HALF:
         why = (f"{dtype_name(dtype)} is averaged in float32 and rounded once: its sum could overflow",)
