@@ -1,0 +1,66 @@
+"""Headers of calls, by which ranks that read each other's memory compare what they are about to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asynccoll.flight import Headers, Recorder
+from asynccoll.flight.layout import HEADER_WORDS, HEADERS
+from asynccoll.host.call_number import CHILD
+
+Pair = tuple[Headers, Headers, Recorder]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """The headers of two ranks of one lane, and the recorder of the second."""
+    recorders = [Recorder(rank, 2) for rank in range(2)]
+    numbers = [recorder.lane("world", "default") for recorder in recorders]
+    one, other = (
+        Headers(recorders[k], numbers[k], "world", "default", {1 - k: recorders[1 - k].buffer})
+        for k in range(2)
+    )
+    yield one, other, recorders[1]
+    for recorder in recorders:
+        recorder.close()
+
+
+@pytest.mark.parametrize("child", [0, 1, 4, 40, 70])
+def test_alike_is_no_difference_and_another_call_is_one(pair: Pair, child: int) -> None:
+    one, other, _ = pair
+    first = child * CHILD
+    for place in (first + 1, first + 2):
+        assert one.write(7, 0, place, 1) == {}
+        assert other.write(7, 0, place, 1) == {}
+    assert one.write(7, 0, first + 3, 1) == {}
+    assert other.write(8, 0, first + 3, 1) == {0: (first + 3, 1)}
+
+
+@pytest.mark.parametrize("child", [0, 1, 4, 40, 70])
+@pytest.mark.parametrize("lap", [0, 1])
+def test_what_is_just_being_written_is_no_difference(pair: Pair, child: int, lap: int) -> None:
+    """Between the number of a header and the header: its rank will compare both once that is there."""
+    one, other, recorder = pair
+    calls = lap * HEADERS + 3
+    for place in range(child * CHILD + 1, child * CHILD + calls):
+        one.write(7, 0, place, 1)
+        other.write(7, 0, place, 1)
+    last = child * CHILD + calls
+    other.write(8, 0, last, 1)
+    at = calls % HEADERS * HEADER_WORDS
+    written = recorder.headers[at]
+    recorder.headers[at] = 0
+    assert one.write(7, 0, last, 1) == {}
+    recorder.headers[at] = written
+    assert one.write(7, 0, last + 1, 1) == {}  # nothing there yet
+
+
+def test_calls_of_an_earlier_child_are_told_where_the_ranks_part(pair: Pair) -> None:
+    """Rank 0 has begun with the next child, rank 1 has not."""
+    one, other, _ = pair
+    assert one.write(7, 0, CHILD + 1, 1) == {}
+    assert other.write(7, 0, CHILD + 1, 1) == {}
+    assert one.write(7, 0, 2 * CHILD + 1, 1) == {}
+    assert other.write(7, 0, CHILD + 2, 1) == {0: (CHILD + 2, 1)}
