@@ -143,7 +143,7 @@ compositions: ## draw programs that combine what there is, look whether they are
 		python $(CURDIR)/tests/explore_compositions.py $(SECONDS) $(SIZES)
 
 explore: ## the same in simulated worlds, in many orders each (SECONDS=3600, SIZES=2,3, STATE=FILE: go on from there)
-	@$(TEST) env STATE=$(STATE) python $(CURDIR)/tests/explore_simulated.py $(SECONDS) $(SIZES)
+	@$(TEST) env STATE=$(STATE) STATEMENTS=$(or $(STATEMENTS),each) python $(CURDIR)/tests/explore_simulated.py $(SECONDS) $(SIZES)
 
 determined: ## the same seed, the same digest: PROGRAMS=10000 drawn ones, with faults, in two processes
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/determined.py $(or $(PROGRAMS),10000)

@@ -3,9 +3,9 @@
 ``python tests/explore_simulated.py SECONDS [RANKS,RANKS...]``; the seed is drawn and said (``SEED`` repeats
 one). ``SCHEDULES`` orders of each program are tried, on the transports in ``TRANSPORTS`` in turn, every third
 with a fault of those in ``FAULTS``, every fourth in two worlds one after the other. ``STATEMENTS`` are
-modules before whose statements others may go on, too. ``JOBS`` processes do it at once. What is found is
-made smaller, and said as a script that replays it. ``STATE`` is a file in which stands how far it is, and
-from which it goes on; ``MOST`` ends it after so many schedules.
+modules before whose statements others may go on, too; ``each``: every eighth with one of ours. ``JOBS``
+processes do it at once. What is found is made smaller, and said as a script that replays it. ``STATE`` is a
+file in which stands how far it is, and from which it goes on; ``MOST`` ends it after so many schedules.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ FAULTS = tuple(
     os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect,fail").split(",")
 )
 STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") if name)
+#: Those of ours in which threads meet, and what memory several ranks read.
+_OURS = tuple(
+    f"asynccoll.{name}"
+    for name in (
+        "flight.headers", "flight.recorder", "health.compared", "health.confirming", "health.refusals",
+        "health.watchdog", "host.store", "backends.memory.moving", "order.connection", "order.halting", "order.lane",
+        "order.queue", "order.stepping", "transport.completion", "transport.progress", "waiting.children",
+        "waiting.suspending", "waiting.work", "world.context", "world.group",
+    )
+)  # fmt: skip
 #: Seconds for making one smaller that failed.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 REAL_SECONDS = patient(60)
@@ -83,6 +93,13 @@ class Order:
         return {2: every, 5: every // 2 if every % 2 == 0 else every}.get(self.number % 7, 1)
 
     @property
+    def statements(self) -> tuple[str, ...]:
+        """In every eighth order one of ours in turn, where ``STATEMENTS`` says so."""
+        if STATEMENTS != ("each",):
+            return STATEMENTS
+        return (_OURS[self.number // 8 % len(_OURS)],) if self.number % 8 == 6 else ()
+
+    @property
     def options(self) -> dict[str, Any]:
         return {
             "transport": self.transport,
@@ -91,7 +108,7 @@ class Order:
             "schedule": PCT() if self.number % 2 else RandomWalk(),
             "again": self.number % 4 == 2,
             "check": "full" if self.number % 5 == 3 else "local",
-            "statements": STATEMENTS,
+            "statements": self.statements,
             "real_seconds": REAL_SECONDS,
         }
 
