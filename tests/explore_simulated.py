@@ -44,10 +44,11 @@ STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") 
 _OURS = tuple(
     f"asynccoll.{name}"
     for name in (
-        "flight.headers", "flight.recorder", "health.compared", "health.confirming", "health.refusals",
-        "health.watchdog", "host.store", "backends.memory.moving", "order.connection", "order.halting", "order.lane",
-        "order.queue", "order.stepping", "transport.completion", "transport.progress", "waiting.children",
-        "waiting.suspending", "waiting.work", "world.context", "world.group",
+        "backends.memory.moving", "flight.headers", "flight.recorder", "health.compared",
+        "health.confirming", "health.refusals", "health.watchdog", "host.store", "order.connection",
+        "order.halting", "order.lane", "order.queue", "order.stepping", "transport.completion",
+        "transport.progress", "waiting.children", "waiting.suspending", "waiting.work",
+        "world.context", "world.group",
     )
 )  # fmt: skip
 #: Seconds for making one smaller that failed.
