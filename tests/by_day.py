@@ -3,8 +3,8 @@
 By day, so that it takes no hour:
 
 - with one, three or four ranks one waits on asyncio: how one waits has nothing to do with their number;
-- gloo and memory do each thing with each number of ranks, and wait for it in each way; others do it in two of
-  these, which differ from test to test, and nothing with five ranks;
+- gloo does each thing with each number of ranks and in each way to wait; others do it in two of these, which
+  differ from test to test; and nothing with five ranks, but for memory;
 - what depends little on either has two ranks and asyncio on all backends but gloo;
 - a test marked ``nightly`` is left out: another one of the day goes the same way through the library.
 
@@ -26,7 +26,6 @@ __all__ = ["left_out"]
 ONLY = os.environ.get("ASYNCCOLL_TEST_CASES", "all")
 _WORLDS = {"world", "several", "four", "pair"}
 _WAYS = {"runner", "loop"}
-_IN_FULL = {"gloo", "memory"}
 _DEPEND_LITTLE = {"test_coalescing", "test_composed", "test_empties", "test_fusion", "test_prepare"}
 
 
@@ -39,16 +38,15 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         backend, size = _world(item)
-        in_full = backend in _IN_FULL
         way = _value(item, _WAYS, "asyncio")
         if (
             item.get_closest_marker("nightly")
             or (size != 2 and way != "asyncio")
-            or ("five_ranks" in item.nodeid and not in_full)
+            or ("five_ranks" in item.nodeid and backend not in ("gloo", "memory"))
             or (backend != "gloo" and item.path.stem in _DEPEND_LITTLE and (size, way) != (2, "asyncio"))
         ):
             out.add(item)
-        elif size > 1 and not in_full:
+        elif size > 1 and backend != "gloo":
             cases[_but_for_world_and_way(item)].append(item)
     for name, those in cases.items():
         out.update(those)

@@ -92,18 +92,21 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     assert picture.stat().st_size < 200_000
 
 
+#: By steps: each way's worlds, and until when each trains. The whole at night.
+GPT = {
+    4: {"ddp": [(2, 4)], "overlapped": [(2, 2), (2, 4)]},
+    8: {"ddp": [(2, 8)], "overlapped": [(2, 4), (2, 8)], "sharded": [(2, 4), (1, 8)]},
+}
+
+
 @pytest.mark.slow
-def test_train_gpt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [4, pytest.param(8, marks=pytest.mark.nightly)])
+def test_train_gpt(tmp_path: Path, steps: int) -> None:
     """Stopped and resumed, it takes DDP's steps: bit for bit, or to within rounding with sharded sums."""
     pytest.importorskip("matplotlib")
-    options = ("--steps", "8", "--dtype", "float64", "--checkpoint")
-    parts = {
-        "ddp": [(2, 8)],
-        "overlapped": [(2, 4), (2, 8)],
-        "sharded": [(2, 4), (1, 8)],
-    }
+    options = ("--steps", str(steps), "--dtype", "float64", "--checkpoint")
     found = {}
-    for way, worlds in parts.items():
+    for way, worlds in GPT[steps].items():
         path = tmp_path / f"{way}.pt"
         for ranks, until in worlds:
             more = ("--way", way, "--until", str(until))
@@ -111,11 +114,14 @@ def test_train_gpt(tmp_path: Path) -> None:
             assert f"{until} steps, in {path}" in said
         found[way] = torch.load(path, weights_only=True)
     reference = found["ddp"]
-    assert reference["losses"][-1] < reference["losses"][0] - 0.5  # it learns
-    for way, exactly in (("overlapped", True), ("sharded", False)):
+    assert reference["losses"][-1] < reference["losses"][0] - 0.05 * steps  # it learns
+    for way in found.keys() - {"ddp"}:
+        exactly = way == "overlapped"
         limit = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-9, "atol": 1e-9}
         for name in ("losses", "evaluations", "sampled", "model", "optimizer"):
             torch.testing.assert_close(found[way][name], reference[name], **limit)
+    if "sharded" not in found:
+        return
     drawn = ("--draw", "--directory", str(tmp_path), "--picture", str(tmp_path / "gpt.png"))
     said = run(tmp_path, "compare_gpt", *drawn, launched=False)
     assert "at most 0 from DDP's loss, 0 from its parameters" in said

@@ -36,7 +36,13 @@ async def one_dies(me: Rank, victim: int, lane: str | None) -> tuple[str, tuple[
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 @pytest.mark.parametrize(
-    ("size", "victim", "runner"), [(2, 1, "asyncio"), (2, 0, "blocking"), (4, 2, "trio"), (4, 0, "asyncio")]
+    ("size", "victim", "runner"),
+    [
+        (2, 1, "asyncio"),
+        (2, 0, "blocking"),
+        (4, 2, "trio"),
+        pytest.param(4, 0, "asyncio", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_killed_rank_is_named(backend: str, size: int, victim: int, runner: str) -> None:
     """kill -9 in the middle of an operation: PeerLostError names the rank, within seconds."""

@@ -66,9 +66,20 @@ HOSTS = [
 #: Those of several hosts as MPICH deals ranks out to them.
 ON_MPI = [("mpi", nodes) for nodes in ((0, 0), (0, 0, 0), (0, 1), (0, 1, 2), (0, 1, 0, 1))]
 WORLDS = ON_MPI if worlds.BACKENDS == ["mpi"] else [*ONE_HOST, *HOSTS]
+#: One more of each kind.
+BY_NIGHT = [
+    ("gloo", (0,) * 4),
+    ("memory", (0,) * 4),
+    ("gloo", (0, 1, 2)),
+    ("mpi", (0, 0, 0)),
+    ("mpi", (0, 1)),
+]
 
 
-@pytest.fixture(params=WORLDS, ids=lambda one: f"{one[0]}-{''.join(map(str, one[1]))}")
+@pytest.fixture(
+    params=[pytest.param(one, marks=[pytest.mark.nightly] * (one in BY_NIGHT)) for one in WORLDS],
+    ids=[f"{backend}-{''.join(map(str, nodes))}" for backend, nodes in WORLDS],
+)
 def world(request: pytest.FixtureRequest) -> World:
     backend, nodes = request.param
     several = {"nodes": nodes} if any(nodes) else {}
