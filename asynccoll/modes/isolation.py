@@ -222,7 +222,7 @@ class _Inherited:
             _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
     async def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run ``coroutine`` in these modes. Only inference mode has to be left: the rest ends with it."""
+        """Run ``coroutine`` in these modes. Only inference mode has to be left: the task ends anyway."""
         with torch.inference_mode(self._inferring):
             torch.set_grad_enabled(self._recording)
             for device, dtype in self._autocast:

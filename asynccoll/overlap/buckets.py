@@ -135,7 +135,7 @@ class Bucket:
         gradient.div_(self.summed_over)
 
     def reported(self, index: int) -> None:
-        """Do not check the gradient at ``index``: an error has said already that it changed meanwhile."""
+        """Do not check the gradient at ``index``: an error has said already that it has changed."""
         self._sent.pop(index, None)
 
     def check_unwritten(self, may_be_gone: bool = False) -> None:

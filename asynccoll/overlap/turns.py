@@ -5,7 +5,7 @@ Once backward has come to one layer of a loop, zeros are sent for the layers tha
 comes to none (the loss does not depend on them, or backward raised or was skipped on this rank alone),
 nothing sends them. So loops are numbered, alike on all ranks, and a rank that has waited in the backward of
 one for more than a second publishes that (``health.waits``). A rank whose backward can no longer come to that
-loop refuses:
+loop refuses its calls. It knows that if
 
 - autograd's graph of that loop is gone, or
 - backward has raised here, after it had come to that loop, or to another one that the peer's has come to, or

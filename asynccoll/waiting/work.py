@@ -78,7 +78,7 @@ class Work(NotItsResult, Generic[T]):
     - All awaiters get the same object. Cancelling an awaiter stops its waiting, not the operation.
     - A work that fails raises the same error for every waiter: ``CollectiveTimeoutError``,
       ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``;
-      or what was wrong with this rank's own call, where that is found late (``UnsupportedOpError``, say).
+      or an error in this rank's own call that is found late (``UnsupportedOpError``, say).
     - Dropped without having been waited for, it warns (``UnawaitedWorkWarning``) with the place that
       created it; call ``detach()`` if dropping it is intended.
     """
