@@ -74,7 +74,9 @@ def test_a_handler_of_sigterm_is_not_entered_twice(start, script, to):
 
 
 @on_linux
-@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "again", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["once", "twice"]
+)
 def test_ctrl_c_ends_ranks_in_native_code(start, script, again):
     """Python cannot notice it there: SIGTERM follows, or at a second Ctrl-C at once SIGKILL."""
     script("""

@@ -87,7 +87,9 @@ async def shorter(me: Rank) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES[-1:])  # it takes its time
-@pytest.mark.parametrize("backend", worlds.BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(one, marks=[pytest.mark.nightly] * (one != "gloo")) for one in worlds.BACKENDS]
+)
 def test_a_call_may_take_longer_than_the_context_says(backend: str, size: int) -> None:
     """The peer comes after `initialize(timeout=)` has passed: awaited again, every kind of call is right."""
     with worlds.fresh(backend, size, timeout=CONTEXT_SECONDS) as world:

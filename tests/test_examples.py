@@ -69,8 +69,8 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
     pytest.importorskip("sklearn")
     picture = tmp_path / "here" / "timeline.png"
-    epochs = () if launched else ("--epochs", "2")
-    options = ("--steps", "5", "--picture", str(picture), *epochs)
+    epochs = ("--epochs", "1") if launched else ()
+    options = ("--steps", "2", "--picture", str(picture), *epochs)
     said = run(tmp_path, "train_digits", *options, ranks=ranks, launched=launched)
     accuracy = re.search(r"test accuracy ([\d.]+)% after", said)
     assert accuracy is not None

@@ -60,7 +60,7 @@ ONE_HOST = {
         pytest.param("launch", "sync", marks=pytest.mark.nightly),
         pytest.param("torchrun", "parallel", marks=pytest.mark.nightly),
         ("torchrun", "sync"),
-        ("asynccoll-run", "bare"),
+        pytest.param("asynccoll-run", "bare", marks=pytest.mark.nightly),
     ],
 )
 def test_one_host(tmp_path: Path, name: str, how: str) -> None:

@@ -26,7 +26,11 @@ BESIDE = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made", ["dist.init_process_group()", 'init_device_mesh("cpu", (2,), mesh_dim_names=("all",))']
+    "made",
+    [
+        pytest.param("dist.init_process_group()", marks=pytest.mark.nightly),
+        'init_device_mesh("cpu", (2,), mesh_dim_names=("all",))',
+    ],
 )
 def test_a_group_without_a_backend_name(tmp_path: Path, made: str) -> None:
     """It is adopted; one dimension of a mesh is a group, the whole of several is refused by name."""

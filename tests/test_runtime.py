@@ -449,7 +449,7 @@ ALONE = """
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, rank: int) -> None:
     """Rank 0 serves the store and names the other; the other finds no store. Both within the timeout."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

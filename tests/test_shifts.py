@@ -429,7 +429,7 @@ LIVE = """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("memory", ["1", "0"])
+@pytest.mark.parametrize("memory", ["1", pytest.param("0", marks=pytest.mark.nightly)])
 def test_processes_are_warned_while_they_run(tmp_path: Path, memory: str) -> None:
     write = writing(tmp_path)
     made_at = [number for number, line in enumerate(LIVE.splitlines(), 1) if "ac.all_reduce" in line]

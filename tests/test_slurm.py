@@ -212,7 +212,7 @@ JOBS = {
     "two-each-sync": (["-N2", "--ntasks-per-node=2"], "sync", [(0, 0), (0, 1), (1, 0), (1, 1)]),
     "hetjob-bare": (PLACEMENTS["hetjob"], "bare", [(0, 0), (1, 0), (1, 1)]),
 }
-BY_NIGHT = {"one-each-bare", "two-each-parallel"}
+BY_NIGHT = {"one-each-bare", "two-each-parallel", "uneven-parallel"}
 
 
 @pytest.mark.slow
@@ -286,7 +286,9 @@ def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["asynccoll run", "torch.distributed.run"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("asynccoll run", marks=pytest.mark.nightly), "torch.distributed.run"]
+)
 def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     """srun starts an agent a node, which starts the ranks: torch's variables go before SLURM's."""
     script = f"""

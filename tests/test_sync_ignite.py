@@ -10,7 +10,9 @@ import ignite_on_sync
 import worlds
 
 
-@pytest.fixture(params=[2, 4], ids=lambda size: f"gloo-{size}", scope="module")
+@pytest.fixture(
+    params=[2, pytest.param(4, marks=pytest.mark.nightly)], ids=["gloo-2", "gloo-4"], scope="module"
+)
 def pair(request):
     """A world on the real ignite.distributed, and one with asynccoll.sync in its place."""
     with worlds.fresh("gloo", request.param) as aliased:
