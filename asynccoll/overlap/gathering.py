@@ -432,7 +432,7 @@ class Pass:
         return self._turns if begins else None
 
     def uses(self) -> list[bool]:
-        """By number of the layer, whether it was called here with gradients."""
+        """Return, for each layer by its number, whether it was called here with gradients."""
         used = {layer.index for layer in self.used}
         return [index in used for index in range(len(self._layers))]
 
@@ -469,7 +469,7 @@ class Pass:
             return work.wait()
 
     def owed(self, lane: str) -> Counter[str]:
-        """By lane, how many calls a backward that begins now will make; gradients are sent on ``lane``."""
+        """Return how many calls a backward that begins now will make, by lane; gradients are on ``lane``."""
         gathers = {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
         return Counter({lane: len(self.expected), **gathers})
 

@@ -541,7 +541,7 @@ def _check_awaited(optimizer: torch.optim.Optimizer) -> None:
 
 
 def living() -> list[GradientReducer]:
-    """The reducers of this process that were neither closed nor collected."""
+    """Return the reducers of this process that were neither closed nor collected."""
     return list(_live)
 
 

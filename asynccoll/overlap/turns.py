@@ -174,7 +174,7 @@ class Turns:
             self._waits.withdraw(self)
 
     def waits_for(self) -> Mapping[str, object] | None:
-        """What ``waiting`` has set: the loop in whose backward this rank waits, and the newest loop here.
+        """Return what ``waiting`` has set: the loop in whose backward this rank waits, and the newest one.
 
         ``holds_up``: this thread has begun the newest loop, so it begins no other while it waits.
         """

@@ -290,7 +290,7 @@ class Context:
             return group
 
     def _lanes_named(self, name: str) -> list[Lane]:
-        """The open lanes of this name, and those of its gradients, in all groups."""
+        """Return the open lanes of this name, and those of its gradients, in all groups."""
         groups, names = self._sorted_groups(), (name, name + BACKWARD)
         return [lane for group in groups for each in names if (lane := group.opened.get(each)) is not None]
 
@@ -374,7 +374,7 @@ class Context:
             store.set(_farewell(self.rank), json.dumps(made))
 
     def _farewells(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
-        """By rank, for those of ``ranks`` that left with ``finalize``: the calls they made, by lane."""
+        """Return, for each of ``ranks`` that left with ``finalize``, how many calls it made, by lane."""
         said: dict[int, dict[str, int]] = {}
         if self.clients is not None:
             with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
@@ -408,7 +408,7 @@ class Context:
             host.sleep(LEAVE_POLL_SECONDS)
 
     def _staying(self) -> tuple[int, ...]:
-        """The ranks that have not left yet."""
+        """Return the ranks that have not left yet."""
         assert self.clients is not None
         with self.clients.borrow() as store:
             return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
@@ -490,7 +490,7 @@ class Context:
         left: Mapping[int, Mapping[str, int]],
         error: CollectiveError | None,
     ) -> tuple[int, ...]:
-        """Those of ``lost`` that may explain ``error``: not ranks that made all calls before they left."""
+        """Return those of ``lost`` that may explain ``error``: not ranks that left after all their calls."""
         made = _made(lane, left)
         if error is None:  # operations in flight may still end
             guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
@@ -500,7 +500,7 @@ class Context:
         return self.liveness.killed(guilty) or guilty
 
     def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
-        """Text for the error if one of ``lost`` made fewer calls here: where it may have skipped one."""
+        """Return where one of ``lost`` may have skipped a call, if it made fewer than this rank; else ""."""
         made = _made(lane, left)
         fewer = {rank: number for rank, number in made.items() if 0 < number < lane.sequence}
         rank = next((rank for rank in lost if rank in fewer), None)
@@ -626,5 +626,5 @@ def _quietly(action: Any) -> None:
 
 
 def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
-    """By rank, for those that have ``left``: how many calls they had made on the lane."""
+    """Return, by rank that has ``left``, how many calls it had made on the lane."""
     return {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}

@@ -120,7 +120,7 @@ class Group:
         return "world" if self.is_world else "-".join(map(str, self.ranks))
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """The node of the member at ``index``, of several equal ones, and its index on that node."""
+        """Return the node of the member at ``index``, of several equal ones, and its index on that node."""
         return place_of(index, self._node_of)
 
     def topology(self, device: str) -> Topology:
@@ -195,7 +195,7 @@ class Group:
             return lane
 
     def _next_key(self, name: str) -> str:
-        """The key under which the ranks meet for a lane that is opened with this name now."""
+        """Return the key under which the ranks meet for a lane that is opened with this name now."""
         times = [f"~{number}" for number in (self._closed.get(name, 0), self._times(name)) if number]
         return "".join((name, *times))
 
@@ -328,7 +328,7 @@ class Group:
         return lane.queue if lane.key == key else None
 
     def lanes(self) -> list[Lane]:
-        """The lanes, open ones by name and then closing ones by key: the same order on every rank."""
+        """Return the open lanes by name, then the closing ones by key: the same order on every rank."""
         with self._lock:
             opened = [self.opened[name] for name in sorted(self.opened)]
             return [*opened, *sorted(self._closing, key=lambda lane: lane.key)]

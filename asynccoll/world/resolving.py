@@ -64,7 +64,7 @@ def check_ranks(context: Context, ranks: object) -> tuple[int, ...]:
 
 
 def _native_ranks(group: Any) -> list[int] | None:
-    """The ranks of a DeviceMesh or a torch process group, or None for anything else."""
+    """Return the ranks of a DeviceMesh or a torch process group, or None for anything else."""
     if isinstance(group, dist.ProcessGroup):
         return list(dist.get_process_group_ranks(group))
     if not (hasattr(group, "mesh") and hasattr(group, "get_group")):
