@@ -179,7 +179,7 @@ class Bucket:
                 self.views[index].zero_()
 
     def adopt(self) -> None:
-        """Copy the reduced gradients to each ``.grad`` that is not a view of the bucket."""
+        """Copy the reduced gradients to each ``.grad`` that is no view of the bucket; note those summed."""
         if self.flat.dtype is not self.dtype:
             for index in range(len(self.parameters)):
                 if self.has[index]:

@@ -1,8 +1,8 @@
 """One layer whose parameters are divided among the ranks: its parts, gathering it, returning its gradients.
 
-A *shard* holds the parameters of one layer that have one dtype, as a flat tensor that is cut into one *part*
-per rank. A *pass* is one loop over the layers. ``layers`` has the loop itself, and ``turns`` says which
-backward will never come to a loop.
+A *shard* holds the parameters of one layer that have one dtype and device and are all trained or all frozen,
+as a flat tensor that is cut into one *part* per rank. A *pass* is one loop over the layers. ``layers`` has
+the loop itself, and ``turns`` says which backward will never come to a loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAME_LOOPS = (
 
 
 class Shard:
-    """This rank's part (``own``) of a layer's parameters of one dtype, and the layout of the whole."""
+    """This rank's part (``own``) of one shard of a layer, and the layout of the whole."""
 
     def __init__(
         self, named: list[tuple[str, nn.Parameter]], rank: int, size: int, place: tuple[int, int]

@@ -1,8 +1,7 @@
 """Sequences of waits, run with or without an event loop, and resumed if a wait was cut short.
 
 A method with several waits is written once, as a generator that yields what to wait for (``Steps``). A wait
-is
-*cut short* if it is cancelled or times out.
+is *cut short* if it is cancelled or times out.
 """
 
 from __future__ import annotations
