@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynccoll.host import answering
+from asynccoll.host import answering, lines
 from asynccoll.host.answering import Answers, ask
 from patience import patient
 
@@ -165,3 +166,30 @@ def test_an_answer_that_cannot_be_found_out_leaves_the_others() -> None:
     still_answers(one)
     one.close()
     assert ask({1: at(one)}, SECRET, "who", 0.5) == {}
+
+
+def test_without_descriptors_it_does_not_spin(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> None:
+    """Who asks is in the queue, and there is nobody whose connection could be closed for it."""
+
+    class Listening:
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "too many open files")
+
+    accepting = answers._listening
+    slept: list[float] = []
+    monkeypatch.setattr(answering.host, "sleep", lambda seconds: (slept.append(seconds), time.sleep(seconds)))
+    monkeypatch.setattr(answers, "_listening", Listening())
+    answers._accept()
+    assert slept == [answering._NO_DESCRIPTOR_SECONDS]
+    monkeypatch.setattr(answers, "_listening", accepting)
+    still_answers(answers)
+
+
+@pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.EHOSTUNREACH])
+def test_a_peer_to_which_there_is_no_way_has_not_been_reached(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The socket itself keeps no error of that."""
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda self, at: number)
+    assert ask({1: ("127.0.0.1", 9)}, SECRET, "who", 0.2) == {}
+    assert lines.connect({1: ("127.0.0.1", 9)}, 0.2) == ({}, [1])

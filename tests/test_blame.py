@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ import worlds
 from asynccoll import host
 from asynccoll.flight import Call, Flight, Progress
 from asynccoll.flight.layout import REFUSED
+from asynccoll.health import stalls
 from asynccoll.health.accounts import Account
 from asynccoll.health.blame import Awaited, blame
 from asynccoll.health.stalls import stall_seconds
@@ -1032,3 +1034,17 @@ def test_a_wait_that_holds_the_event_loop_is_told(loop: str) -> None:
     simulate(main, world_size=2, seed=SEED, loop=loop)
     assert heard
     assert all("no other task of its event loop could call anything meanwhile" in text for text in heard)
+
+
+def test_a_warning_that_cannot_be_printed_is_logged_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader of stderr may have gone (`2>&1 | head`): the watchdog goes on."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    broken = os.fdopen(writes, "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", broken)
+    stalls.warn(0, "barrier #1", 30.0, "rank 1 has not called it")
+    with contextlib.suppress(OSError):  # what it has kept
+        broken.close()
+    assert "rank 0 has waited for 30 s for barrier #1: rank 1 has not called it" in caplog.text

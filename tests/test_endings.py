@@ -12,8 +12,8 @@ import pytest
 
 import jobs
 from asynccoll import flight
-from asynccoll.host import endings, shared_memory
-from asynccoll.launch import report
+from asynccoll.host import endings, handing, shared_memory
+from asynccoll.launch import child, report
 from asynccoll.launch.naming import naming
 from asynccoll.launch.witness import Witness
 from patience import patient
@@ -141,6 +141,21 @@ def test_what_a_rank_recorded_is_kept_though_it_ends_before_anybody_looks(
     assert (found.ending, found.code) == ("exited", None if reaped else -signal.SIGKILL)
 
 
+@pytest.mark.parametrize("why", ["forbidden", "numbered otherwise"])
+def test_a_rank_that_cannot_be_watched_is_not_said_to_have_ended(monkeypatch, witness, rank, why) -> None:
+    """As where a container forbids process descriptors, or numbers its processes itself."""
+
+    def forbidden(_pid: int) -> int:
+        raise PermissionError
+
+    if why == "forbidden":
+        monkeypatch.setattr(os, "pidfd_open", forbidden)
+    else:
+        monkeypatch.setattr(handing, "_numbering", lambda: 0)
+    assert witness.watch().ended() == []
+    assert witness.flights()[1].ending == "running"
+
+
 def test_a_rank_that_has_not_joined_is_seen_by_its_number(witness) -> None:
     """Also where its note comes within one tick of the kernel's clock, as the directory is read."""
     changed = witness.directory.stat().st_mtime_ns
@@ -175,6 +190,17 @@ class Several(Exception):  # noqa: N818  # as ExceptionGroup, which Python 3.10 
     def __init__(self, *exceptions: Exception) -> None:
         super().__init__(f"{len(exceptions)} sub-exceptions")
         self.exceptions = exceptions
+
+
+def test_a_program_that_exits_with_0_has_not_failed() -> None:
+    orderly = [None, SystemExit(), SystemExit(0)]
+    failed = [SystemExit(1), SystemExit("no more"), KeyboardInterrupt(), ValueError(0)]
+    assert [endings.is_failure(one) for one in (*orderly, *failed)] == [False] * 3 + [True] * 4
+
+
+def test_an_exit_code_is_what_the_system_keeps_of_it() -> None:
+    """-1 is no signal."""
+    assert [child._exit_code(SystemExit(code)) for code in (None, 3, -1, 256, "no more")] == [0, 3, 255, 0, 1]
 
 
 def test_a_group_is_told_by_what_is_in_it() -> None:

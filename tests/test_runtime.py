@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
+from asynccoll.backends.memory import sharing
 from asynccoll.host.store import Exchange
 from ranks import Rank, raising
 from worlds import World
@@ -470,3 +472,24 @@ def test_a_port_that_another_program_has_is_told_by_rank_0(tmp_path: Path) -> No
         (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
     assert "LaunchEnvironmentError: rank 0 of 2 cannot serve the ranks' meeting" in ended.err
     assert "choose another MASTER_PORT" in ended.err
+
+
+def fails_to_share(me: Rank, path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, me.case("fails"), raising(OSError, "no memory"):
+        patch.setattr(sharing, "share", no_memory)
+        ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
+    with me.case("nothing is left of it"):
+        assert not ac.is_initialized()
+        assert not dist.is_initialized()
+        assert "asynccoll-answers" not in [thread.name for thread in threading.enumerate()]
+    with ac.session("gloo", init_method=f"file://{path} again", rank=me.rank, world_size=2):
+        assert ac.all_reduce(1).wait() == 2
+
+
+def no_memory(*_: object) -> NoReturn:
+    raise OSError("no memory")
+
+
+def test_initialize_that_fails_midway_leaves_nothing(bare: World, tmp_path: Path) -> None:
+    """Peers would take this rank for one that is there."""
+    bare.run(fails_to_share, str(tmp_path / "meet"), timeout=60.0)

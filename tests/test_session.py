@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import anyio
 import pytest
+import torch
 
 import asynccoll as ac
 import worlds
@@ -120,3 +122,27 @@ def test_a_world_of_one_by_default() -> None:
     assert not ac.is_initialized()
     with pytest.raises(ac.InvalidArgumentError, match="timeout"), ac.session(timeout=-1.0):
         pass
+
+
+def left_by_exit(me: Rank, path: str, code: int) -> str:
+    """Rank 0's program ends while what it sends is in flight; how it ends decides what becomes of that."""
+    x = torch.full((1 << 22,), float(1 - me.rank))
+    try:
+        with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):
+            ac.barrier().wait()
+            if me.rank == 0:
+                ac.broadcast(x, src=0).detach()
+                me.show("sends")
+                sys.exit(code)
+            me.see("sends")
+            return str(float(ac.broadcast(x, src=0).wait(timeout=20.0).min()))
+    except SystemExit:
+        return "exits"
+    except ac.PeerLostError as error:
+        return str(error)
+
+
+def test_a_program_that_exits_with_0_leaves_its_world_in_order(bare: World, tmp_path: Path) -> None:
+    assert bare.run(left_by_exit, str(tmp_path / "meet"), 0) == ["exits", "1.0"]
+    _, heard = bare.run(left_by_exit, str(tmp_path / "again"), 3)
+    assert "SystemExit: 3" in heard

@@ -145,6 +145,16 @@ def create(
     name = _choose(launch) if backend is None else _normal(backend)
     request = Request(name, launch, init_method, store, rank, world_size, timeout, check, memory, options)
     context = _factory(name)(request)
+    try:
+        _complete(context, memory=memory)
+    except BaseException:
+        context.close(abort=True, patience=0.0)
+        raise
+    return context
+
+
+def _complete(context: Context, *, memory: bool) -> None:
+    """Let ranks of one host meet in memory, and open what the backend opens early."""
     if context.backend.shares_memory and context.has_peers:
         if not memory:
             context.backend.without_memory = "memory=False"
@@ -154,7 +164,6 @@ def create(
             _share_memory(context)
     if context.backend.opens_early:
         context.world.lane().open()
-    return context
 
 
 def _share_memory(context: Context) -> None:

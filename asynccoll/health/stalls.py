@@ -5,6 +5,7 @@ It goes to the logger ``asynccoll.stall``, and to stderr unless the log goes the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -47,7 +48,8 @@ def say(log: logging.Logger, text: str) -> None:
     """Log ``text`` as a warning to ``log``, and print it on stderr unless the log goes there."""
     log.warning(text)
     if log.hasHandlers() and not _goes_to_stderr(log):  # without any, logging itself writes to stderr
-        print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the user reads it there
+        with contextlib.suppress(OSError, ValueError):  # whoever has read it is gone, or it is closed
+            print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the user reads it there
 
 
 def _goes_to_stderr(log: logging.Logger) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 from asynccoll import host
+from asynccoll.host import lines
 
 __all__ = ["Answers", "ask"]
 
@@ -42,6 +43,8 @@ _QUESTION_BYTES = 2048
 #: A longer answer counts as none, and so does one that inflates to more.
 _ANSWER_BYTES = 1 << 22
 _STOP_SECONDS = 1.0
+#: Until the next look whether there is a descriptor for who asks.
+_NO_DESCRIPTOR_SECONDS = 0.1
 
 
 def _digest(secret: bytes, nonce: bytes, question: bytes) -> bytes:
@@ -119,7 +122,10 @@ class Answers:
         try:
             line, _ = self._listening.accept()
         except OSError:  # the client has gone, or no descriptor is left: closing a connection frees one
-            self._drop_oldest()
+            if self._askers:
+                self._drop_oldest()
+            else:
+                host.sleep(_NO_DESCRIPTOR_SECONDS)
             return
         line.setblocking(False)
         if len(self._askers) >= MOST_CONNECTIONS:
@@ -216,7 +222,9 @@ def ask(
             with contextlib.suppress(OSError):
                 line = socket.socket(_family(at[0]), socket.SOCK_STREAM)
                 line.setblocking(False)
-                line.connect_ex(at)
+                if line.connect_ex(at) in lines.NO_WAY:
+                    line.close()
+                    continue
                 selector.register(line, _ANYTHING, (peer, bytearray()))
                 ends[line] = first
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 
-__all__ = ["in_a_line", "in_words"]
+__all__ = ["in_a_line", "in_words", "is_failure"]
 
 
 def in_words(code: int) -> str:
@@ -16,6 +16,11 @@ def in_words(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Whether a program that ends with ``error`` has failed, as it has not with ``sys.exit(0)``."""
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def in_a_line(error: BaseException) -> str:

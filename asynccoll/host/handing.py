@@ -41,19 +41,29 @@ def hand_over(directory: str, rank: int, descriptor: int) -> None:
     ):
         sending.settimeout(_SEND_SECONDS)
         sending.connect(name)
-        socket.send_fds(sending, [f"{rank} {os.getpid()}".encode()], [descriptor])
+        socket.send_fds(sending, [f"{rank} {os.getpid()} {_numbering()}".encode()], [descriptor])
 
 
 def handed(listening: socket.socket) -> Iterator[tuple[int, int, int]]:
-    """What has been sent so far: ranks, their processes, and descriptors, which the caller closes."""
+    """What has been sent so far: ranks, their processes, and descriptors, which the caller closes.
+
+    A process that is numbered otherwise than this one's, as in another container, has a negative number.
+    """
     while True:
         try:
             said, descriptors, _, _ = socket.recv_fds(listening, 64, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError:  # that was all
             return
-        rank, pid = map(int, said.split())
+        rank, pid, numbering = map(int, said.split())
+        if numbering != _numbering():
+            pid = -1 - rank
         for descriptor in descriptors:
             yield rank, pid, descriptor
+
+
+def _numbering() -> int:
+    """Equal for processes that number processes alike."""
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ dead one. This module must not know who asks, nor why.
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 from collections.abc import Hashable, Mapping
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from asynccoll import host
 
-__all__ = ["Line", "connect", "is_open", "listen"]
+__all__ = ["NO_WAY", "Line", "connect", "is_open", "listen"]
 
 K = TypeVar("K", bound=Hashable)
 Line = socket.socket
@@ -26,6 +27,8 @@ _KEEPALIVE = {
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
+#: The answers to a connection for which this host has no way there just now; the socket itself keeps none.
+NO_WAY = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN})
 
 
 def listen(address: str) -> tuple[Line, int]:
@@ -57,6 +60,7 @@ def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K,
     is in neither.
     """
     lines: dict[K, Line] = {}
+    unreachable: list[K] = []
     with selectors.DefaultSelector() as selector:
         for peer, at in peers.items():
             attempt = socket.socket(_family(at[0]), socket.SOCK_STREAM)
@@ -64,7 +68,10 @@ def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K,
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():  # so that the line also ends if the peer's host is gone
                 attempt.setsockopt(socket.IPPROTO_TCP, option, value)
-            attempt.connect_ex(at)
+            if attempt.connect_ex(at) in NO_WAY:
+                attempt.close()
+                unreachable.append(peer)
+                continue
             selector.register(attempt, selectors.EVENT_WRITE, peer)
         deadline = host.monotonic() + seconds
         while selector.get_map() and (left := deadline - host.monotonic()) > 0:
@@ -78,4 +85,4 @@ def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K,
         silent = list(selector.get_map().values())
         for key in silent:
             key.fileobj.close()  # type: ignore[union-attr]
-    return lines, [key.data for key in silent]
+    return lines, [*unreachable, *(key.data for key in silent)]

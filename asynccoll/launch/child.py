@@ -243,7 +243,7 @@ def _exit_code(error: BaseException) -> int:
     code = error.code if isinstance(error, SystemExit) else 1
     if code is None:
         return 0
-    return code if isinstance(code, int) else 1
+    return code & 0xFF if isinstance(code, int) else 1  # all that the system keeps of it: -1 becomes 255
 
 
 def read_record(path: Path) -> dict[str, object] | None:

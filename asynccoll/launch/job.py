@@ -18,6 +18,7 @@ from typing import Any
 
 from asynccoll.errors import InvalidArgumentError, SpawnError
 from asynccoll.flight import Flight
+from asynccoll.host.endings import is_failure
 from asynccoll.host.exits import dies_of
 from asynccoll.launch import child
 from asynccoll.launch.calling import complete
@@ -47,9 +48,10 @@ class Job:
             initialize(self.backend, **{**self.options, **place})
             complete(self.function, local_rank, *self.args, **self.kwargs)
         except BaseException as error:
-            self.record(rank, error)
-            dies_of(error)
-            finalize(abort=True)
+            if is_failure(error):
+                self.record(rank, error)
+                dies_of(error)
+            finalize(abort=is_failure(error))
             raise
         finalize()
 

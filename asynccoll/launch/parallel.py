@@ -17,6 +17,7 @@ from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.nodes import Nodes
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.endings import is_failure
 from asynccoll.host.misfits import fitting
 from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
@@ -98,7 +99,7 @@ class Parallel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.backend is not None and self._spawned is None:
-            finalize(abort=error is not None)
+            finalize(abort=is_failure(error))
 
     def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank; returns when this node's are done.

@@ -30,11 +30,12 @@ _COARSE_NS = 100_000_000
 
 @dataclass(slots=True)
 class _Seen:
-    """A process of a rank: its process descriptor, -1 once it has ended, and what it has handed over."""
+    """A process of a rank: its process descriptor (-1: none, or no more), and what it has handed over."""
 
     rank: int
     pid: int
     descriptor: int
+    ended: bool = False
     memory: memoryview | None = None
 
 
@@ -112,18 +113,20 @@ class Witness:
     def _watch(self, rank: int, pid: int) -> _Seen:
         """Watch the process from now on, if it has not ended."""
         if pid not in self._seen:
+            seen = self._seen[pid] = _Seen(rank, pid, -1)
             try:
-                descriptor = os.pidfd_open(pid)
-                self._poll.register(descriptor, select.POLLIN)
-            except OSError:
-                descriptor = -1
-            self._seen[pid] = _Seen(rank, pid, descriptor)
+                seen.descriptor = os.pidfd_open(pid)
+                self._poll.register(seen.descriptor, select.POLLIN)
+            except ProcessLookupError:
+                seen.ended = True
+            except OSError:  # not allowed here, or no descriptor is left: nobody knows
+                pass
         return self._seen[pid]
 
     def _take(self, seen: _Seen, memory: memoryview | None) -> None:
         is_first = seen.memory is None
         seen.memory = memory
-        if seen.descriptor < 0 and is_first:  # it had ended before it was seen
+        if seen.ended and is_first:  # before it was seen
             _mark(seen)
             self._ended.append(seen.rank)
 
@@ -132,7 +135,7 @@ class Witness:
         self._ended.append(seen.rank)
         self._poll.unregister(seen.descriptor)
         os.close(seen.descriptor)
-        seen.descriptor = -1
+        seen.descriptor, seen.ended = -1, True
 
 
 def _mark(seen: _Seen) -> None:

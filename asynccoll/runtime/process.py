@@ -230,7 +230,11 @@ def initialize(
         options=backend_options,
     )
     context.stall_seconds = stall
-    context.begin()
+    try:
+        context.begin()
+    except BaseException:
+        context.close(abort=True, patience=0.0)
+        raise
     with process.lock:
         if context.thread_rank:
             process.thread_ranks.append(context)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from asynccoll.host import actors
+from asynccoll.host.endings import is_failure
 from asynccoll.runtime.process import current, initialize, leave
 from asynccoll.runtime.state import of_thread
 from asynccoll.world.context import Context
@@ -40,7 +41,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leave(error, abort=error is not None)
+        leave(error, abort=is_failure(error))
 
     async def __aenter__(self) -> session:
         import anyio.to_thread

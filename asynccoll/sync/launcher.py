@@ -8,6 +8,7 @@ from typing import Any
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.endings import is_failure
 from asynccoll.launch.calling import complete
 from asynccoll.sync import utils as idist
 from asynccoll.sync import world
@@ -76,7 +77,7 @@ class Parallel(ac.Parallel):
     ) -> None:
         if self.backend is not None and self._spawned is None:
             self._logger.info("Finalized processing group with backend: '%s'", self.backend)
-            world.leave(abort=error is not None)
+            world.leave(abort=is_failure(error))
 
     def run(self, func: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call ``func(local_rank, *args, **kwargs)`` on every rank; return when those of this node are done.
