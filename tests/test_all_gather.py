@@ -124,6 +124,16 @@ async def into_out(me: Rank) -> None:
         mine.copy_(inputs[me.rank])
         await me.get(ac.all_gather(mine, out=whole))
         oracle.same(whole, oracle.concatenated(inputs))
+    each = 400_000
+    for offset in (0, 7, -7, each // 3):
+        with me.case(f"{offset} behind the own place in out"):
+            memory = torch.zeros((me.size + 2) * each)
+            inputs = [torch.arange(float(each)) + rank for rank in range(me.size)]
+            start = (me.rank + 1) * each + offset
+            mine = memory[start : start + each]
+            mine.copy_(inputs[me.rank])
+            await me.get(ac.all_gather(mine, out=memory[each:-each]))
+            oracle.same(memory[each:-each], oracle.concatenated(inputs))
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -305,12 +306,14 @@ async def into_out(me: Rank) -> None:
         await me.get(ac.all_reduce(inputs[me.rank], out=store[:, 0]))
         oracle.same(store[:, 0], oracle.reduced(inputs, "sum"))
         oracle.same(store[:, 1], torch.zeros(4))
-    for offset in (0, 1, 7):
-        with me.case(f"out lies across the input, {offset} off"):
-            memory = torch.arange(20) + me.rank
-            inputs = [torch.arange(20 - offset) + rank for rank in range(me.size)]
-            out = memory[offset:]
-            got = await me.get(ac.all_reduce(memory[: 20 - offset], out=out))
+    for length, offset in itertools.product((20, 700_000), (0, 1, 7, -1, -7)):
+        with me.case(f"out lies across {length} of the input, {offset} off"):
+            memory = torch.arange(length) + me.rank
+            behind, before = memory[abs(offset) :], memory[: length - abs(offset)]
+            x, out = (before, behind) if offset > 0 else (behind, before)
+            start = 0 if offset > 0 else -offset
+            inputs = [torch.arange(start, start + len(x)) + rank for rank in range(me.size)]
+            got = await me.get(ac.all_reduce(x, out=out))
             assert got is out, "the result is not out"
             oracle.same(out, oracle.reduced(inputs, "sum"))
 

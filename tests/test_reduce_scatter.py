@@ -111,6 +111,16 @@ async def into_out(me: Rank) -> None:
         mine = x[2 * me.rank : 2 * me.rank + 2]
         await me.get(ac.reduce_scatter(x, out=mine))
         oracle.same(mine, oracle.reduce_scatter(inputs, "sum")[me.rank], value=True)
+    each = 400_000
+    for offset in (0, 7, -7, each // 3):
+        with me.case(f"{offset} behind the own place in the input"):
+            memory = torch.zeros((me.size + 2) * each)
+            inputs = [torch.arange(float(me.size * each)) + rank for rank in range(me.size)]
+            memory[each:-each] = inputs[me.rank]
+            start = (me.rank + 1) * each + offset
+            out = memory[start : start + each]
+            await me.get(ac.reduce_scatter(memory[each:-each], out=out))
+            oracle.same(out, oracle.reduce_scatter(inputs, "sum")[me.rank])
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from asynccoll.waiting.suspending import in_loop
 #: millisecond (64 MiB: some 50 ms of page faults), so a thread makes it, while the operation keeps its place
 #: in the lane. That makes what takes 4 ms 0.7 ms longer: the thread has to wake, and then the waiter.
 OFFLOAD_BYTES = 4 << 20
+_nbytes = attrgetter("nbytes")
 _copiers = host.per_process(lambda: Waiters("asynccoll-copy"))
 
 
@@ -308,6 +310,17 @@ def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int
     if out is not None and out.dtype is wire.dtype and out.device == wire.device and _can_receive(out):
         return out.detach().view(shape)
     return fresh(shape, wire)
+
+
+def undisturbing(out: torch.Tensor | None, wire: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """``out``, unless filling it might change what of ``wire`` is yet to be sent; then None.
+
+    The two have to be apart, or the shorter one exactly this rank's part of the longer one.
+    """
+    if out is None or not may_overlap(out, wire):
+        return out
+    part, whole = sorted((out, wire), key=_nbytes)
+    return out if part.data_ptr() == whole.data_ptr() + rank * part.nbytes else None
 
 
 def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

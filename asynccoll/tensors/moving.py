@@ -22,6 +22,7 @@ from asynccoll.tensors.common import (
     route_for,
     sent_as,
     target_for,
+    undisturbing,
     wire_like,
 )
 from asynccoll.tensors.encoding import decode
@@ -75,7 +76,7 @@ def all_gather_call(
     shape = shape or (size, *x.shape)
     check_out(out, x, shape)
     wire = sent_as(route, x).view(-1)
-    target = target_for(out, wire, (size * wire.numel(),))
+    target = target_for(undisturbing(out, wire, lane.group.rank), wire, (size * wire.numel(),))
     decoded = lambda: decode(target, plan, x.dtype, x.device).view(shape)  # noqa: E731
     value, finish = delivered(target, plan, out, decoded)
     return Call(

@@ -27,6 +27,7 @@ from asynccoll.tensors.common import (
     route_for,
     sent_as,
     target_for,
+    undisturbing,
 )
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.tensors.nodes import nodes_first, scattered_by_node
@@ -80,7 +81,7 @@ def _apart(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> bool:
     """Whether the result had better be filled from ``x``, which stays as it is, than copied and reduced."""
     if not route.plain(x):
         return False
-    return x.nbytes > _SMALL_BYTES if out is None else not same_memory(out, x)
+    return x.nbytes > _SMALL_BYTES if out is None else not may_overlap(out, x)
 
 
 def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
@@ -240,7 +241,8 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
     wire = sent_as(route, rows.reshape(size, -1))
     program = None
     if plan.via in ("native", "nodes"):
-        target = target_for(out, wire, shape if plan.direct else wire.shape[1:])
+        given = undisturbing(out, wire, lane.group.rank)
+        target = target_for(given, wire, shape if plan.direct else wire.shape[1:])
         into, sent = target.view(-1), wire.view(-1)
         start: Start = lambda communicator: communicator.reduce_scatter(into, sent, plan.wire_reduce)  # noqa: E731
         total = lambda: reduced(target, plan, rows, size).view(shape)  # noqa: E731
