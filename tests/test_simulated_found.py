@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import json
 
+import anyio
 import pytest
 import torch
 
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.testing import PCT, Fail, Interrupt, Kill, RandomWalk, Stop, StoreLost, explore, simulate
+from asynccoll.world.group import MAX_LANES
 from compositions import from_json
 from simulated import complaints
 
@@ -254,3 +256,22 @@ def test_a_message_that_the_library_does_not_take_is_not_replaced_by_the_next(tr
                 right = list(itertools.takewhile(lambda one: not isinstance(one, str), got))
                 assert right == [1.0, 2.0, 3.0][: len(right)], (rank, call, seed, got)
                 assert all(isinstance(one, str) for one in got[len(right) :]), (rank, call, seed, got)
+
+
+async def makes_room(rank: int) -> list[float]:
+    """Rank 0 needs a lane more when rank 1 has as many as it may, and has yet to close one."""
+    said = [float(await ac.all_reduce(torch.ones(1), lane=f"lane {k}")) for k in range(MAX_LANES)]
+    if rank == 1:
+        await anyio.sleep(0.5)
+    ac.close_lane("lane 0")
+    said.append(float(await ac.all_reduce(torch.ones(1), lane="one more")))
+    said.append(float(await ac.all_reduce(torch.ones(1), lane="lane 1")))
+    return said
+
+
+def test_the_order_of_starts_waits_for_a_lane_that_is_one_too_many() -> None:
+    """Its thread died of that, and no lane of this rank started anything any more."""
+    for seed in range(3):
+        report = simulate(makes_room, world_size=2, seed=seed, transport="nccl")
+        report.check()
+        assert report.results == dict.fromkeys(range(2), [2.0] * (MAX_LANES + 2))

@@ -65,7 +65,7 @@ class LaneGroup(Protocol):
     def find_queue(self, name: str, key: str) -> OrderedLane | None:
         """The queue of the lane ``name`` that has this ``key``; the lane is opened if this rank has yet to.
 
-        None while this rank still has an earlier lane of that name open.
+        None while this rank still has an earlier lane of that name open, or as many others as it may have.
         """
 
 
@@ -160,7 +160,7 @@ class StartOrder:
         return None
 
     def _wait_for_lane(self, name: str, key: str) -> OrderedLane | None:
-        """Wait until an earlier lane of that name is closed here. None once the group has closed."""
+        """Wait until what is in the lane's way is closed here. None once the group has closed."""
         while not self._closed:
             lane = self._group.find_queue(name, key)
             if lane is not None:

@@ -318,13 +318,16 @@ class Group:
         """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
         A lane that is closing is found, too: it may have calls in flight, although a new lane may have its
-        name. None if this rank has yet to close the lane that had the name before.
+        name. None if this rank has yet to close the lane that had the name before, or has as many lanes as it may.
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
         if name in self.opened or self._next_key(name) != key:
             return None
-        lane = self.lane(name)
+        try:
+            lane = self.lane(name)
+        except LaneLimitError:
+            return None
         return lane.queue if lane.key == key else None
 
     def lanes(self) -> list[Lane]:
