@@ -318,7 +318,8 @@ class Group:
         """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
         A lane that is closing is found, too: it may have calls in flight, although a new lane may have its
-        name. None if this rank has yet to close the lane that had the name before, or has as many lanes as it may.
+        name. None if this rank has yet to close the lane that had the name before, or has as many lanes as it
+        may.
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
