@@ -880,6 +880,21 @@ def test_is_done_at_once_alone(call: str) -> None:
     oracle.same(work.result(), torch.ones(2))
 
 
+def test_an_interruption_while_one_asks_for_the_error_is_no_error_of_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = ac.all_reduce(torch.ones(2))
+
+    def interrupted(_work: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ac.Work, "_outcome", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            work.exception()
+    assert work.exception() is None
+
+
 @pytest.mark.parametrize(
     ("sequence", "told"),
     [(1, "#1"), (12, "#12"), (ROUND + 3, "#3 after 1 join"), (5 * ROUND + 4, "#4 after 5 joins")],

@@ -260,6 +260,8 @@ class Work(NotItsResult, Generic[T]):
         try:
             self._outcome()
         except BaseException as error:
+            if error is not self._error:  # Ctrl-C, say, while the result was made
+                raise
             return error
         return None
 
