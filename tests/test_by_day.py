@@ -1,0 +1,87 @@
+"""What of the tests is left to the night: of each test something stays by day."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import by_day
+
+SIZES, WAYS = (1, 2, 3, 4), ("asyncio", "trio", "blocking")
+
+
+@dataclass(frozen=True)
+class Case:
+    """As much of an item of pytest's as is looked at."""
+
+    name: str
+    values: dict[str, Any] = field(hash=False)
+    marks: tuple[str, ...] = ()
+
+    @property
+    def nodeid(self) -> str:
+        said = "-".join(map(str, self.values.values()))
+        return f"{self.name}[{said}]"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name.partition("::")[0])
+
+    @property
+    def callspec(self) -> SimpleNamespace:
+        return SimpleNamespace(params=self.values)
+
+    def get_closest_marker(self, name: str) -> object:
+        return name if name in self.marks else None
+
+
+def cases(name: str, backend: str) -> list[Case]:
+    return [
+        Case(name, {"world": (backend, size), "runner": way}) for size, way in itertools.product(SIZES, WAYS)
+    ]
+
+
+def stay(items: list[Case]) -> list[tuple[int, str]]:
+    """By day: numbers of ranks, and ways to wait."""
+    out = by_day.left_out(items)  # type: ignore[arg-type]  # see Case
+    return [(one.values["world"][1], one.values["runner"]) for one in items if one not in out]
+
+
+@pytest.fixture(autouse=True)
+def _by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_day, "ONLY", "day")
+
+
+def test_gloo_has_all_ways_on_two_ranks_and_one_on_each_other_number() -> None:
+    kept = stay(cases("test_x.py::test_y", "gloo"))
+    assert kept == [
+        (1, "asyncio"),
+        (2, "asyncio"),
+        (2, "trio"),
+        (2, "blocking"),
+        (3, "asyncio"),
+        (4, "asyncio"),
+    ]
+
+
+def test_another_backend_has_two_of_them_and_no_two_tests_need_have_the_same() -> None:
+    found = set()
+    for number in range(40):
+        kept = stay(cases(f"test_x.py::test_{number}", "mpi"))
+        assert kept[0] == (1, "asyncio")
+        assert len(kept) == 3
+        found.update(kept)
+    assert len(found) == 6
+
+
+def test_by_night_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = Case("test_x.py::test_y", {"world": ("gloo", 2), "runner": "asyncio"}, ("nightly",))
+    assert stay([marked]) == []
+    monkeypatch.setattr(by_day, "ONLY", "all")
+    assert stay([marked]) == [(2, "asyncio")]
+    assert len(stay(cases("test_x.py::test_y", "mpi"))) == len(SIZES) * len(WAYS)
