@@ -68,6 +68,11 @@ def test_no_mpiexec_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ("said", "family", "flags"),
     [
         ("mpiexec (Open MPI) 5.0.11", "openmpi", ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
+        (
+            "mpiexec (OpenRTE) 4.1.5\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
+            "openmpi",
+            ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"],
+        ),
         ("HYDRA build details:\n  Version: 5.0.2", "mpich", []),
     ],
 )

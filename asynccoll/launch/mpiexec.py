@@ -43,6 +43,9 @@ class Mpiexec:
         return {**environ, **added}
 
 
+#: What the programs of Open MPI call themselves: up to version 4.1 "mpiexec (OpenRTE)".
+_OPENMPI = ("open mpi", "open-mpi", "openrte", "prte")
+
 #: More ranks than cores are allowed, and no rank is tied to a core: its progress thread needs another.
 _FLAGS = {"openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"), "mpich": ()}
 
@@ -61,7 +64,7 @@ def find() -> Mpiexec:
         )
     told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
     said = (told.stdout + told.stderr).lower()
-    return Mpiexec(found, "openmpi" if "open mpi" in said or "prte" in said else "mpich")
+    return Mpiexec(found, "openmpi" if any(name in said for name in _OPENMPI) else "mpich")
 
 
 def _beside_python() -> str | None:
