@@ -160,6 +160,15 @@ def test_a_launcher_that_started_another_number_is_an_error(tmp_path: Path) -> N
     assert "nproc_per_node=3, but torchrun has started 2 ranks" in ended.stderr
 
 
+def test_a_tpu_host_has_started_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are there in any process: ranks can be spawned, as many as it has chips."""
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert ac.Parallel("gloo", nproc_per_node=4).backend == "gloo"
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    assert ac.Parallel("gloo", nproc_per_node=4).backend == "gloo"
+
+
 def test_leaving_by_an_error_aborts() -> None:
     """The world is left at once, whatever is out."""
     with pytest.raises(KeyError), ac.Parallel("serial"):

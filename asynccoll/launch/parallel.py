@@ -130,7 +130,9 @@ def _launcher() -> LaunchInfo:
 def _launched(nproc_per_node: int) -> bool:
     """Whether a launcher has started the ranks already; they must be as many as are asked for."""
     launch = _launcher()
-    if launch.launcher == "serial" or (launch.launcher == "slurm" and launch.world_size == 1):
+    # A task of its own, or a TPU host, says nothing of the ranks that the script is to start there.
+    alone = launch.launcher in ("slurm", "tpu") and launch.world_size == 1
+    if launch.launcher == "serial" or alone:
         return False
     if launch.local_world_size != nproc_per_node:
         raise InvalidArgumentError(
