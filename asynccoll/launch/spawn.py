@@ -177,13 +177,20 @@ def _kept(start: Callable[[], Any]) -> Any:
     started: Future[object] = Future()
 
     def keep() -> None:
+        left: set[int] = set()
         try:
             context = start()
+            try:
+                # Copies: who joins the ranks may close theirs meanwhile.
+                left.update(os.dup(process.sentinel) for process in context.processes)
+            except OSError:
+                end(context.processes)
+                raise
         except BaseException as error:
             started.set_exception(error)
+            for copy in left:
+                os.close(copy)
             return
-        # Copies: who joins the ranks may close theirs meanwhile.
-        left = {os.dup(process.sentinel) for process in context.processes}
         started.set_result(context)
         while left:
             for ended in wait(left):
