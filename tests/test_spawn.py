@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -155,8 +156,14 @@ def test_functions_without_a_name(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_the_first_failure_is_raised_with_its_rank(backend: str, culprit: int) -> None:
-    """Not that of a peer which then lost its connection; the traceback starts in the user's code."""
+def test_the_first_failure_is_raised_with_its_rank(
+    backend: str, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of a peer which then lost its connection; the traceback starts in the user's code.
+
+    No file is left of it.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ac.SpawnError) as caught:
         ac.spawn(backend, spawned.fail, (culprit,), nproc_per_node=2)
     assert caught.value.rank == culprit
@@ -165,6 +172,7 @@ def test_the_first_failure_is_raised_with_its_rank(backend: str, culprit: int) -
     assert f"LookupError: of rank {culprit}" in text
     assert "in fail" in text
     assert "in carry_out" not in text
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -164,6 +164,8 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
             raise
         finally:
             witness.ended()
+            for left in getattr(context, "error_files", ()):  # by the ranks that failed, for torch to read
+                Path(left).unlink(missing_ok=True)
     return None
 
 
