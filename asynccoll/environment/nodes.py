@@ -58,7 +58,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        return self.master_addr or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return self.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
     @property
     def port(self) -> int:

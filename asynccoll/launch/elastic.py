@@ -30,7 +30,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from asynccoll.backends.api.tcpstore import await_name, await_server
 from asynccoll.environment.info import LAST_PORT
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
-from asynccoll.health.accounts import SECRET_VARIABLE
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, loopback, processes
 from asynccoll.launch.counting import number_of_ranks
@@ -62,7 +61,11 @@ def run(request: RunRequest) -> int:
             _set_environment(given, request.backend, job)
             config, command, arguments = _configure(given)
             passing = [job, logs] if temporary else [job]
-            return _launch(config, command, arguments, logs, Witness(job).watch(), passing)
+            witness = Witness(job).watch()
+            try:
+                return _launch(config, command, arguments, logs, witness, passing)
+            finally:
+                witness.ended()
         except AsyncCollError:
             raise
         except (AssertionError, ValueError) as error:  # how torchrun refuses values
@@ -240,15 +243,13 @@ def _on_loopback(given: argparse.Namespace) -> bool:
 
 def _set_environment(given: argparse.Namespace, backend: str | None, job: Path) -> None:
     """What the ranks inherit; whatever the user has set stays."""
-    named = naming(job)
-    if not (given.standalone or _one_host(given)) and SECRET_VARIABLE not in os.environ:
-        del named[SECRET_VARIABLE]  # launchers of other hosts would not know it
-    os.environ.update(named)
+    alone = given.standalone or _one_host(given)
+    os.environ.update(naming(job, alone=alone))
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend
     ranks = number_of_ranks(given.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // max(1, ranks))))
-    if not (given.standalone or _one_host(given)):
+    if not alone:
         # Sharing its own store, torch elastic keeps the address of its first rendezvous and tells no
         # newcomer: a host that joins later would wait for it for ever, and all others for that host.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -28,7 +28,6 @@ from asynccoll.backends.table import check_usable, starting
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.health.accounts import SECRET_VARIABLE
 from asynccoll.host.misfits import fitting
 from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
 from asynccoll.launch.calling import check_called, complete
@@ -142,9 +141,7 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
     with _reporting(replace(task, options=kwargs)) as told:
         start: Any = mp.start_processes
         rank = _forked_rank if how["start_method"] == "fork" else _rank
-        named = naming(told.directory)
-        if (nodes.nnodes or 1) > 1 and SECRET_VARIABLE not in os.environ:
-            del named[SECRET_VARIABLE]  # who spawns on other nodes would not know it
+        named = naming(told.directory, alone=nodes.nnodes == 1)
         witness = Witness(Path(told.directory))
         context = _kept(lambda: start(rank, (told, nodes, variables, named), ranks, join=False, **how))
         if not join:
