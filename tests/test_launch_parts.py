@@ -15,7 +15,8 @@ import torch.multiprocessing as mp
 
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
-from asynccoll.launch import elastic, spawn
+from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, spawn
+from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
@@ -105,6 +106,87 @@ def test_an_empty_address_is_none(environ: dict[str, str]) -> None:
     assert Nodes(2, master_port=2222).address == "127.0.0.1"
     environ["MASTER_ADDR"] = "10.0.0.1"
     assert Nodes(2, master_port=2222).address == "10.0.0.1"
+
+
+#: What a rank has of the launcher that has started it, before it spawns ranks or runs an inner launcher.
+OUTER = {
+    "torchrun": {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "outer.json",
+    },
+    "kubernetes": {"RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "1"},
+    "slurm": {
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+    },
+    "slurm-nodes": {
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+    },
+    "mpich": {"PMI_RANK": "1", "PMI_SIZE": "2"},
+}
+
+
+class Task:
+    """What a rank is to do: say where it is."""
+
+    def __init__(self) -> None:
+        self.place: LaunchInfo | None = None
+
+    def carry_out(self, *_: object, **__: object) -> None:
+        self.place = detect(os.environ)
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_spawned_ranks_have_no_place_but_their_own(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, outer: str
+) -> None:
+    """Whoever has started the process that spawns them; what is no place stays."""
+    monkeypatch.setattr(child, "die_with_launcher", lambda: None)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1234}
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            environ.clear()
+            environ |= {**OUTER[outer], "PATH": "/bin"}
+            task: Any = Task()
+            spawn._rank(rank, task, Nodes(ranks), where, {})
+            assert task.place == LaunchInfo("torchrun", rank, ranks, rank, ranks, 0, 1, "127.0.0.1", 1234)
+            assert environ["PATH"] == "/bin"
+            assert environ.get("SLURM_JOB_ID") == OUTER[outer].get("SLURM_JOB_ID")
+            assert not [name for name in environ if name.startswith("TORCHELASTIC_")]
+    environ |= OUTER[outer]
+    task = Task()
+    spawn._rank(0, task, Nodes(2, 2, 1, "n1", 1234), where, {})
+    assert task.place == LaunchInfo("torchrun", 2, 4, 0, 2, 1, 2, "127.0.0.1", 1234)
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_ranks_of_mpiexec_have_no_place_but_their_own(environ: dict[str, str], outer: str) -> None:
+    """Of `asynccoll run` and of `spawn`."""
+    environ |= {**OUTER[outer], "PATH": "/bin"}
+    own = {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
+    for told in (libraries._environment("mpi", 3, "errors"), without_place(environ)):
+        assert detect(told | own) == LaunchInfo("mpich", 0, 3, 0, 3, 0, 1)
+        assert told["PATH"] == "/bin"
 
 
 def test_nobody_watches_ranks_once_they_have_ended(

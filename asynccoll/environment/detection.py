@@ -219,7 +219,8 @@ _LAUNCHERS = (
 
 #: Every variable that says where this process is among others.
 PLACE = frozenset(
-    {*_TORCH, *_TORCH_NODE}
+    {*_TORCH, *_TORCH_NODE, "NODE_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+    | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"}
     | {name for one in _LAUNCHERS for name in (*one.place(), *one.local_rank, *one.local_world_size)}
     | {name for one in _LAUNCHERS for name in (one.node_rank, one.nnodes) if name is not None}
 )

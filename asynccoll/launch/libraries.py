@@ -26,6 +26,7 @@ from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.naming import naming
+from asynccoll.launch.place import without_place
 from asynccoll.launch.report import (
     Failure,
     exit_code,
@@ -101,7 +102,7 @@ def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
     """What the ranks inherit; whatever the user has set stays."""
     return {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
-        **os.environ,
+        **without_place(os.environ),
         "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
         **naming(errors),

@@ -239,6 +239,8 @@ def _rank(
 ) -> None:
     """The program of one rank."""
     child.die_with_launcher()
+    for name in os.environ.keys() - without_place(os.environ).keys():
+        del os.environ[name]
     os.environ.update(named)
     rank = nodes.first + local_rank
     place = {
@@ -247,6 +249,7 @@ def _rank(
         "WORLD_SIZE": nodes.world_size,
         "LOCAL_WORLD_SIZE": nodes.nproc_per_node,
         "GROUP_RANK": nodes.node_rank,
+        "GROUP_WORLD_SIZE": nodes.nnodes,
         **variables,
     }
     os.environ.update({name: str(value) for name, value in place.items()})

@@ -46,7 +46,7 @@ def _carry_out(plan: str, rank: int, local_rank: int) -> None:
     # Each rank unpickles arguments of its own: threads must not share what a process would not.
     with Path(plan).open("rb") as file:
         pickle.load(file)  # noqa: S301
-        pickle.load(file).carry_out(rank, local_rank)  # noqa: S301
+        pickle.load(file).carry_out(rank, local_rank, rank=rank)  # noqa: S301
 
 
 def _tpu_rank(rank: int, plan: str) -> None:
