@@ -189,6 +189,14 @@ def test_ranks_of_mpiexec_have_no_place_but_their_own(environ: dict[str, str], o
         assert told["PATH"] == "/bin"
 
 
+def test_errors_are_recorded_for_the_launcher_of_this_rank(environ: dict[str, str], tmp_path: Path) -> None:
+    """`asynccoll run` in a rank that mpiexec has started reads torch elastic's file."""
+    environ |= {"ASYNCCOLL_ERROR_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
+    elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
+    environ["TORCHELASTIC_ERROR_FILE"] = "inner.json"
+    assert child._error_file() == "inner.json"
+
+
 def test_nobody_watches_ranks_once_they_have_ended(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
