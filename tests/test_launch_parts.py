@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import subprocess
+import sys
 import threading
 from argparse import Namespace
 from pathlib import Path
@@ -16,9 +19,11 @@ import torch.multiprocessing as mp
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
 from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, spawn
+from asynccoll.launch.job import Job
 from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
+from jobs import on_linux
 
 
 class Started:
@@ -195,6 +200,100 @@ def test_errors_are_recorded_for_the_launcher_of_this_rank(environ: dict[str, st
     elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
     environ["TORCHELASTIC_ERROR_FILE"] = "inner.json"
     assert child._error_file() == "inner.json"
+
+
+#: Says who has started it, in which words.
+ORPHAN = "import os; print(os.getppid(), os.environ.get('ASYNCCOLL_LAUNCHER'))"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> list[str]:
+    """The command line of a rank that says who has started it; it imports the standard library only."""
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    return [sys.executable, "-S", child.__file__, "script", str(script)]
+
+
+def told(line: list[str], launcher: int) -> tuple[int, str]:
+    """The exit code of a program that is told that this process has started it, and what it says."""
+    environ = {**os.environ, "ASYNCCOLL_LAUNCHER": str(launcher)}
+    done = subprocess.run(line, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def dead() -> int:
+    """The number of a process that is no more."""
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+@on_linux
+def test_a_rank_whose_launcher_died_before_it_began_ends(alone: list[str], dead: int) -> None:
+    """A rank of `asynccoll run`, and what stands between them where survivors go on."""
+    assert told(alone, dead) == (128 + 9, "")
+    assert told([sys.executable, "-S", str(Path(child.__file__).with_name("keeper.py"))], dead)[0] == 128 + 9
+
+
+@on_linux
+def test_a_rank_with_a_program_between_it_and_its_launcher_runs(alone: list[str], tmp_path: Path) -> None:
+    """And its own children are told nothing of that launcher."""
+    assert told(alone, os.getpid()) == (0, f"{os.getpid()} None\n")
+    between = ["sh", "-c", '"$@"; exit $?', "sh", *alone]
+    code, said = told(between, os.getpid())
+    assert code == 0
+    assert not said.startswith(f"{os.getpid()} ")
+
+
+def test_a_rank_that_goes_on_alone_is_told_who_has_started_it(
+    alone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each launcher says its own number."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    (tmp_path / "0").mkdir()
+    keeper = str(Path(child.__file__).with_name("keeper.py"))
+    code, said = told([sys.executable, "-S", keeper, alone[-1]], os.getpid())
+    assert code == 0
+    assert len(set(said.split())) == 1, "it does not say that of the one who has started it"
+
+
+def test_each_launcher_says_which_process_it_is(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what it starts: torch elastic's ranks, mpiexec, and the process of a job by plan."""
+    said = [libraries._environment("mpi", 1, "errors")]
+    elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
+    said.append(environ)
+
+    def run(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+        said.append(env)
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    spawn._run_by_plan(Job("mpi", print), 1, lambda plan: [plan], {}, "mpiexec")
+    assert [one["ASYNCCOLL_LAUNCHER"] for one in said] == [str(os.getpid())] * 3
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_spawned_rank_whose_parent_died_before_it_began_ends(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *, alive: bool
+) -> None:
+    """The parent may be another process than the one that has forked it."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(child, "die_with_launcher", lambda: None)
+    monkeypatch.setattr(spawn, "parent_process", lambda: SimpleNamespace(is_alive=lambda: alive))
+    task: Any = Task()
+    ended = contextlib.nullcontext() if alive else pytest.raises(SystemExit, match="137")
+    with ended:
+        spawn._rank(0, task, Nodes(1), {}, {})
+    assert (task.place is not None) == alive
 
 
 def test_nobody_watches_ranks_once_they_have_ended(

@@ -35,6 +35,8 @@ CRASH_FILE = "crash.txt"
 #: Beside the error file: the process number of a rank that the launcher has not started itself.
 PID_FILE = "pid.txt"
 
+#: Names the process that has started this one. Gone once it has been read: its own children have another.
+LAUNCHER = "ASYNCCOLL_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 _CANNOT_EXECUTE = 126
 
@@ -92,14 +94,32 @@ def _become(program: str, arguments: list[str]) -> NoReturn:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher is gone, however that died."""
+    """Have the kernel kill this rank when its launcher is gone, however and whenever that died."""
+    launcher = os.environ.pop(LAUNCHER, "")
     if sys.platform != "linux":
         return
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent or (launcher and not _descends_from(int(launcher))):
         os._exit(128 + signal.SIGKILL)
+
+
+def launching() -> dict[str, str]:
+    """What a process adds to the environment of one that it starts, and that is to die with it."""
+    return {LAUNCHER: str(os.getpid())}
+
+
+def _descends_from(launcher: int) -> bool:
+    """Whether that process has started this one, or what has; orphans are given to another."""
+    pid = os.getppid()
+    try:
+        while pid > 1 and pid != launcher:
+            # pid (any text) state ppid ...
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except OSError:
+        return True  # it is not shown to this user
+    return pid == launcher
 
 
 def _run_script(path: str, arguments: list[str]) -> None:

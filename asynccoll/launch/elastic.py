@@ -244,7 +244,7 @@ def _on_loopback(given: argparse.Namespace) -> bool:
 def _set_environment(given: argparse.Namespace, backend: str | None, job: Path) -> None:
     """What the ranks inherit; whatever the user has set stays."""
     alone = given.standalone or _one_host(given)
-    os.environ.update(naming(job, alone=alone))
+    os.environ.update({**naming(job, alone=alone), **child.launching()})
     os.environ.pop(child.ERROR_DIRECTORY, None)  # of a launcher that has started this one as a rank
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend

@@ -19,9 +19,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asynccoll.launch.child import PID_FILE, die_with_launcher
+    from asynccoll.launch.child import PID_FILE, die_with_launcher, launching
 else:  # started by its path, beside which child is; the package would import torch
-    from child import PID_FILE, die_with_launcher
+    from child import PID_FILE, die_with_launcher, launching
 
 #: How often it looks whether the others have ended, as torch elastic looks after its processes. They are not
 #: its children, and one may not have begun: there is nothing to wait on.
@@ -30,8 +30,9 @@ _LOOK_SECONDS = 0.1
 
 def main() -> None:
     die_with_launcher()
+    environ = {**os.environ, **launching()}
     # In a group of its own: what stops a job is sent to this process or its group, and reaches the rank once.
-    rank = subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True)
+    rank = subprocess.Popen([sys.executable, *sys.argv[1:]], env=environ, start_new_session=True)
 
     # The launcher knows this process alone, and the other ranks that one.
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(PID_FILE).write_text(str(rank.pid))

@@ -106,6 +106,7 @@ def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
         "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
         **naming(errors),
+        **child.launching(),
     }
 
 

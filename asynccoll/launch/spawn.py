@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from multiprocessing import parent_process
 from multiprocessing import spawn as preparing
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -238,7 +240,10 @@ def _rank(
     local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, object], named: Mapping[str, str]
 ) -> None:
     """The program of one rank."""
+    parent = parent_process()
     child.die_with_launcher()
+    if parent is not None and not parent.is_alive():  # it had died before
+        os._exit(128 + signal.SIGKILL)
     for name in os.environ.keys() - without_place(os.environ).keys():
         del os.environ[name]
     os.environ.update(named)
@@ -283,7 +288,7 @@ def _run_by_plan(
     with _planned(task) as (told, plan):
         ended = subprocess.run(
             [sys.executable, child.__file__, "program", *line(plan)],
-            env={**environ, **naming(told.directory)},
+            env={**environ, **naming(told.directory), **child.launching()},
             stdin=subprocess.DEVNULL,
             check=False,
         )
