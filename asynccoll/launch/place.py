@@ -9,9 +9,7 @@ from asynccoll.environment.detection import PLACE
 __all__ = ["without_place"]
 
 #: What the libraries themselves read, beside what we do.
-_OF_LIBRARIES = (
-    "PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_", "HOROVOD_GLOO_RENDEZVOUS_", "TORCHELASTIC_"
-)
+_OF_LIBRARIES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_", "HOROVOD_GLOO_RENDEZVOUS_", "TORCHELASTIC_")
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
