@@ -103,6 +103,7 @@ async def safe_mode(me: Rank) -> None:
     sent: dict[str, Any] = {
         "tensor": oracle.moving(0, (2, 3), torch.int16),
         "0-d": oracle.moving(0, (), torch.float8_e5m2),
+        "more than a slot": oracle.moving(0, (1000,), torch.float32),
         "empty": oracle.moving(0, (0, 4), torch.bool),
         "int": 2**63 - 1,
         "float": 0.1,
@@ -122,6 +123,19 @@ async def safe_mode(me: Rank) -> None:
                     safe_mode=True,
                     expect=value,
                 )
+
+
+async def own_result(me: Rank) -> None:
+    for count in (10, 1000):
+        x = torch.zeros(count)
+        result = await me.get(ac.broadcast(x, src=0, safe_mode=True))
+        result += 1
+        assert not x.any(), f"the input of {count} was changed with the result"
+
+
+def test_safe_mode_gives_a_result_of_its_own(world: World, runner: str) -> None:
+    """Also on src, of whatever size."""
+    world.run(own_result, runner=runner)
 
 
 def test_safe_mode_takes_anything_elsewhere(world: World, runner: str) -> None:

@@ -299,7 +299,7 @@ def broadcast_message(
         if not longest:
             return first
         body.append(
-            message.body_tensor().to(device).contiguous()
+            message.body_tensor().to(device, copy=True).contiguous()  # src gets a result of its own
             if message is not None
             else torch.empty(longest, dtype=torch.uint8, device=device)
         )
