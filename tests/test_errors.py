@@ -159,6 +159,11 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         )
         for call in (ac.all_reduce, ac.all_to_all, ac.broadcast)
     },
+    "gradient of a sparse sum": (
+        lambda: ac.all_reduce(torch.eye(2).to_sparse().requires_grad_()),
+        ac.UnsupportedOpError,
+        ("sparse", "no gradient", "x.detach()"),
+    ),
     "out of a sparse sum": (
         lambda: ac.all_reduce(torch.eye(2).to_sparse(), out=torch.eye(2).to_sparse()),
         ValueError,

@@ -147,6 +147,15 @@ async def sparse(me: Rank) -> None:
     rows = torch.sparse_coo_tensor([[me.rank]], [[1.0, 2.0]], (size, 2), check_invariants=True)
     got = await me.get(ac.all_reduce(rows))
     oracle.same(got.to_dense(), torch.tensor([[1.0, 2.0]] * size))
+    for dtype in (torch.float16, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        values = [torch.tensor([1, rank], dtype=dtype) for rank in range(size)]
+        rows = torch.sparse_coo_tensor(
+            [[0, me.rank + 1]], values[me.rank], (size + 1,), check_invariants=True
+        )
+        with me.case(f"{dtype}"):
+            got = await me.get(ac.all_reduce(rows))
+            want = [size, *range(size)]
+            oracle.same(got.to_dense(), torch.tensor(want, dtype=dtype))
     none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0), (3,), check_invariants=True)
     oracle.same((await me.get(ac.all_reduce(none))).to_dense(), torch.zeros(3))
 

@@ -175,12 +175,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
         if by_node:
             why = (_nodes_first(topology, policy), *why)
     else:
-        if small:
-            lacks = f"for so few bytes the hops of an all_reduce on {known.backend} cost more than the data"
-        elif op in known.compose:
-            lacks = f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
-        else:
-            lacks = f"{known.backend} has no {on_wire.value} of {dtype_name(dtype)} for {op.value}"
+        lacks = _why_composed(op, spec, known, f"{on_wire.value} of {dtype_name(dtype)}", small=small)
         why = (f"{lacks}: {transport.value}, then a local reduction in rank order", *why)
     return Plan(
         op,
@@ -196,9 +191,20 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
     )
 
 
+def _why_composed(op: Op, spec: TensorSpec, known: Capabilities, reduction: str, *, small: bool) -> str:
+    """Return why no native call of the backend is used."""
+    if spec.sparse:
+        return "of sparse tensors each rank may have other indices"
+    if small:
+        return f"for so few bytes the hops of an all_reduce on {known.backend} cost more than the data"
+    if op in known.compose:
+        return f"the {op.value} of {known.backend} is slower than the composition, or cannot be awaited"
+    return f"{known.backend} has no {reduction} for {op.value}"
+
+
 def _has_native(op: Op, spec: TensorSpec, known: Capabilities) -> bool:
     """Whether the backend has a native call for ``op`` that should be used."""
-    return op in known.ops and op not in known.compose and not (spec.sparse and known.gathers_sparse)
+    return op in known.ops and op not in known.compose and not spec.sparse
 
 
 def _nodes_first(topology: Topology, policy: Policy) -> str:

@@ -189,10 +189,8 @@ class Capabilities:
     reduce: tuple[tuple[torch.dtype, frozenset[ReduceOp]], ...]
     move: frozenset[torch.dtype]
     devices: frozenset[str] = frozenset({"cpu"})
-    #: whether sparse tensors can be summed
+    #: whether sparse tensors can be summed: on every rank, of the gathered tensors of all ranks
     sparse: bool = False
-    #: whether that sum is computed on every rank, from the gathered tensors of all ranks
-    gathers_sparse: bool = False
     #: collectives whose native call is slower than a composition, or cannot be awaited
     compose: frozenset[Op] = frozenset()
     #: collectives that its communicator builds of another native call: (collective, native call)

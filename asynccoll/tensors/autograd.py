@@ -59,6 +59,11 @@ def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] 
     filled = [out for out in outs or () if isinstance(out, torch.Tensor)]  # others are refused as such
     if not any_tracked([*xs, *filled] if filled else xs):
         return False
+    if any(x.layout is not torch.strided for x in xs):
+        raise UnsupportedOpError(
+            f"{name} of a sparse tensor has no gradient here, and autograd is recording it: pass "
+            "x.to_dense(), or x.detach() if none is wanted"
+        )
     if outs is None:
         return True
     raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors: by the backend, or of what all ranks have gathered, worked out on each.
+"""The sum of sparse tensors, of any dtype: of what all ranks have gathered, worked out on each.
 
 Shapes: three ranks with ``(5,)`` and 2, 0 and 1 values get ``(5,)`` with up to 3 values.
 """
@@ -10,7 +10,7 @@ from collections.abc import Generator
 import torch
 
 from asynccoll.order.lane import Lane
-from asynccoll.plan.spec import Plan, ReduceOp
+from asynccoll.plan.spec import Plan
 from asynccoll.tensors.common import Call
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
@@ -21,10 +21,6 @@ __all__ = ["sum_sparse"]
 def sum_sparse(lane: Lane, plan: Plan, x: torch.Tensor) -> Call:
     """The sum of every rank's sparse ``x``."""
     mine = x.detach().coalesce()
-    if plan.via == "native":
-        buffer = mine.clone()
-        start = lambda communicator: communicator.all_reduce(buffer, ReduceOp.SUM)  # noqa: E731
-        return Call(plan, start, buffer._values(), None, buffer, shape=x.shape, detail="sum sparse")
     gathered = _Gathered(mine, lane.group.size)
     values = mine.values()
     return Call(

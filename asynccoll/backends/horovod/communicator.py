@@ -19,7 +19,6 @@ from horovod.torch.mpi_ops import mpi_lib
 
 from asynccoll.backends.api import (
     READY,
-    AllOf,
     Completion,
     Promise,
     Ready,
@@ -134,8 +133,6 @@ class HorovodCommunicator:
     # Arithmetic
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
-        if x.layout is not torch.strided:
-            return self._all_reduce_sparse(x)
         if op is ReduceOp.ADASUM:
             self._check_adasum()
         place, name = self._next_reduction()
@@ -182,29 +179,6 @@ class HorovodCommunicator:
         rows, part = x.view(len(self._ranks), -1), out.view(1, -1)
         call = _REDUCE_SCATTER[x.dtype]
         return self._start(call, rows, part, self._name(), _OPS[op], self._set, 1.0, 1.0)
-
-    def _all_reduce_sparse(self, x: torch.Tensor) -> Completion:
-        """The sum of sparse tensors: everybody's indices and values, which may differ in number."""
-        name = self._name()
-        indices, values = x._indices().t().contiguous(), x._values().contiguous()
-        all_indices, all_values = indices.new_empty(0), values.new_empty(0)
-        parts = ((b".indices", indices, all_indices), (b".values", values, all_values))
-        both = AllOf(
-            [self._start(_ALL_GATHER[part.dtype], part, to, name + key, self._set) for key, part, to in parts]
-        )
-        promise = Promise()
-
-        def settle() -> None:
-            error = both.error()
-            if error is None:
-                total = torch.sparse_coo_tensor(
-                    all_indices.t(), all_values, x.shape, check_invariants=False, device=x.device
-                )
-                x.copy_(total.coalesce())
-            promise.settle(error)
-
-        both.add_callback(as_called(settle))
-        return promise
 
     # Movement
 

@@ -23,7 +23,6 @@ MEMORY = Capabilities(
     ),
     move=frozenset((*_INTEGERS, *_FLOATS, *_MOVED, torch.bool)),
     sparse=True,
-    gathers_sparse=True,
     compares_splits=True,
     keeps_input=frozenset({Op.ALL_REDUCE, Op.REDUCE}),
 )
