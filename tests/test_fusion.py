@@ -193,8 +193,22 @@ async def small_in_place(me: Rank) -> None:
     got = await me.get(ac.all_reduce([torch.ones(2), torch.ones(2)], out=[rows[:, 0], rows[:, 2]]))
     oracle.same(got[0], torch.full((2,), float(me.size)), value=True)
     oracle.same(rows, torch.tensor([[1.0, 0.0, 1.0]] * 2) * me.size)
+    pair, field = torch.zeros(2, 2, dtype=torch.complex64), torch.zeros(2, 2, dtype=torch.complex64)
+    with me.case("lazily conjugated and negated"):
+        await me.get(ac.all_reduce([torch.tensor([1 + 2j, 3j])] * 2, out=list(pair.conj().unbind())))
+        oracle.same(pair, torch.tensor([[1 - 2j, -3j]] * 2) * me.size, value=True)
+        await me.get(ac.all_reduce([torch.tensor([1.0, 2.0])] * 2, out=list(field.conj().imag.unbind())))
+        oracle.same(field, torch.tensor([[-1j, -2j]] * 2) * me.size, value=True)
     x = torch.ones(2)
     call = ac.all_reduce
+    memory = torch.ones(12)
+    xs, behind = memory[:9].split(3), memory[1:10].split(3)
+    await me.refuses("across another", ValueError, call, xs, out=behind, says=("leaf 0 of out=", "of leaf 1"))
+    inside = [memory[6:], memory[7:9]]
+    await me.refuses("in another", ValueError, call, inside, out=inside, says=("leaf 0 of out=", "leaf 1"))
+    with me.case("between each other"):
+        await me.get(call([memory[::2], memory[1::2]], out=[memory[::2], memory[1::2]]))
+        oracle.same(memory, torch.full((12,), float(me.size)))
     await me.refuses("another tree", ValueError, call, [x], out={"a": x}, says=("dict", "list(*)"))
     await me.refuses("another shape", ValueError, call, [x, x], out=[x, torch.ones(3)], says=("[3]", "[2]"))
     await me.refuses("numbers", ValueError, call, [x, 1], out=[x, 1], says=("numbers",))

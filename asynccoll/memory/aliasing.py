@@ -18,7 +18,7 @@ from asynccoll import host
 from asynccoll.host.misfits import misfit
 from asynccoll.plan.trees import flatten
 
-__all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory"]
+__all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory", "span_bytes"]
 
 #: Two spread tensors are compared byte by byte if they span at most this; else they count as overlapping.
 _MOST_COMPARED_BYTES = 256 << 20
@@ -48,10 +48,10 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     if not has_memory(x):
         return False
     start, other = x.data_ptr(), y.data_ptr()
-    return max(start, other) < min(start + _span_bytes(x), other + _span_bytes(y))
+    return max(start, other) < min(start + span_bytes(x), other + span_bytes(y))
 
 
-def _span_bytes(x: torch.Tensor) -> int:
+def span_bytes(x: torch.Tensor) -> int:
     """Return the number of bytes from the first to the last byte of ``x``."""
     if x.is_contiguous():
         return x.nbytes
@@ -98,7 +98,7 @@ class _Extent(NamedTuple):
             return cls(id(x), id(x) + 1, None)
         start = x.data_ptr()
         spread = None if x.is_contiguous() else _Spread(tuple(x.shape), x.stride(), x.element_size())
-        return cls(start, start + _span_bytes(x), spread)
+        return cls(start, start + span_bytes(x), spread)
 
     def is_apart_from(self, other: _Extent) -> bool:
         """Whether one range ends before the other begins, or is empty."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.memory.aliasing import has_memory
+from asynccoll.memory.aliasing import Claim, Claims, span_bytes
 from asynccoll.memory.unfilled import refuse_unfilled
 
 __all__ = [
@@ -161,18 +163,25 @@ def _folded(x: torch.Tensor) -> bool:
     return False
 
 
-def _apart(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
-    """Whether all ``outs`` begin at different addresses, and none at that of another leaf's input.
+def _all_apart(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of ``outs``, and of those of ``xs`` that are not their own ``out``, share an address.
 
     This is the quick check: it is also False in cases that have to be checked leaf by leaf.
     """
+    found = [*outs, *(x for x, out in zip(xs, outs, strict=True) if x is not out)]
     try:
-        filled = set(map(_data_ptr, outs))
-        if 0 in filled or len(filled) < len(outs):
-            return False
-        return all(map(is_, xs, outs)) or filled.isdisjoint(map(_data_ptr, xs))
+        ranges = sorted((x.data_ptr(), x.data_ptr() + span_bytes(x)) for x in found)
     except RuntimeError:  # a tensor without storage
         return False
+    return all(end <= start for (_, end), (start, _) in pairwise(ranges))
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    """The memory of one leaf's input and result, as a claim."""
+
+    out: list[torch.Tensor]
+    claims: bool = True
 
 
 def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
@@ -186,15 +195,18 @@ def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torc
             overwritten(out)
         else:
             writable(name, out)
-    if _apart(xs, outs):
+    if _all_apart(xs, outs):
         return
-    sources = {x.data_ptr(): i for i, x in enumerate(xs) if x.numel() and has_memory(x)}
-    filled: dict[int, int] = {}
-    for i, out in enumerate(outs):
-        if not (out.numel() and has_memory(out) and out.layout is torch.strided):
-            continue
-        at = out.data_ptr()
-        if filled.setdefault(at, i) != i or sources.get(at, i) != i:
+    leaves: dict[Claim, int] = {
+        _Leaf([x] if x is out else [x, out]): i for i, (x, out) in enumerate(zip(xs, outs, strict=True))
+    }
+    claims = Claims()
+    for leaf in leaves:
+        claims.add(leaf)
+    for leaf, i in leaves.items():
+        other = claims.find((outs[i],), leaf)
+        if other is not None:
             raise InvalidArgumentError(
-                f"{name}: leaf {i} of out= is the memory of another leaf; each needs memory of its own"
+                f"{name}: leaf {i} of out= shares memory with the input or result of leaf "
+                f"{leaves[other]}, which would be overwritten; each leaf of out= needs memory of its own"
             )

@@ -28,6 +28,8 @@ kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device, torch.layout]
 )
 _numel = torch.Tensor.numel
 _dim = torch.Tensor.dim
+_is_conj = torch.Tensor.is_conj
+_is_neg = torch.Tensor.is_neg
 
 
 class Bucket(NamedTuple):
@@ -98,7 +100,11 @@ def _with_gaps(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Put ``tensors`` into ``views`` of one flat tensor, or the other way round."""
     with torch.no_grad():
-        torch._foreach_copy_(list(views), list(tensors))
+        if any(map(_is_conj, views)) or any(map(_is_neg, views)):  # which torch refuses together
+            for view, x in zip(views, tensors, strict=True):
+                view.copy_(x)
+        else:
+            torch._foreach_copy_(list(views), list(tensors))
 
 
 def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
