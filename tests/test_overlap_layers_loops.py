@@ -7,6 +7,7 @@ import copy
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -517,6 +518,52 @@ def lets_go(me: Rank, name: str) -> None:
 def test_what_a_loop_has_made_goes_with_its_loss(pair: World, name: str) -> None:
     """At once, backward or not: layers are shared out to save memory; and by that peers are told of it."""
     pair.run(lets_go, name, runner="blocking")
+
+
+class Formed(nn.Module):
+    """A layer whose operation saves its weight in another form than that in which it is shared out."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.form = form
+        self.weight = nn.Parameter(torch.ones((4, 4) if dtype.is_complex else (4, 4, 2), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = torch.eye(4, dtype=x.dtype).to_sparse()  # which is saved, too
+        return torch.sparse.mm(graph, x) * self.form(self.weight)
+
+
+FORMS = {
+    "conjugated": (torch.conj, torch.complex64),
+    "transposed": (lambda x: x.mH, torch.complex64),
+    "real": (torch.real, torch.complex64),
+    "imaginary": (torch.imag, torch.complex64),
+    "negated": (lambda x: x.conj().imag, torch.complex64),
+    "of pairs": (torch.view_as_complex, torch.float32),
+}
+
+
+def in_another_form(me: Rank, form: str) -> None:
+    whole = alike(nn.ModuleList(Formed(*FORMS[form]) for _ in range(2)))
+    layers = ac.overlap.shard_layers(copy.deepcopy(whole), reshard_after_forward=True)
+
+    def gradient(stages: Any, rank: int) -> Tensor | None:
+        x = y = torch.view_as_complex(rows(rank, 0)[:4].reshape(4, 4, 2)).requires_grad_()
+        for layer in stages:
+            y = layer(y)
+        y.abs().square().sum().backward()
+        return x.grad
+
+    expected = [gradient(whole, rank) for rank in range(me.size)]
+    assert close(gradient(layers, me.rank), expected[me.rank])
+    for shard, part in zip(layers.parameters(), _parts_of_gradients(whole, me), strict=True):
+        assert close(shard.grad, part)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_layer_saves_in_another_form(pair: World, form: str) -> None:
+    """Gathered again for backward, it came back in the form in which it is shared out, in silence."""
+    pair.run(in_another_form, form, runner="blocking")
 
 
 async def normalized(me: Rank) -> None:

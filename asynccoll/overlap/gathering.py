@@ -495,7 +495,9 @@ class Resharding:
     """Has autograd save, instead of views of flat tensors, where they were: backward gathers these again."""
 
     def __init__(self, flats: list[torch.Tensor], regather: Callable[[], list[torch.Tensor]]) -> None:
-        self._addresses = {flat.untyped_storage().data_ptr(): index for index, flat in enumerate(flats)}
+        self._flats = {
+            flat.untyped_storage().data_ptr(): (index, flat.dtype) for index, flat in enumerate(flats)
+        }
         self._regather = regather
         self._again: list[torch.Tensor] = []
 
@@ -504,10 +506,13 @@ class Resharding:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor | _Where:
-        index = self._addresses.get(x.untyped_storage().data_ptr())
-        if index is None:
+        # A sparse tensor has no address. One that is conjugated or negated lazily, or of another dtype (the
+        # real part of a complex parameter), takes more than a place in a flat tensor to describe.
+        plain = x.layout is torch.strided and not (x.is_conj() or x.is_neg())
+        found = self._flats.get(x.untyped_storage().data_ptr()) if plain else None
+        if found is None or x.dtype is not found[1]:
             return x.detach()  # an operation that saves its own result would hold itself, and all before it
-        return index, x.shape, x.stride(), x.storage_offset()
+        return found[0], x.shape, x.stride(), x.storage_offset()
 
     def _unpack(self, packed: torch.Tensor | _Where) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
