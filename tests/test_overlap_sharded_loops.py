@@ -211,6 +211,25 @@ def test_some_gradients_are_zeroed_and_others_not(pair: World) -> None:
     pair.run(half_zeroed, runner="asyncio")
 
 
+def overflowed_and_zeroed(me: Rank) -> None:
+    ours, twin = network(), network()
+    with ac.overlap.shard_optimizer(ours, sgd(ours.parameters())) as optimizer:
+        (loss_of(ours[3], torch.ones(1, 24)) * torch.inf).backward()
+        optimizer.reduced().wait()
+        ours[3].zero_grad()
+        loss_of(ours, batch(me.rank, 0)).backward()
+        optimizer.step().wait()
+        optimizer.gathered().wait()
+    on_all_data(twin, me.size, 0)
+    sgd(twin.parameters()).step()
+    same(ours, twin)
+
+
+def test_gradients_that_were_not_finite_are_zeroed(pair: World) -> None:
+    """Those of one layer, in a bucket with others."""
+    pair.run(overflowed_and_zeroed, runner="blocking")
+
+
 def trained(me: Rank) -> nn.Module:
     """As many write it: the optimizer ends with the function."""
     model = network()
@@ -420,6 +439,25 @@ async def clipped(me: Rank, dtype: torch.dtype, norm_type: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16], ids=str)
 def test_clipping_of_any_dtype(pair: World, dtype: torch.dtype, norm_type: float) -> None:
     pair.run(clipped, dtype, norm_type, runner="asyncio")
+
+
+def not_a_number(me: Rank, norm_type: float) -> None:
+    model = nn.Linear(8, 8)
+    with ac.overlap.shard_optimizer(model, sgd(model.parameters())) as optimizer:
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.reduced().wait()
+        part = optimizer.wrapped.param_groups[0]["params"][0].grad
+        if me.rank == 1:
+            part[0] = torch.nan
+        norm = optimizer.clip_grad_norm_(1.0, norm_type).wait()
+        assert norm.isnan()
+        assert part.isnan().all()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+def test_a_gradient_that_is_not_a_number_on_one_rank(pair: World, norm_type: float) -> None:
+    """All ranks hear of it: gloo's maximum of tensors lost it, and all stepped."""
+    pair.run(not_a_number, norm_type, runner="blocking")
 
 
 async def scaled(me: Rank, clips: bool) -> None:

@@ -34,9 +34,11 @@ def clip(
             f"norm_type must be positive (math.inf for the largest), got {norm_type!r}"
         )
     own = [_real(part.grad) for part in parts if part.grad is not None]
-    of_maximum = math.isinf(norm_type)
-    total: torch.Tensor = yield all_reduce(_local(own, norm_type), op="max" if of_maximum else "sum", **call)
-    norm = total if of_maximum else total.pow(1 / norm_type)
+    local = _local(own, norm_type)
+    if math.isinf(norm_type):  # as a number: some backends' maximum of tensors loses a NaN
+        norm = local.new_tensor((yield all_reduce(local.item(), op="max", **call)))
+    else:
+        norm = (yield all_reduce(local, op="sum", **call)).pow(1 / norm_type)
     # clamp keeps NaN, and an infinite norm would make a factor of zero where the others see NaN
     nn.utils.clip_grads_with_norm_(parts, max_norm, norm if norm.isfinite() else norm * math.nan)
     return norm if any(x.dtype is torch.float64 for x in own) else norm.float()

@@ -130,20 +130,19 @@ class ShardBucket(Bucket):
         if self._incoming is self._reduced or gathered is None:
             self.shard.grad = self._incoming
         else:
-            gathered.mul_(self._kept()).add_(self._incoming)
+            gathered.masked_fill_(self._zeros(), 0).add_(self._incoming)
         self.flat.fill_(-0.0).index_fill_(0, self._positive, 0.0)
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             parameter.grad = view
             self._versions[index] = view._version
         self._zeroed = [False] * len(self._zeroed)
 
-    def _kept(self) -> torch.Tensor:
-        """Return 1 for elements of this rank's part whose gradients accumulate, 0 for zeroed ones."""
-        kept = torch.ones_like(self.flat)
-        for view, zeroed in zip(self.cut(kept), self._zeroed, strict=True):
-            if zeroed:
-                view.zero_()
-        return self.own(kept)
+    def _zeros(self) -> torch.Tensor:
+        """Return whether each element of this rank's part was zeroed; the other gradients accumulate."""
+        zeros = torch.zeros_like(self.flat, dtype=torch.bool)
+        for view, zeroed in zip(self.cut(zeros), self._zeroed, strict=True):
+            view.fill_(zeroed)
+        return self.own(zeros)
 
 
 class ShardReducer(GradientReducer):
