@@ -405,6 +405,12 @@ async def in_float32(me: Rank) -> None:
         parameter.grad = None
     with raising(ac.InvalidArgumentError, "reduce_dtype"):
         ac.overlap_gradients([parameter], reduce_dtype=torch.int32)
+    for dtype in (torch.float32, torch.float64):
+        parameter = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+        with ac.overlap_gradients([parameter], reduce_dtype=dtype) as gradients:
+            (parameter.real + 2 * parameter.imag).sum().backward()
+            await gradients
+        assert parameter.grad.equal(torch.full((4,), 1 + 2j, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -38,7 +38,10 @@ class Bucket:
         dtype: torch.dtype | None = None,
         parts: int = 1,
     ) -> None:
-        first, held = parameters[0], dtype or parameters[0].dtype
+        first = parameters[0]
+        held = dtype or first.dtype
+        if dtype is not None and first.is_complex():
+            held = torch.promote_types(dtype, torch.complex64)
         self.parameters = parameters
         self.dtype: torch.dtype = first.dtype
         self.layout: Layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)

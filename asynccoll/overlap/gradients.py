@@ -485,8 +485,8 @@ def overlap_gradients(
         timeout: seconds for each bucket's reduction.
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are in flight.
         reduce_dtype: the dtype in which gradients are summed, if not their own: with ``torch.float32`` the
-        sum
-            of bfloat16 gradients loses no precision to the number of ranks, but twice the bytes are sent.
+            sum of bfloat16 gradients loses no precision to the number of ranks, but twice the bytes are sent.
+            Complex gradients are summed in its complex counterpart.
         init_sync: give all ranks the parameters and buffers of the group's first rank now, and check that
             they have the same ones; this waits for the other ranks. ``False`` if that is done already, or
             if tasks make reducers in another order on each rank.
