@@ -632,6 +632,41 @@ def test_a_cancelled_await_is_taken_up_again(pair: World, loop: str) -> None:
     pair.run(cancelled, runner=loop)
 
 
+async def in_two_tasks(me: Rank, dtype: torch.dtype | None) -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    seen: list[Tensor | None] = []
+    with ac.overlap_gradients([parameter], reduce_dtype=dtype) as gradients:
+        (parameter * (me.rank + 1)).sum().backward()
+
+        async def first_then(then: Callable[[Tensor], None]) -> None:
+            await gradients
+            if not seen:
+                assert parameter.grad is not None
+                then(parameter.grad)
+            seen.append(parameter.grad)
+
+        def clear(_: Tensor) -> None:
+            parameter.grad = None
+
+        def clip(gradient: Tensor) -> None:
+            gradient.mul_(100)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(first_then, clear if dtype is None else clip)
+        if dtype is None:
+            assert seen == [None, None]
+            assert parameter.grad is None
+        else:
+            oracle.same(parameter.grad, torch.full((2,), 150.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_two_tasks_await_one_step(pair: World, loop: str, dtype: torch.dtype | None) -> None:
+    """The first to go on may clip the gradients or zero them: the second's await left that undone."""
+    pair.run(in_two_tasks, dtype, runner=loop)
+
+
 async def sparse(me: Rank) -> None:
     model = nn.Embedding(5, 3, sparse=True)
     with ac.overlap_gradients(model), raising(ac.PayloadTypeError, "sparse=False"):

@@ -265,6 +265,8 @@ class GradientReducer(Companion):
             if isinstance(error, PeerLostError):
                 self._calls.add_cure(error)
             raise
+        if self._works is not works:
+            return  # another waiter has ended the step: the gradients may be zeroed by now
         self.rounds += 1  # on every rank, even if the result is refused below
         try:
             self._adopt()
