@@ -416,9 +416,9 @@ async def backwards_raised(me: Rank) -> None:
         assert close(part.grad, whole)
 
 
-def test_backwards_that_raise_at_different_layers(several: World) -> None:
-    """Gradients of the next backward were added to those that one rank had sent in this."""
-    several.run(backwards_raised, runner="asyncio")
+def test_backwards_that_raise_at_different_layers(world: World) -> None:
+    """Gradients of the next backward were added to those that one rank had sent; a rank alone never ended."""
+    world.run(backwards_raised, runner="asyncio")
 
 
 async def loops_raised(me: Rank, reshard: bool) -> None:
@@ -583,3 +583,30 @@ async def normalized(me: Rank) -> None:
 def test_a_state_has_the_buffers_of_the_first_rank(pair: World) -> None:
     """Each rank has its own, so the state was another on each."""
     pair.run(normalized)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    """A buffer was missed when the parameters had been overwritten, and one of another shape was spread."""
+    layers = ac.overlap.shard_layers([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
+    state = layers.full_state_dict().wait()
+    other = {name: value + 1 for name, value in state.items()}
+    for wrong, says in ((None, "is missing"), (torch.ones(1), r"has shape \[1\]")):
+        with raising(ac.InvalidArgumentError, "0.1.running_mean", says.replace("\\", "")):
+            layers.load_full_state_dict(
+                {name: x for name, x in {**other, "0.1.running_mean": wrong}.items() if x is not None}
+            )
+        for name, value in layers.full_state_dict().wait().items():
+            oracle.same(value, state[name])
+
+
+def test_an_optimizer_takes_a_state_from_before_its_first_step() -> None:
+    """With it, it has none: it kept its momentum."""
+    layers = ac.overlap.shard_layers([nn.Linear(2, 2)])
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    before = layers.full_optimizer_state(optimizer).wait()
+    for layer in layers:
+        layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert layers.full_optimizer_state(optimizer).wait()["state"]
+    layers.load_full_optimizer_state(optimizer, before)
+    assert not layers.full_optimizer_state(optimizer).wait()["state"]

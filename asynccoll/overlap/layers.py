@@ -264,7 +264,7 @@ class ShardedLayers(nn.Module):
         """Load this rank's parts from the parameters of whole layers, and the buffers. Nothing is sent.
 
         Raises:
-            InvalidArgumentError: a parameter is missing, or has another shape.
+            InvalidArgumentError: a parameter or a buffer is missing, or has another shape; nothing is loaded.
         """
         layerstates.load_parameters(self._layers, state_dict)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,14 @@ def _buffers(layer: Layer) -> dict[str, torch.Tensor]:
     return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
 
 
+def _shapes(layers: Sequence[Layer]) -> Iterator[tuple[str, torch.Size]]:
+    """Yield the full name and the shape of each parameter and buffer."""
+    for shard, names in _named(layers):
+        yield from zip(names, shard.shapes, strict=True)
+    for layer in layers:
+        yield from ((f"{layer.name}.{name}", x.shape) for name, x in _buffers(layer).items())
+
+
 def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Tensor]]:
     """Gather the whole parameters, and broadcast the buffers of the group's first rank, all by name.
 
@@ -53,12 +62,11 @@ def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Te
 def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's parts of the parameters, and the buffers, from ``state_dict``."""
     check_state(state_dict)
-    for shard, names in _named(layers):
-        for name, shape in zip(names, shard.shapes, strict=True):
-            given = state_dict.get(name)
-            if given is None or given.shape != shape:
-                said = "is missing" if given is None else f"has shape {list(given.shape)}"
-                raise InvalidArgumentError(f"{name!r} {said} in the state; expected shape {list(shape)}")
+    for name, shape in _shapes(layers):  # all, before anything is written
+        given = state_dict.get(name)
+        if given is None or given.shape != shape:
+            said = "is missing" if given is None else f"has shape {list(given.shape)}"
+            raise InvalidArgumentError(f"{name!r} {said} in the state; expected shape {list(shape)}")
     with torch.no_grad():
         for shard, names in _named(layers):
             shard.own.copy_(shard.part(shard.join([state_dict[name] for name in names])))
@@ -97,14 +105,15 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
         raise InvalidArgumentError(
             f"the state is of parameter groups of {saved}; expected {listed}, as the optimizer has them"
         )
+    parts: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for own in (own for given in optimizer.param_groups for own in given["params"]):
+        shard, names = _ours(of, own)
+        whole = [state["state"].get(name, {}) for name in names]
+        if any(whole):
+            parts[own] = parts_of(whole, shard.cut, shard.join_like(), shard.rank, shard.size)
+    optimizer.state = parts
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         given.update(options_of(kept))
-        for own in given["params"]:
-            shard, names = _ours(of, own)
-            whole = [state["state"].get(name, {}) for name in names]
-            if any(whole):
-                parts = parts_of(whole, shard.cut, shard.join_like(), shard.rank, shard.size)
-                optimizer.state[own] = parts
 
 
 def _ours(of: Mapping[int, tuple[Shard, list[str]]], own: torch.Tensor) -> tuple[Shard, list[str]]:
