@@ -148,9 +148,10 @@ class Turns:
         self._interrupted = False
         made = (max(one.scattered for one in standings), max(one.gathered for one in standings))
         for name, most in zip(self._of_backward, made, strict=True):
-            lane = self._group.lane(name) if most else None
-            while lane is not None and lane.sequence <= most:
-                self._refuse(lane, self._unreached())
+            if most:
+                lane = self._group.lane(name)
+                for _ in range(lane.sequence, most + 1):  # (a refusal is none in a group of one)
+                    self._refuse(lane, self._unreached())
 
     @contextmanager
     def waiting(self, turn: Turn, lane: str, together: Sequence[Turn]) -> Iterator[None]:
