@@ -118,6 +118,50 @@ def test_a_round_that_is_late_is_taken_up_again(pair: World, runner: str) -> Non
     pair.run(cut_short, runner=runner)
 
 
+async def cut_short_at_the_end(me: Rank, delay: int) -> None:
+    """Rank 0's await of the second round is cut short, in which the delayed average of the first is due."""
+    parameter = nn.Parameter(torch.full((3,), float(me.rank)))
+    averaging = ac.overlap.average_parameters([parameter], every=1, delay=delay)
+    if delay and me.rank == 0:
+        await averaging
+    if me.rank == 0:
+        with anyio.move_on_after(0.05) as limit:
+            await averaging
+        assert limit.cancelled_caught
+        me.show("gave up")
+    else:
+        me.see("gave up")
+        for _ in range(1 + delay):
+            await averaging
+    await averaging.finish()
+    oracle.same(parameter.detach(), torch.full((3,), 0.5))
+    for step in range(2 + delay, 4):  # in step with the others
+        await averaging
+        assert f", step {step}:" in repr(averaging)
+    await averaging.finish()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_step_that_was_cut_short_before_the_end(pair: World, loop: str, delay: int) -> None:
+    """The rank made its next step for that one, and was one behind ever after."""
+    pair.run(cut_short_at_the_end, delay, runner=loop)
+
+
+async def failed(me: Rank) -> None:
+    parameter = nn.Parameter(torch.full((3,), float(me.rank)))
+    averaging = ac.overlap.average_parameters([parameter], every=2)
+    await averaging
+    with raising(ac.CollectiveMismatchError, "at another step"):
+        await (averaging if me.rank == 0 else averaging.finish())
+    await averaging.finish()
+    oracle.same(parameter.detach(), torch.full((3,), 0.5))
+
+
+def test_after_a_round_that_failed_comes_another(pair: World, loop: str) -> None:
+    """Its error was raised again for ever."""
+    pair.run(failed, runner=loop)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

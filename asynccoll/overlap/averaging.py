@@ -17,12 +17,12 @@ Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; wi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
 
-from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce
@@ -30,7 +30,7 @@ from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import check_unaliased, check_whole, tensors_of, unique
 from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.pending import Methods, Pending
-from asynccoll.overlap.steps import Steps
+from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
@@ -96,18 +96,16 @@ class ParameterAverager(Companion):
         return self._stepped().__await__()
 
     async def _stepped(self) -> None:
-        for work in self._step():
-            await work
+        await run(self._step())
 
     def wait(self, timeout: float | None = None) -> None:
         """Do what ``await`` does without an event loop.
 
         Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
-        for work in self._step():
-            work.wait(timeout)
+        run_blocking(self._step(), timeout)
 
-    def _step(self) -> Iterator[Work[object]]:
+    def _step(self) -> Steps[None]:
         """Do this step's part of the rounds; yields the works to wait for."""
         if not self._midway:  # else its await was cut short: continue it
             self._steps += 1
@@ -136,16 +134,30 @@ class ParameterAverager(Companion):
         averages = all_reduce([number, *tensors], op="avg", **self._tail)
         return averages.map(lambda found: _checked(found, step))
 
-    def _take(self) -> Iterator[Work[Any]]:
+    def _take(self) -> Steps[None]:
         """Wait for the average and correct the parameters by it."""
         assert self._work is not None
-        yield self._work
-        for parameter, average, copy in zip(self._parameters, self._work.result(), self._copies, strict=True):
+        averages = yield from self._received(self._work)
+        for parameter, average, copy in zip(self._parameters, averages, self._copies, strict=True):
             if self._delay:
                 parameter.detach().add_(average - copy)
             else:
                 parameter.detach().copy_(average)
-        self._due, self._work, self._copies = None, None, []
+        self._end_round()
+
+    def _received(self, work: Work[list[torch.Tensor]]) -> Steps[list[torch.Tensor]]:
+        """Wait for averages. If that is cut short the next wait continues; if they fail, the round ends."""
+        try:
+            return (yield work)  # type: ignore[no-any-return]  # what is sent to steps is not typed
+        except CollectiveTimeoutError:
+            raise
+        except Exception:
+            self._end_round()
+            self._midway = False
+            raise
+
+    def _end_round(self) -> None:
+        self._due, self._work, self._last, self._copies = None, None, None, []
 
     # At the end
 
@@ -157,15 +169,17 @@ class ParameterAverager(Companion):
         return self._methods.pending("finish", self._finish)
 
     def _finish(self) -> Steps[None]:
+        if self._midway:
+            yield from self._step()
         if self._work is not None:
             yield from self._take()
         if self._last is None:
             self._parameters = self._trained()
             self._last = self._averaged([x.detach() for x in self._parameters], _FINISH)
-        yield self._last
-        average, self._last = self._last.result(), None
+        average = yield from self._received(self._last)
         for parameter, value in zip(self._parameters, average, strict=True):
             parameter.detach().copy_(value)
+        self._end_round()
 
 
 @fitting

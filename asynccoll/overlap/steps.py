@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Waitable(Awaitable[object], Protocol):
     """An object that can be awaited, or waited for without a loop: a ``Work``, or one like it."""
 
-    def wait(self) -> object:
-        """Wait without an event loop, and return the result."""
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait without an event loop, for up to ``timeout`` seconds, and return the result."""
 
 
 #: Yields objects to wait for, is sent their results, and returns the result of the sequence.
@@ -46,13 +46,13 @@ async def run(steps: Steps[T]) -> T:
         steps.close()
 
 
-def run_blocking(steps: Steps[T]) -> T:
-    """Run ``steps``, blocking the thread in each wait, and return their result."""
+def run_blocking(steps: Steps[T], timeout: float | None = None) -> T:
+    """Run ``steps``, blocking the thread in each wait (up to ``timeout`` seconds); return their result."""
     try:
         waited_for = next(steps)
         while True:
             try:
-                result = waited_for.wait()
+                result = waited_for.wait(timeout)
             except Exception as error:
                 waited_for = steps.throw(error)
             else:
