@@ -366,6 +366,25 @@ def test_state_of_the_whole_optimizer(world: World, name: str) -> None:
     world.run(taken_over, name, runner="asyncio")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_of_parameters_that_were_not_always_used(kind: Make) -> None:
+    """Those in a bucket have one number each: all of them from the parameter with the most steps."""
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    optimizer = kind(model.parameters())
+    for used in (2, 1, 1):
+        optimizer.zero_grad()
+        sum(layer(torch.ones(1, 2)).sum() for layer in model[:used]).backward()
+        optimizer.step()
+    expected = {name: x.clone() for name, x in optimizer.state[model[0].weight].items() if name in _NUMBERS}
+    with ac.overlap.shard_optimizer(model, optimizer) as sharded:
+        for state in sharded.full_state_dict().wait()["state"].values():
+            for name, number in expected.items():
+                oracle.same(state[name], number)
+
+
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
+
+
 async def kept_in_memory(me: Rank, kind: str) -> None:
     """Two rounds of training from one state, beside a scheduler that halves a rate in place."""
     model = network()

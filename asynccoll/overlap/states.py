@@ -63,7 +63,7 @@ def parts_of(
                     view.copy_(value)
             part[name] = flat.chunk(size)[rank].clone()
         else:
-            part[name] = _largest([value for value in values if value is not None])
+            part[name] = _copy(max(states, key=lambda state: _age(state, name)).get(name))
     return part
 
 
@@ -72,12 +72,12 @@ def _is_of(name: str, value: object, shape: torch.Size) -> bool:
     return name not in _SCALARS and isinstance(value, torch.Tensor) and value.shape == shape
 
 
-def _largest(values: list[Any]) -> object:
-    """Return the largest of numbers, such as steps: a parameter that was not always used has fewer."""
-    first = values[0]
-    if isinstance(first, torch.Tensor) and first.dim() == 0:
-        return max(values, key=float).clone()
-    return max(values) if isinstance(first, (int, float)) else first
+def _age(state: Mapping[str, Any], name: str) -> tuple[bool, float]:
+    """Whether there is a state of this name, and its steps: a parameter that was not always used has fewer.
+
+    All numbers are taken from the oldest, because some grow with the steps and some fall.
+    """
+    return state.get(name) is not None, float(state.get("step", 0))
 
 
 def whole_of(part: Mapping[str, object], cut: Cut, like: torch.Tensor, **call: Any) -> Steps[list[State]]:
