@@ -12,6 +12,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
+from asynccoll.overlap import ddp
 from overlapping import Heads as Headed
 from overlapping import alike, batch, close, loss_of, network, rows
 from ranks import Rank, raising
@@ -87,6 +88,21 @@ async def accumulated(me: Rank) -> None:
 def test_no_sync_and_unused_parameters(ddp_world: World) -> None:
     """DDP's own means work as ever."""
     ddp_world.run(accumulated, runner="blocking")
+
+
+def test_a_bucket_that_times_out_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback waited as long again as the thread had."""
+    waits: list[object] = []
+
+    class Late:
+        def wait(self) -> None:
+            waits.append(self)
+            raise ac.CollectiveTimeoutError("late")
+
+    monkeypatch.setattr(ddp, "all_reduce", lambda *_, **__: Late())
+    with raising(RuntimeError, "CollectiveTimeoutError: late"):
+        ac.overlap.DDPState().reduce(torch.ones(1)).wait()
+    assert len(waits) == 1
 
 
 def test_another_state_is_refused() -> None:

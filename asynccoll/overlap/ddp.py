@@ -6,7 +6,6 @@ has a timeout, and if a peer is lost or refuses its call, the error names the pe
 
 # Without postponed annotations: DDP compares those of a hook with the types themselves.
 
-import contextlib
 import weakref
 
 import torch
@@ -25,7 +24,8 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["DDPState", "ddp_hook"]
 
-_Bucket = tuple[Work[torch.Tensor], "torch.futures.Future[None]"]
+#: a reduction, the future that says that it is over, and the error of its wait, if there is one
+_Bucket = tuple[Work[torch.Tensor], "torch.futures.Future[None]", list[Exception]]
 _Buckets = host.SimpleQueue["_Bucket | None"]
 
 
@@ -58,10 +58,17 @@ class DDPState:
             work = all_reduce(flat, out=flat, group=self.group, lane=self.lane, timeout=self.timeout)
         devices: list[int | str | torch.device] | None = [flat.device] if flat.is_cuda else None
         over: torch.futures.Future[None] = torch.futures.Future(devices=devices)
-        # If a callback of a future raises, DDP raises an error with that text. With ``set_exception``
-        # instead, DDP would take the exception for a tensor.
-        reduced: torch.futures.Future[torch.Tensor] = over.then(lambda _: work.wait())
-        self._out.put((work, over))
+        failed: list[Exception] = []
+
+        def result(_: object) -> torch.Tensor:
+            # If a callback of a future raises, DDP raises an error with that text. With ``set_exception``
+            # instead, DDP would take the exception for a tensor.
+            if failed:
+                raise failed.pop()
+            return work.wait()
+
+        reduced: torch.futures.Future[torch.Tensor] = over.then(result)
+        self._out.put((work, over, failed))
         return reduced
 
 
@@ -86,8 +93,10 @@ def ddp_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 def _wait_for(out: _Buckets) -> None:
     while (bucket := out.get()) is not None:
-        work, over = bucket
-        with contextlib.suppress(Exception):  # the callback raises it for DDP
+        work, over, failed = bucket
+        try:
             work.wait()
+        except Exception as error:
+            failed.append(error)
         over.set_result(None)
-        del bucket, work, over  # else they would live until the next bucket
+        del bucket, work, over, failed  # else they would live until the next bucket
