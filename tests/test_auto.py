@@ -340,6 +340,7 @@ def test_a_loader_says_how_far_the_loop_is(loaded):
     assert isinstance(loader, DataLoader)
     each = loader.batch_size or 1
     left = iter(loader)
+    assert loader.sampler.state_dict()["seen"] == 0
     for turn in range(3):
         next(left)
         assert loader.sampler.state_dict()["seen"] == (turn + 1) * each

@@ -145,6 +145,8 @@ class _Taken(Iterator[Any]):
         self._sampler, self._batches, self._batch_size = sampler, begin(), batch_size
         # Workers have the sampler begin at once; without them the first batch does.
         self._iteration = None if sampler._now is before else sampler._now
+        if self._iteration is not None:
+            self._iteration.taken = 0
 
     def __next__(self) -> Any:
         batch = next(self._batches, self)
