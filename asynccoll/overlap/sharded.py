@@ -141,7 +141,10 @@ class ShardedOptimizer(Wrapping):
     # Once a step
 
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
-        """Wait for the gradients of this rank's part, update it, and start sending it."""
+        """Wait for the gradients of this rank's part, update it, and start sending it.
+
+        After an await that was cut short, call it with the same ``closure``: another one is the next step's.
+        """
         check_step(closure, scaler)
         return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
 
