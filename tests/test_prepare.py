@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -190,6 +192,40 @@ async def moved(me: Rank) -> None:
 def test_a_tensor_that_has_other_memory_now_is_refused(pair: World, runner: str) -> None:
     """The memory that was prepared would be sent, or filled, which is the tensor's no longer."""
     pair.run(moved, runner=runner, timeout=patient(30))
+
+
+async def started_again(me: Rank) -> None:
+    op = ac.prepare("all_gather", x := torch.ones(2))
+    await op.start()  # the next one has an open lane, and is waited for directly
+    if me.rank == 0:
+        first = op.start()
+        lost: list[str] = []
+
+        async def wait() -> None:
+            with raising(ac.CollectiveError, "started again"):
+                await first
+            lost.append("told")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.lowlevel.checkpoint()
+            with raising(ac.CollectiveTimeoutError):
+                first.wait(0.01)
+            x.fill_(2)
+            second = op.start()
+            me.show("started again")
+        assert lost
+    else:
+        me.see("started again")
+        await op.start()
+        x.fill_(2)
+        second = op.start()
+    oracle.same(await second, torch.full((4,), 2.0))
+
+
+def test_a_task_that_still_waits_where_another_gave_up(pair: World) -> None:
+    """Its result is lost to the next start: it got that one's numbers."""
+    pair.run(started_again, runner="asyncio")
 
 
 async def ordered(me: Rank) -> None:

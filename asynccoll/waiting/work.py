@@ -134,7 +134,7 @@ class Work(NotItsResult, Generic[T]):
                 raise
             if not self._operations:
                 yield from pause()
-            elif plain and (self._read is None or self._is_unwritten()):
+            elif plain and self._state != _FAILED and (self._read is None or self._is_unwritten()):
                 self._state = _DONE  # nothing runs here, so two threads may do this at once
                 self._read = None
                 if self.out is not None:
@@ -163,7 +163,8 @@ class Work(NotItsResult, Generic[T]):
             except BaseException:
                 self._cut_short = True
                 raise
-            if plain and self._operations and (self._read is None or self._is_unwritten()):
+            plain = plain and bool(self._operations) and self._state != _FAILED
+            if plain and (self._read is None or self._is_unwritten()):
                 self._state = _DONE  # as in __await__
                 self._read = None
                 if self.out is not None:
@@ -230,7 +231,10 @@ class Work(NotItsResult, Generic[T]):
         return self._operations
 
     def supersede(self, why: str) -> None:
-        """Fail, unless a waiter has the result: the memory of it is about to be used for another call."""
+        """Fail, unless a waiter has the result: the memory of it is about to be used for another call.
+
+        Waiters that are still in their wait get the error when it ends.
+        """
         if self.pending:
             self._fail(CollectiveError(why))
 
