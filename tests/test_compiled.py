@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import oracle
 import scripts
 import worlds
 from asynccoll.ops import compiled
-from ranks import Rank
+from ranks import Rank, raising
 from worlds import World
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -124,6 +125,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a logical reduction": ({"op": "and"}, "not known inside torch.compile"),
     "a group": ({"group": [0, 1]}, "leave out group="),
 }
+#: Refused in the words of the eager call, for a tensor of this shape.
+AS_EAGER: dict[str, tuple[Step, tuple[int, ...]]] = {
+    "all_gather along no dim": (lambda x: ac.all_gather(x, dim=3).wait(), (2, 1)),
+    "all_gather of 0-d along no dim": (lambda x: ac.all_gather(x, dim=1).wait(), ()),
+    "reduce_scatter along no dim": (lambda x: ac.reduce_scatter(x, dim=2).wait(), (4, 2)),
+    "reduce_scatter of columns, uneven": (lambda x: ac.reduce_scatter(x, dim=1).wait(), (4, 1)),
+    "reduce_scatter, uneven": (lambda x: ac.reduce_scatter(x).wait(), (3,)),
+    "all_to_all, uneven": (lambda x: ac.all_to_all(x).wait(), (3,)),
+    "all_to_all of 0-d": (lambda x: ac.all_to_all(x).wait(), ()),
+    "bits of floats": (lambda x: ac.all_reduce(x, op="bor").wait(), (2,)),
+    "too few rows": (
+        lambda x: ac.all_to_all(x, input_split_sizes=[1, 1], output_split_sizes=[1, 1]).wait(),
+        (3,),
+    ),
+    "too many ranks": (
+        lambda x: ac.all_to_all(x, input_split_sizes=[1, 2], output_split_sizes=[1, 1, 1]).wait(),
+        (3,),
+    ),
+}
 
 
 async def refused_in_a_graph(me: Rank) -> None:
@@ -137,6 +157,60 @@ async def refused_in_a_graph(me: Rank) -> None:
             )
             with pytest.raises(Exception, match=says):  # dynamo's error; ours is its text
                 step(torch.ones(2))
+    for name, (call, shape) in AS_EAGER.items():
+        with me.case(name):
+            torch._dynamo.reset()
+            with raising(ac.AsyncCollError) as eager:
+                call(torch.ones(shape))
+            with pytest.raises(Exception, match=re.escape(str(eager.error))):
+                torch.compile(call, fullgraph=True, backend="aot_eager")(torch.ones(shape))
+    with me.case("rows of which nobody says how many come"):
+        torch._dynamo.reset()
+        splits = [[1, 2], [2, 1]][me.rank]
+        counted = torch.compile(lambda x: ac.all_to_all(x, input_split_sizes=splits).wait(), fullgraph=True)
+        with pytest.raises(Exception, match="output_split_sizes is needed beside input_split_sizes"):
+            counted(torch.ones(3))
+
+
+async def bools_in_a_graph(me: Rank) -> None:
+    x = torch.tensor([True, me.rank == 0, False, False])
+    for op in ("sum", "product", "max", "band", "bxor"):
+        for name, call in {"all_reduce": ac.all_reduce, "reduce_scatter": ac.reduce_scatter}.items():
+            with me.case(f"{name} {op}"):
+                torch._dynamo.reset()
+                step = torch.compile(
+                    lambda x, call=call, op=op: call(x, op=op).wait(), fullgraph=True, backend="aot_eager"
+                )
+                oracle.same(step(x).view(torch.uint8), call(x, op=op).wait().view(torch.uint8))
+
+
+def test_bools_are_reduced_in_a_graph_as_outside(gloo_pair: World) -> None:
+    """To bytes of 0 and 1."""
+    gloo_pair.run(bools_in_a_graph, runner="blocking", timeout=60.0)
+
+
+async def sizes_of_the_graph(me: Rank) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch._dynamo.reset()
+        step = torch.compile(
+            lambda x, sent, received: ac.all_to_all(
+                x, input_split_sizes=sent.tolist(), output_split_sizes=received.tolist()
+            ).wait(),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        counts = torch.tensor([[1, 2], [2, 1]][me.rank])
+        got = step(torch.arange(3), counts, counts)
+        oracle.same(got, torch.tensor([[0, 0, 1], [1, 2, 2]][me.rank]))
+    torch._dynamo.reset()
+    scattered = torch.compile(lambda x: ac.reduce_scatter(x).wait(), dynamic=True, backend="aot_eager")
+    for rows in (4, 6):
+        oracle.same(scattered(torch.ones(rows)), torch.full((rows // 2,), 2.0))
+
+
+def test_sizes_that_the_graph_computes(gloo_pair: World) -> None:
+    """They are not compared while it is made."""
+    gloo_pair.run(sizes_of_the_graph, runner="blocking", timeout=60.0)
 
 
 def test_what_a_graph_cannot_do_is_refused_while_it_is_made(gloo_pair: World) -> None:

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from asynccoll import host
-from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
-from asynccoll.plan.spec import HALF, ReduceOp, ReduceOpLike
+from asynccoll.errors import UnsupportedOpError
+from asynccoll.payload.common import normal_dim
+from asynccoll.payload.exchanging import check_splits, splits_of
+from asynccoll.payload.reducing import even_dim
+from asynccoll.plan.dispatch import refuse_meaningless
+from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec
+from asynccoll.plan.wire import ON_BOOL
 from asynccoll.runtime.process import current, when_joined
 from asynccoll.world.group import GroupLike
 
@@ -85,14 +90,15 @@ def _world_size() -> int:
 
 
 @constant_in_graphs
-def _reduction(op: ReduceOpLike, integers: bool) -> tuple[str, int]:
+def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype) -> tuple[str, int]:
     """Return torch's name of the reduction, and the divisor of the result; refuse an unsupported ``op``."""
     parsed = ReduceOp.parse(op)
     if parsed not in _REDUCTIONS:
         known = ", ".join(sorted(op.value for op in _REDUCTIONS))
         raise UnsupportedOpError(f"op={op!r} is not known inside torch.compile, where there are {known}")
-    if parsed is ReduceOp.AVG and integers:
-        raise InvalidArgumentError("op='avg' of integers is not an integer; sum them, or convert them first")
+    refuse_meaningless(Op.parse(name), TensorSpec(dtype), parsed)
+    if dtype is torch.bool:  # whose sum would have bytes of 2
+        parsed = ON_BOOL[parsed]
     if parsed is ReduceOp.AVG:  # as a sum and a division, since torch's avg has no gradient
         return ReduceOp.SUM.value, _world_size()
     return parsed.value, 1
@@ -127,8 +133,45 @@ def _tracked(x: torch.Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _integers(x: torch.Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex())
+@constant_in_graphs
+def _refuse_dim(name: str, shape: Sequence[int], dim: int) -> None:
+    normal_dim(name, torch.empty(shape, device="meta"), dim)
+
+
+@constant_in_graphs
+def _refuse_uneven(shape: Sequence[int], dtype: torch.dtype, dim: int) -> None:
+    even_dim(torch.empty(shape, dtype=dtype, device="meta"), dim, _world_size())
+
+
+@constant_in_graphs
+def _refuse_splits(shape: Sequence[int], splits: Sequence[int] | None) -> None:
+    splits_of(shape, splits, _world_size())
+
+
+@constant_in_graphs
+def _refuse_counted() -> None:
+    raise UnsupportedOpError(
+        "all_to_all: inside torch.compile, output_split_sizes is needed beside input_split_sizes, since a "
+        "graph does not ask the other ranks what they send"
+    )
+
+
+@constant_in_graphs
+def _refuse_received(splits: Sequence[int]) -> None:
+    check_splits("output_split_sizes", splits, _world_size(), None)
+
+
+def _dim(name: str, x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        _refuse_dim(name, list(x.shape), dim)
+    return dim % x.dim()
+
+
+def _is_known(condition: Any) -> bool:
+    """Whether ``condition`` holds whatever the sizes are that only the graph computes."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
+
+    return guard_or_false(condition)
 
 
 class CompiledWork:
@@ -165,7 +208,7 @@ def all_reduce(
     x: Any, op: ReduceOpLike, group: GroupLike, *, out: object = None, plain: bool = True
 ) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
-    name, divisor = _reduction(op, _integers(x))
+    name, divisor = _reduction("all_reduce", op, x.dtype)
     reduce = torch.ops._c10d_functional.all_reduce
     return _work(reduce(_wide(x, divisor).contiguous(), name, _world()), divisor=divisor, dtype=x.dtype)
 
@@ -184,17 +227,21 @@ def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object)
     _require(group is None and out is None and not uneven, _tracked(x))
     gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
     size = _size()
-    if x.dim() == 0:
+    if x.dim() == 0 and dim in (0, -1):
         x = x.reshape(1)
-    return _work(gather(x.contiguous(), size, _world()), dim=dim % x.dim(), parts=size)
+    dim = _dim("all_gather", x, dim)
+    return _work(gather(x.contiguous(), size, _world()), dim=dim, parts=size)
 
 
 def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: object) -> Work[Any]:
     _require(group is None and out is None, _tracked(x))
     reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
     size = _size()
-    name, divisor = _reduction(op, _integers(x))
-    if dim % x.dim():
+    name, divisor = _reduction("reduce_scatter", op, x.dtype)
+    dim = _dim("reduce_scatter", x, dim)
+    if _is_known(x.shape[dim] % size != 0):
+        _refuse_uneven(list(x.shape), x.dtype, dim)
+    if dim:
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
     return _work(
         reduce_scatter(_wide(x, divisor).contiguous(), name, size, _world()), divisor=divisor, dtype=x.dtype
@@ -216,7 +263,19 @@ def all_to_all(
 ) -> Work[object]:
     _require(group is None and out is None, _tracked(x))
     size = _size()
-    even = [x.shape[0] // size] * size
+    if in_splits is not None and out_splits is None:
+        _refuse_counted()
+    if x.dim() == 0:
+        _refuse_splits([], None)
+    if in_splits is None:
+        if _is_known(x.shape[0] % size != 0):
+            _refuse_splits(list(x.shape), None)
+        in_splits = [x.shape[0] // size] * size
+    elif len(in_splits) != size or _is_known(sum(in_splits) != x.shape[0]):
+        _refuse_splits(list(x.shape), list(in_splits))
+    if out_splits is None:
+        out_splits = in_splits
+    elif len(out_splits) != size:
+        _refuse_received(list(out_splits))
     exchange = torch.ops._c10d_functional_autograd.all_to_all_single
-    received, sent = list(out_splits or even), list(in_splits or even)
-    return _work(exchange(x.contiguous(), received, sent, _world()))
+    return _work(exchange(x.contiguous(), list(out_splits), list(in_splits), _world()))

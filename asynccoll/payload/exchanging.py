@@ -42,20 +42,11 @@ def all_to_all(
     expected = "a tensor whose dim 0 is split among the ranks, or a list with a part for each rank"
     x = require_tensor("all_to_all", x, expected)
     check_filled("all_to_all", out)
-    size, shape = lane.group.size, x.shape
-    if not shape:
-        raise InvalidArgumentError("all_to_all: a 0-d tensor has no dim 0 to split; pass x.reshape(1)")
-    in_splits = check_splits("input_split_sizes", input_split_sizes, size, shape[0])
+    size = lane.group.size
+    in_splits = splits_of(x.shape, input_split_sizes, size)
     out_splits = check_splits("output_split_sizes", output_split_sizes, size, None)
-    if in_splits is None:
-        if shape[0] % size:
-            raise InvalidArgumentError(
-                f"all_to_all: dim 0 of shape {list(shape)} cannot be split evenly among {size} ranks; pass "
-                "input_split_sizes"
-            )
-        in_splits = [shape[0] // size] * size
-        if out_splits is None:
-            return autograd.all_to_all(lane, x, in_splits, in_splits, out, timeout, even=True)
+    if input_split_sizes is None and out_splits is None:
+        return autograd.all_to_all(lane, x, in_splits, in_splits, out, timeout, even=True)
     if out_splits is not None:
         return autograd.all_to_all(lane, x, in_splits, out_splits, out, timeout)
     if out is not None or autograd.tracked(x):
@@ -81,6 +72,19 @@ def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> 
     received = tensors.all_to_all_call(lane, joined, lengths, None).begin(lane, timeout)
     came = received.then(lambda raw: [part_of(message, device) for message in split_messages(raw)])
     return no_gradient(came, tensors_of(parts), "all_to_all of a list", "all_to_all of one tensor")
+
+
+def splits_of(shape: Sequence[int], input_split_sizes: Sequence[int] | None, size: int) -> list[int]:
+    """Return how many rows go to each rank, by default evenly; refuse what does not fit ``shape``."""
+    if not shape:
+        raise InvalidArgumentError("all_to_all: a 0-d tensor has no dim 0 to split; pass x.reshape(1)")
+    given = check_splits("input_split_sizes", input_split_sizes, size, shape[0])
+    if given is None and shape[0] % size:
+        raise InvalidArgumentError(
+            f"all_to_all: dim 0 of shape {list(shape)} cannot be split evenly among {size} ranks; pass "
+            "input_split_sizes"
+        )
+    return [shape[0] // size] * size if given is None else given
 
 
 def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int] | None:

@@ -154,7 +154,11 @@ def _scattered_dim(lane: Lane, x: object, op: ReduceOp, dim: int) -> int:
     x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
     if x.layout is not torch.strided:
         tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses a layout without rows
-    size = lane.group.size
+    return even_dim(x, dim, lane.group.size)
+
+
+def even_dim(x: torch.Tensor, dim: int, size: int) -> int:
+    """Return ``dim`` counted from the front; refuse ``x`` if ``size`` ranks cannot share it evenly there."""
     dim = normal_dim("reduce_scatter", x, dim)
     if x.shape[dim] % size:
         raise InvalidArgumentError(

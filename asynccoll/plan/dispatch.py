@@ -50,7 +50,7 @@ def plan(
     ``UnsupportedOpError`` for one that this backend neither has nor can be composed of its calls.
     """
     _refuse_quantized(op, spec)
-    _refuse_meaningless(op, spec, reduce)
+    refuse_meaningless(op, spec, reduce)
     _refuse_sparse(op, spec, topology.capabilities, reduce)
     chosen = (
         _plan_reduction(op, spec, topology, policy, reduce or ReduceOp.SUM)
@@ -68,7 +68,8 @@ def _refuse_quantized(op: Op, spec: TensorSpec) -> None:
         )
 
 
-def _refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> None:
+def refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> None:
+    """Raise ``PayloadTypeError`` for a reduction that is not defined for this dtype."""
     if not op.reduces or reduce is None:
         return
     dtype = spec.dtype

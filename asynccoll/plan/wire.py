@@ -10,12 +10,12 @@ import torch
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.plan.spec import HALF, Capabilities, ReduceOp, Wire, dtype_name
 
-__all__ = ["arithmetic", "carrier_of"]
+__all__ = ["ON_BOOL", "arithmetic", "carrier_of"]
 
 _LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
 
 #: The reduction of 0 and 1 for each reduction of bool: a sum is an or, a product an and (as torch's + and *).
-_ON_BOOL = {
+ON_BOOL = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.MAX: ReduceOp.MAX,
     ReduceOp.OR: ReduceOp.MAX,
@@ -76,7 +76,7 @@ def arithmetic(
     name = dtype_name(dtype)
     why: tuple[str, ...]
     if dtype is torch.bool:
-        on_wire = _ON_BOOL[reduce]
+        on_wire = ON_BOOL[reduce]
         why = (f"{reduce.value} of bool is {on_wire.value} of 0 and 1",)
         if known.reduces(torch.bool, on_wire):
             return Wire.SAME, torch.bool, on_wire, False, why
