@@ -12,9 +12,13 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig
 
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
@@ -316,3 +320,31 @@ def test_nobody_watches_ranks_once_they_have_ended(
     with pytest.raises(ac.InvalidArgumentError, match="no such host"):
         elastic.run(RunRequest(__file__))
     assert [one._thread.is_alive() for one in seen] == [False, False]
+
+
+def test_what_another_run_has_left_in_the_same_logs_is_none_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither its process number nor the stack of its crash: not of an earlier run, nor of one beside it."""
+    ranks = {0: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}}
+
+    def launch(config: Any, _command: str) -> Any:
+        own, other = (Path(logs.reify(ranks).error_files[0]) for logs in (config.logs_specs, beside))
+        for left, pid, words in ((own, wanted, "in this one"), (other, "1", "in another")):
+            if pid:
+                left.with_name(child.PID_FILE).write_text(pid)
+                left.with_name(child.CRASH_FILE).write_text(words)
+        raise ChildFailedError("", {0: ProcessFailure(0, 2, -11, str(own))})
+
+    monkeypatch.setattr(elastic, "elastic_launch", launch)
+    monkeypatch.setattr(elastic, "processes", Mock())
+    witness: Any = Mock(flights=dict)
+    for wanted in ("", "3"):
+        config, beside = LaunchConfig(1, 1, 1), DefaultLogsSpecs(log_dir=str(tmp_path))
+        config.logs_specs = DefaultLogsSpecs(log_dir=str(tmp_path))
+        config.rdzv_backend = "c10d"
+        assert elastic._launch(config, "", [], witness, []) == 128 + 11
+        said = capsys.readouterr().err
+        assert f"(pid {wanted or 2})" in said
+        assert "in another" not in said
+        assert ("in this one" in said) == bool(wanted)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -63,7 +63,7 @@ def run(request: RunRequest) -> int:
             passing = [job, logs] if temporary else [job]
             witness = Witness(job).watch()
             try:
-                return _launch(config, command, arguments, logs, witness, passing)
+                return _launch(config, command, arguments, witness, passing)
             finally:
                 witness.ended()
         except AsyncCollError:
@@ -76,7 +76,6 @@ def _launch(
     config: LaunchConfig,
     command: str,
     arguments: list[str],
-    logs: Path,
     witness: Witness,
     passing: Sequence[Path],
 ) -> int:
@@ -86,11 +85,13 @@ def _launch(
         _raise_stop,
         stuck=lambda number: _give_up(number, passing),
     )
+    assert config.logs_specs is not None, "torchrun always has some"
+    error_files = _error_files(config.logs_specs)
     try:
         _await_first_host(config)
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
-        failures = [_failure(rank, one, logs) for rank, one in error.failures.items()]
+        failures = [_failure(rank, one, error_files[one.local_rank]) for rank, one in error.failures.items()]
         print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)
         processes.kill_children()
         return exit_code(first_failure(failures))
@@ -297,17 +298,33 @@ def _passing_directory(prefix: str) -> Iterator[Path]:
         yield Path(made)
 
 
-def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
+def _error_files(logs: LogsSpecs) -> dict[int, str]:
+    """The error file of each rank of this host's last attempt, by local rank, as torch elastic decides it.
+
+    A failure tells of one that was written only; and in a directory for logs there may be those of other runs.
+    """
+    files: dict[int, str] = {}
+    decide = logs.reify
+
+    def reify(envs: dict[int, dict[str, str]]) -> LogsDest:
+        decided = decide(envs)
+        files.update(decided.error_files)
+        return decided
+
+    logs.reify = reify  # type: ignore[method-assign]
+    return files
+
+
+def _failure(rank: int, failure: ProcessFailure, error_file: str) -> Failure:
     """What is known about one rank's end."""
     recorded = failure.error_file_data if Path(failure.error_file).is_file() else {}
-    crash = _left(logs, failure.local_rank, child.CRASH_FILE)
-    pid = int(_left(logs, failure.local_rank, child.PID_FILE) or failure.pid)
+    crash = _left(error_file, child.CRASH_FILE)
+    pid = int(_left(error_file, child.PID_FILE) or failure.pid)
     return read_failure(rank, pid, failure.exitcode, socket.gethostname(), recorded, crash)
 
 
-def _left(logs: Path, local_rank: int, name: str) -> str:
-    """What a rank has left beside its error file, at its last attempt; "" if nothing."""
-    found = logs.glob(f"*/attempt_*/{local_rank}/{name}")
-    with contextlib.suppress(OSError, ValueError):
-        return max(found, key=lambda path: path.stat().st_mtime).read_text(errors="replace")
+def _left(error_file: str, name: str) -> str:
+    """What a rank has left beside its error file; "" if nothing."""
+    with contextlib.suppress(OSError):
+        return Path(error_file).with_name(name).read_text(errors="replace")
     return ""
