@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
 import asynccoll as ac
@@ -348,3 +350,28 @@ def test_what_another_run_has_left_in_the_same_logs_is_none_of_this_one(
         assert f"(pid {wanted or 2})" in said
         assert "in another" not in said
         assert ("in this one" in said) == bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "waits", "said"),
+    [
+        ((2, 2), {}, "waited 600 s at n1:29400 for a job of 2 hosts "),
+        ((2, 4), {"join_timeout": "30"}, "waited 30 s at n1:29400 for a job of 2 to 4 hosts "),
+    ],
+    ids=["exactly", "from-to"],
+)
+def test_hosts_that_do_not_come_are_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    hosts: tuple[int, int],
+    waits: dict[str, str],
+    said: str,
+) -> None:
+    """Who waited, how long, where and for how many; the exit code is not that of a wrong command line."""
+    config = LaunchConfig(*hosts, 1, rdzv_backend="c10d", rdzv_endpoint="n1:29400", rdzv_configs=waits)
+    monkeypatch.setattr(elastic, "elastic_launch", Mock(side_effect=RendezvousTimeoutError))
+    monkeypatch.setattr(elastic, "processes", Mock())
+    assert elastic._launch(config, "", [], Mock(), []) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"asynccoll run: {socket.gethostname()} {said}")
+    assert "--rdzv-id" in line

@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -45,6 +46,8 @@ __all__ = ["run"]
 _OURS = ("--no-python", "--kill-on-bad-exit")
 #: torchrun's default for --master-port.
 _PORT = 29500
+#: torch's default for how long a host waits for the others, --rdzv-conf join_timeout.
+_JOIN_SECONDS = 600
 
 
 def run(request: RunRequest) -> int:
@@ -98,6 +101,8 @@ def _launch(
     except SignalException as stop:
         processes.kill_children()
         return _say_stopped(stop.sigval)
+    except RendezvousTimeoutError:
+        return _say_others_missing(config)
     except (DistNetworkError, DistStoreError, _UnreachableError) as error:
         raise InvalidArgumentError(
             f"the hosts cannot meet at {config.rdzv_endpoint}: {str(error).splitlines()[0]}; choose another "
@@ -125,6 +130,21 @@ def _await_first_host(config: LaunchConfig) -> None:
             await_server(host, port, float(config.rdzv_configs["timeout"]))
     except OSError as error:
         raise _UnreachableError(error.strerror or str(error)) from error
+
+
+def _say_others_missing(config: LaunchConfig) -> int:
+    fewest, most = config.min_nodes, config.max_nodes
+    hosts = f"{fewest} hosts" if fewest == most else f"{fewest} to {most} hosts"
+    seconds = config.rdzv_configs.get("join_timeout", _JOIN_SECONDS)
+    print(
+        f"asynccoll run: {socket.gethostname()} waited {seconds} s at {config.rdzv_endpoint} for a job of"
+        f" {hosts} that did not come about; check that so many have started `asynccoll run`, all with the same"
+        " --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address (--rdzv-conf join_timeout=SECONDS"
+        " waits longer)",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 1
 
 
 def _say_stopped(number: signal.Signals) -> int:
