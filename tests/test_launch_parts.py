@@ -17,9 +17,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch.multiprocessing as mp
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
 import asynccoll as ac
@@ -375,3 +376,19 @@ def test_hosts_that_do_not_come_are_told_in_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"asynccoll run: {socket.gethostname()} {said}")
     assert "--rdzv-id" in line
+
+
+def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own error says to look for another one further up."""
+
+    def launch(*_: object) -> None:
+        try:
+            raise DistNetworkError("no such host\nframe #0")
+        except DistNetworkError as cause:
+            raise RendezvousConnectionError("See inner exception for details.") from cause
+
+    config = LaunchConfig(2, 2, 1, rdzv_backend="c10d", rdzv_endpoint="n1:29400")
+    monkeypatch.setattr(elastic, "elastic_launch", lambda *_: launch)
+    monkeypatch.setattr(elastic, "processes", Mock())
+    with pytest.raises(ac.InvalidArgumentError, match="^the hosts cannot meet at n1:29400: no such host; "):
+        elastic._launch(config, "", [], Mock(), [])

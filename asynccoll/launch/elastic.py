@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -103,9 +103,10 @@ def _launch(
         return _say_stopped(stop.sigval)
     except RendezvousTimeoutError:
         return _say_others_missing(config)
-    except (DistNetworkError, DistStoreError, _UnreachableError) as error:
+    except (DistNetworkError, DistStoreError, RendezvousConnectionError, _UnreachableError) as error:
+        cause = error.__cause__ if isinstance(error, RendezvousConnectionError) else error
         raise InvalidArgumentError(
-            f"the hosts cannot meet at {config.rdzv_endpoint}: {str(error).splitlines()[0]}; choose another "
+            f"the hosts cannot meet at {config.rdzv_endpoint}: {str(cause).splitlines()[0]}; choose another "
             "address or port (--master-addr, --master-port or --rdzv-endpoint), the same on all hosts"
         ) from error
     return 0
