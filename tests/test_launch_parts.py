@@ -390,5 +390,5 @@ def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.
     config = LaunchConfig(2, 2, 1, rdzv_backend="c10d", rdzv_endpoint="n1:29400")
     monkeypatch.setattr(elastic, "elastic_launch", lambda *_: launch)
     monkeypatch.setattr(elastic, "processes", Mock())
-    with pytest.raises(ac.InvalidArgumentError, match="^the hosts cannot meet at n1:29400: no such host; "):
+    with pytest.raises(ac.InvalidArgumentError, match=r"^the hosts cannot meet at n1:29400: no such host; "):
         elastic._launch(config, "", [], Mock(), [])

@@ -139,9 +139,9 @@ def _say_others_missing(config: LaunchConfig) -> int:
     seconds = config.rdzv_configs.get("join_timeout", _JOIN_SECONDS)
     print(
         f"asynccoll run: {socket.gethostname()} waited {seconds} s at {config.rdzv_endpoint} for a job of"
-        f" {hosts} that did not come about; check that so many have started `asynccoll run`, all with the same"
-        " --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address (--rdzv-conf join_timeout=SECONDS"
-        " waits longer)",
+        f" {hosts} that did not come about; check that so many have started `asynccoll run`, all with the"
+        " same --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address (--rdzv-conf"
+        " join_timeout=SECONDS waits longer)",
         file=sys.stderr,
         flush=True,
     )
@@ -322,7 +322,7 @@ def _passing_directory(prefix: str) -> Iterator[Path]:
 def _error_files(logs: LogsSpecs) -> dict[int, str]:
     """The error file of each rank of this host's last attempt, by local rank, as torch elastic decides it.
 
-    A failure tells of one that was written only; and in a directory for logs there may be those of other runs.
+    A failure tells of one that was written only, and the directory for logs may have those of other runs.
     """
     files: dict[int, str] = {}
     decide = logs.reify
