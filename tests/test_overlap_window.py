@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -12,6 +14,14 @@ from ranks import Rank, raising
 from worlds import World
 
 SIZE = 1000  # floats: 4,000 bytes each
+
+
+@dataclass
+class Batch:
+    """A tree of another kind."""
+
+    x: torch.Tensor
+    count: int
 
 
 async def started(me: Rank, window: ac.overlap.InFlight, turn: int) -> ac.Work[torch.Tensor]:
@@ -59,6 +69,25 @@ async def waits_for_room(me: Rank) -> None:
 
 def test_larger_than_the_window(pair: World) -> None:
     pair.run(waits_for_room, runner="asyncio")
+
+
+async def counted(me: Rank) -> None:
+    window = ac.overlap.InFlight(max_in_flight_bytes=4 * SIZE)
+    alone = window.start_blocking(
+        ac.all_reduce, {"a": Batch(torch.ones(SIZE), 5), "b": (None, torch.ones(1))}
+    )
+    assert window.in_flight_bytes == 4 * SIZE + 4
+    assert alone.wait()["a"].count == 5 * me.size
+    itself: list[object] = [torch.ones(1)]
+    itself.append(itself)
+    with raising(ac.InvalidArgumentError, "contains itself"):
+        window.start_blocking(ac.all_reduce, itself)
+    window.wait()
+
+
+def test_the_tensors_of_any_tree_are_counted(pair: World) -> None:
+    """What cannot be sent is refused by the call, which tells the other ranks."""
+    pair.run(counted, runner="blocking")
 
 
 async def late(me: Rank) -> None:

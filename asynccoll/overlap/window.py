@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from asynccoll import host
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import AsyncCollError, CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host.misfits import check, check_function, fitting
+from asynccoll.plan.trees import flatten
 from asynccoll.waiting.work import Work
 
 __all__ = ["InFlight"]
@@ -196,10 +197,8 @@ def _caller() -> object:
 
 def size_bytes(x: object) -> int:
     """Return the bytes of the tensors in ``x``."""
-    if isinstance(x, torch.Tensor):
-        return x.numel() * x.element_size()
-    if isinstance(x, Mapping):
-        return sum(size_bytes(leaf) for leaf in x.values())
-    if isinstance(x, Sequence) and not isinstance(x, (str, bytes)):
-        return sum(size_bytes(leaf) for leaf in x)
-    return 0
+    try:
+        leaves, _ = flatten(x)
+    except AsyncCollError:  # the call that gets it refuses it, so that its peers are told
+        return 0
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
