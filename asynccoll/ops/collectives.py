@@ -381,7 +381,9 @@ def all_reduce(
     ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical:
     0 or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or torch's
     ``ReduceOp``. Of tensors of bool a sum is an *or* and a product an *and*. Averages of half precision are
-    made in float32 and rounded once.
+    made in float32 and rounded once. ``min`` and ``max`` of tensors keep every NaN in shared memory only:
+    gloo and Horovod may give another rank's number instead, and MPI may do so on some ranks only. Of Python's
+    numbers NaN stays on every backend.
     sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).
