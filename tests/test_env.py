@@ -370,7 +370,10 @@ REFUSED = {
     ),
     "torch-world-size-alone": ({"WORLD_SIZE": "2"}, ["WORLD_SIZE='2'", "missing RANK", "Set both or none"]),
     "torch-rank-alone": ({"RANK": "0", "MASTER_ADDR": "h"}, ["RANK='0'", "missing WORLD_SIZE"]),
-    "torch-local-rank-alone": ({"LOCAL_RANK": "0"}, ["missing RANK, WORLD_SIZE"]),
+    "torch-local-rank-alone": (
+        {"LOCAL_RANK": "0"},
+        ["missing RANK, WORLD_SIZE", "with one process per node LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1"],
+    ),
     "kubernetes-rank-too-big": ({**PYTORCHJOB, "RANK": "2"}, ["RANK='2'", "rank 2 of 2"]),
     "kubernetes-empty-world": ({**PYTORCHJOB, "WORLD_SIZE": "0"}, ["WORLD_SIZE='0'"]),
     "slurm-interactive-shell": (

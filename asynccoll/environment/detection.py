@@ -58,7 +58,7 @@ def _from_torch(variables: Variables) -> LaunchInfo:
         _TORCH,
         "Set RANK and WORLD_SIZE, and with any of LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK also"
         " LOCAL_RANK, or none of them: `asynccoll run` and torchrun set all; with one process per node"
-        " LOCAL_RANK is 0",
+        " LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1",
     )
     rank, local_rank, world_size = (variables.integer(name) for name in _TORCH)
     local_world_size = variables.first("LOCAL_WORLD_SIZE")
