@@ -93,7 +93,7 @@ def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce:
         return
     raise UnsupportedOpError(
         f"{op.value} of a sparse tensor is not supported on {capabilities.backend} "
-        "(only all_reduce with op='sum' on gloo, through memory and on horovod is); pass x.to_dense()"
+        "(only all_reduce with op='sum' is, on gloo, mpi, horovod and through memory); pass x.to_dense()"
     )
 
 

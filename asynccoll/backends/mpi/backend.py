@@ -75,6 +75,7 @@ def _row(devices: tuple[str, ...], keeps_input: frozenset[Op]) -> Capabilities:
     return Capabilities(
         backend="mpi",
         ops=frozenset(Op),
+        sparse=True,
         reduce=(
             *((dtype, _ORDERED | _BITWISE) for dtype in _INTEGERS),
             *((dtype, _ORDERED) for dtype in (torch.float32, torch.float64)),
