@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 import asynccoll as ac
 from asynccoll.cli import main
 from asynccoll.runtime.process import current
+from asynccoll.testing import simulate
 from asynccoll.trace import spooling
 from asynccoll.trace.advice import advice, breaks_off, summary
 from asynccoll.trace.clocks import Clock, align
@@ -445,6 +447,28 @@ def test_what_hangs_names_who_has_not_called():
     assert found[0].seconds == 8.0
 
 
+async def reopening(rank):
+    """Rank 1 makes no call on the second lane ``a``, and comes late to that on the first."""
+    await asyncio.sleep(5.0 * rank)
+    _ = await ac.all_reduce(torch.ones(4), lane="a")
+    ac.close_lane("a")
+    if rank == 0:
+        _ = await ac.all_reduce(torch.ones(4), lane="a")
+    await asyncio.sleep(30)
+
+
+def test_lanes_that_had_one_name_one_after_the_other_are_told_apart():
+    """Both are ``a`` and both count from 1; also where clocks are aligned."""
+    report = simulate(reopening, world_size=2, operation_timeout=10.0, timeout=500.0)
+    parts = [part(rank, timeline.spans) for rank, timeline in sorted(report.timelines.items())]
+    found = find(parts)
+    assert [(one.rank, one.sequence, one.missing) for one in found.unfinished] == [(0, 1, (1,))]
+    assert [(one.rank, one.last, one.of) for one in found.lateness] == [(1, 1, 1), (0, 0, 1)]
+    first, second = (span.key for span in parts[0].spans)
+    assert first != second
+    assert list(parts[0].as_clock().operations) == list(parts[1].as_clock().operations) == [first]
+
+
 @pytest.mark.parametrize(("seconds", "missing"), [(2.9, ()), (3.5, (1,))])
 def test_of_what_a_killed_rank_did_last_nothing_is_claimed(seconds, missing):
     """What it wrote goes to ``seconds``: it may have made a call that began on others later than that."""
@@ -531,7 +555,7 @@ class Operation:
     def __init__(self, failure):
         self.failure = failure
         group = SimpleNamespace(is_world=True, ranks=(0,))
-        self.lane = SimpleNamespace(name="default", group=group)
+        self.lane = SimpleNamespace(name="default", key="default", group=group)
 
     def add_waker(self, wake):
         wake()
@@ -550,7 +574,7 @@ def test_a_failure_is_written_at_once(tmp_path, monkeypatch):
             _, operation = (json.loads(written.readline()) for _ in range(2))
         finally:
             finish()
-    assert (operation[1], operation[-1]) == ("all_reduce", True)
+    assert (operation[1], operation[-2:]) == ("all_reduce", [True, "default"])
 
 
 def test_what_is_no_recording_is_told(tmp_path):

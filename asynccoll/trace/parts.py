@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,19 +162,7 @@ class Writer:
         self._file.write(json.dumps(what) + "\n")
 
 
-_FIELDS = (
-    "name",
-    "row",
-    "start",
-    "end",
-    "is_operation",
-    "size_bytes",
-    "sequence",
-    "place",
-    "part",
-    "peer",
-    "failed",
-)
+_FIELDS = tuple(field.name for field in fields(Span))
 
 
 def _as_row(span: Span) -> list[object]:

@@ -23,6 +23,7 @@ class _Entry:
     __slots__ = (
         "end",
         "failed",
+        "lane_key",
         "name",
         "operation",
         "part",
@@ -46,6 +47,7 @@ class _Entry:
         self.peer: int = -1
         self.place: str = ""
         self.failed: bool = False
+        self.lane_key: str = ""
 
     def finish(self) -> None:
         if self.end is None:
@@ -64,6 +66,7 @@ class _Entry:
             self.part,
             self.peer,
             self.failed,
+            self.lane_key,
         )
 
 
@@ -118,6 +121,7 @@ class Recorder:
         entry.part = operation.part
         entry.peer = operation.peer
         entry.place = str(operation.place)
+        entry.lane_key = operation.lane.key
         self.entries.append(entry)
         operation.add_waker(partial(self._over, entry, operation))
 

@@ -20,7 +20,7 @@ class Span:
     thread (or chosen row) of a span of compute; ``size_bytes``, ``sequence`` and ``part`` (its place in its
     lane's order) and ``place`` (file and line) are those of the operation. Of compute ``place`` says what it
     is, where it was marked by itself: the class of the module. ``peer`` is the other rank of a message, else
-    -1.
+    -1. ``lane_key`` tells apart lanes that had one name after each other.
     """
 
     name: str
@@ -34,13 +34,14 @@ class Span:
     part: int = 1
     peer: int = -1
     failed: bool = False
+    lane_key: str = ""
 
     @property
-    def key(self) -> tuple[str, str, int, int] | None:
+    def key(self) -> tuple[str, str, str, int, int] | None:
         """What an operation has in common with the same on its peers; None of compute and messages."""
         if not self.is_operation or self.peer >= 0:
             return None
-        return self.row, self.name, self.sequence, self.part
+        return self.row, self.lane_key, self.name, self.sequence, self.part
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:
