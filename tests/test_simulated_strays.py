@@ -99,6 +99,22 @@ def test_what_is_meant_and_what_has_failed_is_not_among_them() -> None:
     assert report.strays == []
 
 
+async def _refused_elsewhere(rank: int) -> None:
+    """A call fails that has the name and the number of a stray one, but another lane or another group."""
+    for where in ({"lane": "x"}, {"group": [0, 1]}):
+        with pytest.raises((ac.InvalidArgumentError, ac.PeerRefusedError)):
+            await ac.all_reduce(torch.ones(2), out=torch.ones(2 + (rank == 0)), **where)
+    if rank == 0:
+        await ac.all_reduce(1.0)
+    else:
+        await ac.all_reduce(1.0)
+
+
+def test_what_fails_on_another_lane_hides_none() -> None:
+    (stray,) = simulate(_refused_elsewhere, world_size=3).strays
+    assert (stray.lane, stray.sequence) == ("lane 'default'", 1)
+
+
 def test_those_of_one_pair_of_lines_are_one() -> None:
     async def branch(rank: int) -> None:
         for _ in range(5):

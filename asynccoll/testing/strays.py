@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from asynccoll.flight import by_line
 from asynccoll.host.call_number import call_name, numbered
 from asynccoll.host.words import lane_name
+from asynccoll.trace.recorder import row_of
 
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
@@ -79,7 +80,7 @@ def told(strays: Iterable[Stray], wrong: str = "") -> str:
     return "\n".join((_MEANING, *lines))
 
 
-#: By world, group, lane, place and operation.
+#: By world, lane (its row in a timeline, and its key), place and operation.
 _Key = tuple[int, str, str, int, str]
 
 
@@ -101,7 +102,7 @@ class Strays:
     def _observe(self, world: int, rank: int, operation: Operation, _: int) -> None:
         if operation.sequence and operation.part == 1:  # a message goes from one line to another
             lane = operation.lane
-            key = (world, lane.group.key, lane.key, operation.sequence, operation.name)
+            key = (world, row_of(operation), lane.key, operation.sequence, operation.name)
             self._lanes[key] = lane_name(lane.name, lane.group.key)
             self._places.setdefault(key, {})[rank] = str(operation.place)
 
@@ -111,7 +112,7 @@ class Strays:
         if not differ:
             return []
         failed = {
-            (rank, span.name, span.sequence)
+            (rank, span.row, span.lane_key, span.sequence, span.name)
             for rank, timeline in timelines.items()
             for span in timeline.spans
             if span.failed
@@ -120,5 +121,5 @@ class Strays:
             Stray(name, self._lanes[key], sequence, 1, {rank: places[rank] for rank in sorted(places)})
             for key, places in differ
             for (*_, sequence, name) in [key]
-            if not any((rank, name, sequence) in failed for rank in places)
+            if not any((rank, *key[1:]) in failed for rank in places)
         )

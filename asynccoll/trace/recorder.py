@@ -14,7 +14,7 @@ from asynccoll.trace.spans import Span
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
 
-__all__ = ["Recorder", "has_failed"]
+__all__ = ["Recorder", "has_failed", "row_of"]
 
 
 class _Entry:
@@ -115,7 +115,7 @@ class Recorder:
 
     def observe(self, operation: Operation, size_bytes: int) -> None:
         """A lane has accepted ``operation``."""
-        entry = _Entry(operation.name, _row(operation), operation.started, operation=True)
+        entry = _Entry(operation.name, row_of(operation), operation.started, operation=True)
         entry.size_bytes = size_bytes
         entry.sequence = operation.sequence
         entry.part = operation.part
@@ -164,7 +164,8 @@ def has_failed(operation: Operation) -> bool:
     return operation.completion.done() and operation.completion.error() is not None
 
 
-def _row(operation: Operation) -> str:
+def row_of(operation: Operation) -> str:
+    """The row of its span: its lane, and the ranks of its group if that is not the world."""
     group = operation.lane.group
     where = "" if group.is_world else f" of {list(group.ranks)}"
     return f"{operation.lane.name}{where}"
