@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +98,11 @@ def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
     with pytest.raises(RankError, match="exit code 3") as told:
         pair.run(dying)
     assert "rank 1: its process has ended" in str(told.value)
+    os.kill(pair.run(count)[1][2], signal.SIGKILL)
+    pair._thread.join(patient(30))  # which waits for the ranks, and ends them all
+    with pytest.raises(RankError, match="rank 0 has ended since the last run: rank 1 "):
+        pair.run(total)
+    assert pair.run(total) == [1, 1]
 
 
 @pytest.mark.parametrize("case", [leaving, timing_out, finalizing])

@@ -19,7 +19,8 @@ from asynccoll.cli.where import overview
 from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, unmet
 from asynccoll.flight.layout import GIVEN_UP, REFUSED
 from asynccoll.health.accounts import Account, Peer
-from asynccoll.trace import whereabouts
+from asynccoll.host import shared_memory
+from asynccoll.trace import live, whereabouts
 from asynccoll.trace.stragglers import by_line, load_stragglers
 from asynccoll.trace.whereabouts import Job, Whereabouts, find_jobs
 
@@ -483,10 +484,65 @@ def test_a_dump_is_what_was_recorded(tmp_path: Path) -> None:
 
 def test_the_dumps_of_some_jobs_are_kept(tmp_path: Path) -> None:
     for number in range(25):
-        dumps.write_dumps(tmp_path / f"job{number}", {0: recorded(0)})
-        os.utime(tmp_path / f"job{number}", (number, number))
+        job = tmp_path / f"{number:012x}"
+        dumps.write_dumps(job, {0: recorded(0)})
+        os.utime(job, (number, number))
     assert len(list(tmp_path.iterdir())) <= 21
-    assert (tmp_path / "job24").is_dir()
+    assert (tmp_path / f"{24:012x}").is_dir()
+
+
+def test_what_the_user_keeps_beside_dumps_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is called, in a place that did not exist before, or that was full."""
+    parent = tmp_path / "of a job" / "checkpoints"
+    monkeypatch.setenv(dumps.VARIABLE, str(parent))
+    for number in range(30):
+        for name in (f"run{number}", f"{number:012x}"):
+            (parent / name).mkdir(parents=True)
+            (parent / name / "weights.pt").write_text("")
+    for number in range(25):
+        directory = dumps.directory_for(f"job {number}")
+        assert directory is not None
+        assert dumps.write_dumps(directory, {0: recorded(0)})
+    assert len(list(parent.glob("*/weights.pt"))) == 60
+    assert len(list(parent.glob("*/rank-0.json"))) <= 21
+
+
+def test_a_lane_whose_calls_one_rank_has_overwritten_is_no_parting() -> None:
+    """Its table of lanes says how far it came there."""
+
+    def of(rank: int, more: int) -> Flight:
+        recorder = flight.Recorder(rank, 3)
+        lane = recorder.lane("world", "init")
+        text = recorder.learn(
+            "init", ("world", "init", "init", "all_reduce", "float32[4] sum", "t.py:1"), None
+        )
+        recorder.ended(recorder.note(text, lane, 1, 1, -1, 16, 1.0, 1.0), 2.0)
+        for _ in range(flight.RECORDS - 1 + more):  # messages have no place
+            recorder.note(text, -1, 0, 0, 1, 16, 3.0, 3.0)
+        found = flight.read(recorder.buffer)
+        recorder.close()
+        assert found is not None
+        assert found.reached("world", "init") == 1
+        return found
+
+    flights = {0: of(0, 1), 1: of(1, 0), 2: of(2, 0)}
+    assert [sum(one.sequence > 0 for one in each.calls) for each in flights.values()] == [0, 1, 1]
+    assert partings(flights) == []
+
+
+def test_a_process_may_have_a_name_that_ends_within_a_letter() -> None:
+    """The kernel cuts names after 15 bytes."""
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    try:
+        comm.write_bytes(b"a" * 14 + "é".encode())
+        assert shared_memory.process_state(os.getpid()) in "RSD"
+        assert shared_memory.exit_code(os.getpid()) is None
+        assert live._parents()[os.getpid()] == os.getppid()
+    finally:
+        comm.write_bytes(before.strip())
 
 
 def test_what_cannot_be_written_is_not(tmp_path: Path) -> None:

@@ -147,7 +147,11 @@ def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | No
 
 def _parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:
     made = {rank: _by_place(one, group, key) for rank, one in flights.items()}
-    first = max((min(places) for places in made.values() if places), default=1)
+    # Of a rank whose calls there have all been overwritten by others, what comes after them is known.
+    begins = [
+        min(places) if places else flights[rank].reached(group, key) + 1 for rank, places in made.items()
+    ]
+    first = max(begins, default=1)
     for place in sorted({place for places in made.values() for place in places if place >= first}):
         for calls in _parts({rank: places.get(place, []) for rank, places in made.items()}):
             if kind := _kind(calls):

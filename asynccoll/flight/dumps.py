@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ __all__ = ["VARIABLE", "Dumps", "directory_for", "read_dumps", "write_dumps"]
 #: The environment variable for the parent of the jobs' directories; ``off`` writes nothing.
 VARIABLE = "ASYNCCOLL_DUMPS"
 _MOST_JOBS = 20
+_JOB = re.compile("[0-9a-f]{12}")
 _PREFIX, _SUFFIX = "rank-", ".json"
 #: The key of the wall clock time when a dump was written.
 _WRITTEN = "written"
@@ -46,13 +48,13 @@ def directory_for(job: str) -> Path | None:
     if said == "off":
         return None
     parent = Path(said) if said else Path(tempfile.gettempdir(), f"asynccoll-{os.getuid()}")
-    return parent / hashlib.blake2b(job.encode(), digest_size=6).hexdigest()
+    return parent / hashlib.blake2b(job.encode(), digest_size=6).hexdigest()  # as _JOB
 
 
 def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
     """Write what each rank has recorded; returns whether all of it was written."""
     try:
-        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.parent.stat().st_uid != os.getuid():
             return False  # another user's, who could read the dumps, or redirect them elsewhere
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -72,9 +74,18 @@ def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
 def _forget_old(parent: Path) -> None:
     """Delete the directories of all but the latest jobs; other ranks may be doing the same."""
     with contextlib.suppress(OSError):
-        jobs = sorted((one for one in parent.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime)
+        jobs = sorted(filter(_is_of_a_job, parent.iterdir()), key=lambda one: one.stat().st_mtime)
         for old in jobs[:-_MOST_JOBS]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_of_a_job(path: Path) -> bool:
+    """Whether this is a directory of dumps, and nothing that the user keeps in the same place."""
+    return (
+        _JOB.fullmatch(path.name) is not None
+        and path.is_dir()
+        and all(one.name.startswith(_PREFIX) for one in path.iterdir())
+    )
 
 
 def read_dumps(directory: Path) -> Dumps:

@@ -88,7 +88,7 @@ def process_state(pid: int) -> str:
     "?" if that cannot be found out just now, as without descriptors.
     """
     try:
-        status = (_PROC / str(pid) / "stat").read_text()
+        status = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
     except OSError:
@@ -99,7 +99,7 @@ def process_state(pid: int) -> str:
 def exit_code(pid: int) -> int | None:
     """The exit code of process ``pid`` of this host, as in ``subprocess``; None if it runs, or was reaped."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     if fields[0] != "Z":

@@ -110,8 +110,7 @@ class World:
         if not self._ranks:
             self._start()
         try:
-            for connection in self._ranks.values():
-                connection.send_bytes(task)
+            self._send(task)
             results, made = self._collect(function.__qualname__, timeout)
         except BaseException:
             self.kill()
@@ -219,6 +218,14 @@ class World:
             raise RankError(f"{name} failed on {self!r}\n{told}")
         both = [results[rank] for rank in range(self.size)]
         return [result for result, _ in both], [made for _, made in both]
+
+    def _send(self, task: bytes) -> None:
+        for rank, connection in self._ranks.items():
+            try:
+                connection.send_bytes(task)
+            except OSError:
+                told = self._why_ended()
+                raise RankError(f"rank {rank} has ended since the last run: {told}".rstrip(": ")) from None
 
     def _why_ended(self) -> str:
         """What ``spawn`` says, which notices, and ends the others."""

@@ -121,7 +121,7 @@ def _parents() -> dict[int, int]:
     found: dict[int, int] = {}
     for process in _PROC.glob("[0-9]*"):
         try:
-            status = (process / "stat").read_text()
+            status = (process / "stat").read_text(errors="replace")
         except OSError:  # it has ended meanwhile
             continue
         found[int(process.name)] = int(status.rpartition(")")[2].split()[1])
