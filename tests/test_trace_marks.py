@@ -121,6 +121,68 @@ def test_a_module_that_raises_ends():
     assert all(span.end is not None for span in timeline.spans)
 
 
+class Around(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer does it: the step of another, in its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        return self.inner.step()
+
+
+def test_an_optimizer_that_calls_others_is_one():
+    model = Model()
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    with ac.trace.recording() as timeline:
+        train(model, optimizer, steps=2)
+    assert marked(timeline) == [("forward", "Model"), ("backward", "Model"), ("optimizer", "Around")] * 2
+    assert all(span.end is not None for span in timeline.spans)
+    assert len(timeline.steps) == 2
+
+
+def test_a_step_that_raises_ends():
+    """It is none of the steps, and no longer around what follows, which it is around in its closure."""
+    model = Model()
+    optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    calls = itertools.count()
+
+    def closure():
+        model(torch.ones(2, 3))
+        if next(calls) == 0:
+            raise KeyError
+
+    with ac.trace.recording() as timeline:
+        with pytest.raises(KeyError):
+            optimizer.step(closure)
+        model(torch.ones(2, 3))
+        optimizer.step(closure)
+    raised, inside, after, step, inner = timeline.spans
+    assert [span.name for span in timeline.spans] == [
+        "optimizer",
+        "forward",
+        "forward",
+        "optimizer",
+        "forward",
+    ]
+    assert inside.end <= raised.end <= after.start
+    assert step.start <= inner.start <= inner.end <= step.end
+    assert len(timeline.steps) == 1
+
+
+def test_a_backward_that_raises_ends():
+    model = torch.nn.Linear(3, 3)
+    model.weight.register_hook(lambda gradient: 1 / 0)
+    with ac.trace.recording() as timeline:
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 3)).sum().backward()
+        caught = timeline.spans
+    assert [(span.name, span.end is None) for span in caught] == [("forward", False), ("backward", False)]
+
+
 def test_a_checkpoint_that_is_computed_again_is_backward():
     from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,11 @@ What the program has marked itself is left to it.
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Iterator
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,7 +51,8 @@ class _Marks:
         self.over = False
         #: by thread: the modules that are being called, the outermost first, and the span of that one
         self._calls: dict[int, tuple[list[int], Any]] = {}
-        self._optimizing: dict[int, Any] = {}
+        #: by thread: the call of the outermost optimizer's step, and its span
+        self._optimizing: dict[int, tuple[FrameType, Any]] = {}
         #: backward passes that have begun, by autograd's number
         self._backward: set[int] = set()
 
@@ -57,6 +62,7 @@ class _Marks:
         thread = host.get_ident()
         found = self._calls.get(thread)
         if found is None:
+            self._end_raised_step(sys._getframe())
             span = None
             if not self.recorder.is_marked():
                 span = self.recorder.begin("forward", place=type(module).__name__)
@@ -92,18 +98,41 @@ class _Marks:
             return
         self._backward.add(number)
         span = self.recorder.begin("backward", row, name)
-        torch.autograd.Variable._execution_engine.queue_callback(span.finish)
+        when_over = partial(span.finish)
+        let_go = weakref.finalize(when_over, span.finish)  # instead of called, where the pass raises
+        let_go.atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(when_over)
 
     def step_begins(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        step = sys._getframe(1)
+        self._end_raised_step(step)
+        if host.get_ident() in self._optimizing:  # an optimizer that calls others
+            return
+        span = None
         if not self.recorder.is_marked():
-            name = type(optimizer).__name__
-            self._optimizing[host.get_ident()] = self.recorder.begin("optimizer", place=name)
+            span = self.recorder.begin("optimizer", place=type(optimizer).__name__)
+        self._optimizing[host.get_ident()] = (step, span)
 
     def step_ends(self, _optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        span = self._optimizing.pop(host.get_ident(), None)
+        step, span = self._optimizing.get(host.get_ident(), (None, None))
+        if step is not None and step is not sys._getframe(1):
+            return
+        self._optimizing.pop(host.get_ident(), None)
         if span is not None:
             span.finish()
         self.recorder.seen_steps.append(host.monotonic())
+
+    def _end_raised_step(self, frame: FrameType | None) -> None:
+        """End the thread's step unless it has called ``frame``: it has raised, of which no hook tells."""
+        step, span = self._optimizing.get(host.get_ident(), (None, None))
+        if step is None:
+            return
+        while frame is not None and frame is not step:
+            frame = frame.f_back
+        if frame is None:
+            del self._optimizing[host.get_ident()]
+            if span is not None:
+                span.finish()
 
 
 def _in_backward() -> bool:
