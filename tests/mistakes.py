@@ -118,7 +118,7 @@ _SEEDED = (
         _MOVING,
         (
             '        """Wake the sleeping threads and the watchers of the other ranks."""\n'
-            "        self._fence.acquire()\n        self._fence.release()\n"
+            "        with self._fence:\n            pass\n"
         ),
         '        """Wake the sleeping threads and the watchers of the other ranks."""\n',
     ),

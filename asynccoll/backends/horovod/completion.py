@@ -75,20 +75,18 @@ class HorovodCompletion(Completion):
 
     def _look(self) -> bool:
         """Ask Horovod, unless another thread is asking; whether it is over."""
-        lock = self._lock
-        if self.finished or not lock.acquire(False):
+        if self.finished or self._lock.locked():
             return self.finished
-        try:
-            if self.finished:  # another thread has looked meanwhile
-                pass
-            elif self._common.abandoned:  # the handle may be another operation's by now
-                self._close(AbortedError("given up with the operation in flight"))
-            elif poll(self._handle):
-                self._end()
-        except ValueError:  # Horovod was shut down here, and has forgotten its handles
-            self._close(AbortedError("Horovod was shut down with the operation in flight"))
-        finally:
-            lock.release()
+        with self._lock:  # not acquire(False): Ctrl-C as that returns would leave the lock held
+            try:
+                if self.finished:  # another thread has looked meanwhile
+                    pass
+                elif self._common.abandoned:  # the handle may be another operation's by now
+                    self._close(AbortedError("given up with the operation in flight"))
+                elif poll(self._handle):
+                    self._end()
+            except ValueError:  # Horovod was shut down here, and has forgotten its handles
+                self._close(AbortedError("Horovod was shut down with the operation in flight"))
         return self.finished
 
     def _end(self) -> None:

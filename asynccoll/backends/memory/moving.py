@@ -130,12 +130,11 @@ class Mover(ABC):
 
     def _move_on(self) -> bool:
         """Take the lock, unless another thread has it, and do one step; return whether anything moved."""
-        if not self._lock.acquire(False):
+        if self._lock.locked():
             return False
-        try:
+        # Not acquire(False): Ctrl-C as that returns would leave the lock held. So this may wait for a step.
+        with self._lock:
             moved = self._move()
-        finally:
-            self._lock.release()
         if moved:
             self._tell_others()
         return moved
@@ -145,8 +144,8 @@ class Mover(ABC):
 
         This waits for the lock: its holder may have looked before that was written.
         """
-        self._fence.acquire()
-        self._fence.release()
+        with self._fence:
+            pass
         with self._lock:
             moved = self._move()
         if moved:
@@ -168,8 +167,8 @@ class Mover(ABC):
 
     def _tell_others(self) -> None:
         """Wake the sleeping threads and the watchers of the other ranks."""
-        self._fence.acquire()
-        self._fence.release()
+        with self._fence:
+            pass
         words = self._words
         for rank, base in self._bases:
             if words[base + ASLEEP]:

@@ -130,7 +130,7 @@ class Meeting:
 
     def _take(self, connection: socket.socket) -> tuple[int, Descriptors] | None:
         """Return which rank has connected, and its descriptors; None if it does not know the token."""
-        data, found, _, _ = socket.recv_fds(connection, _TOKEN_BYTES + 4, 3)
+        data, found, _, _ = socket.recv_fds(connection, _TOKEN_BYTES + 4, 3, socket.MSG_CMSG_CLOEXEC)
         if data[:_TOKEN_BYTES] == self.token and len(found) == 3:
             return int.from_bytes(data[_TOKEN_BYTES:], "little"), Descriptors(*found)
         for descriptor in found:
@@ -151,7 +151,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
             if _user_of(line) != os.getuid():
                 raise Failed("the first rank of this host is another user's")
             socket.send_fds(line, [bytes.fromhex(token) + index.to_bytes(4, "little")], list(mine.all()))
-            _, found, _, _ = socket.recv_fds(line, 16, 3 * count)
+            _, found, _, _ = socket.recv_fds(line, 16, 3 * count, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise Failed(f"the first rank of this host cannot be reached: {error}") from error
     if len(found) != 3 * count:

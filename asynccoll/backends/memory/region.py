@@ -94,10 +94,10 @@ class Region:
         """Write the text for this rank's call in that slot, unless it is there already, as nearly always."""
         if self._texts[slot] is text:
             return
-        self._texts[slot] = text
         start = self.layout.text(self.index, slot)
         shown = text[: TEXT_BYTES - 1]
         self.bytes[start : start + len(shown) + 1] = shown + b"\0"
+        self._texts[slot] = text  # last: Ctrl-C before would leave the text of the slot's call before
 
     def text(self, rank: int, slot: int) -> str:
         """Return the text of ``rank`` for its call in that slot."""

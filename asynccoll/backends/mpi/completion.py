@@ -116,21 +116,19 @@ class MpiCompletion(Completion):
 
     def _test(self, times: Iterable[int] = ONCE) -> bool:
         """Ask MPI, up to so often in a row, unless another thread is asking; whether it is over."""
-        lock = self._lock
-        if self.finished or not lock.acquire(False):
+        if self.finished or self._lock.locked():
             return self.finished
-        try:
-            if self._request is not None:  # else another thread has seen its end between the two looks
-                test = self._request.Test
-                for _ in times:
-                    if test():
-                        self._request = self._buffers = None
-                        self.fine = self.finished = True
-                        return True
-        except (MPI.Exception, CollectiveError) as error:
-            self._fail(error)
-        finally:
-            lock.release()
+        with self._lock:  # not acquire(False): Ctrl-C as that returns would leave the lock held
+            try:
+                if self._request is not None:  # else another thread has seen its end between the two looks
+                    test = self._request.Test
+                    for _ in times:
+                        if test():
+                            self._request = self._buffers = None
+                            self.fine = self.finished = True
+                            return True
+            except (MPI.Exception, CollectiveError) as error:
+                self._fail(error)
         return self.finished
 
     def _fail(self, error: Exception) -> None:
