@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -249,3 +250,23 @@ def test_a_launcher_makes_a_secret_unless_the_user_has_one(tmp_path, monkeypatch
     assert one["ASYNCCOLL_SECRET"] != other["ASYNCCOLL_SECRET"]
     monkeypatch.setenv("ASYNCCOLL_SECRET", "mine")
     assert naming(tmp_path)["ASYNCCOLL_SECRET"] == "mine"
+
+
+def test_of_ranks_that_are_seen_to_end_at_once_the_one_that_waited_for_nobody_is_first(witness) -> None:
+    """mpiexec kills the others within milliseconds, of which a busy machine lets the launcher see nothing."""
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE)) for _ in range(3)]
+        recorders = [flight.Recorder(rank, 3) for rank in range(3)]
+        for number, (process, recorder) in enumerate(zip(ranks, recorders, strict=True)):
+            lane = recorder.lane("world", "default")
+            text = recorder.learn("x", ("world", "default", "default", "all_reduce", "", "t.py:1"), None)
+            ticket = recorder.note(text, lane, 1, 1, -1, 16, 1.0, 1.0)
+            if number == 1:
+                recorder.ended(ticket, 2.0)
+            witness._take(
+                witness._watch(number, process.pid),
+                shared_memory.taken(os.dup(recorder.descriptor), write=True),
+            )
+    assert witness.watch().ended() == [1, 0, 2]
+    for recorder in recorders:
+        recorder.close()

@@ -107,7 +107,9 @@ class Witness:
         if self._listening is not None:
             for rank, pid, descriptor in handing.handed(self._listening):
                 self._take(self._watch(rank, pid), shared_memory.taken(descriptor, write=True))
-        for seen in [one for one in self._seen.values() if one.descriptor in ready]:
+        ended = [one for one in self._seen.values() if one.descriptor in ready]
+        # On a busy machine several may have ended by now: those that waited for others were ended for that.
+        for seen in sorted(ended, key=_waited) if len(ended) > 1 else ended:
             self._saw_end(seen)
 
     def _watch(self, rank: int, pid: int) -> _Seen:
@@ -143,6 +145,12 @@ def _mark(seen: _Seen) -> None:
     code = _exit_code(seen)
     if seen.memory is not None and (code is not None or _says_nothing(seen.memory)):
         flight.mark_ended(seen.memory, "exited", code, host.monotonic())
+
+
+def _waited(seen: _Seen) -> bool:
+    """Whether the process had a call in flight when it ended."""
+    recorded = None if seen.memory is None else flight.read(seen.memory)
+    return recorded is not None and any(call.is_open for call in recorded.calls)
 
 
 def _says_nothing(memory: memoryview) -> bool:
