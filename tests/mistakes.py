@@ -357,7 +357,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "who ends a call then wakes threads of its rank that do not sleep",
     (
         "waiting/work.py",
-        "forgotten note in _finish_here: 'self._finish = None' -> 'pass'",
+        "forgotten note in _settle: 'self._finish = None' -> 'pass'",
     ): "what it closed over is kept for as long as the work is; nobody calls it again",
     (
         "waiting/loops.py",

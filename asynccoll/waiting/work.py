@@ -60,6 +60,8 @@ _NO_WORK = "coroutines and the steps of optimizers are awaited one by one, or by
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
+#: How often a waiter looks whether another thread still finishes the work: that may not tell it after Ctrl-C.
+_LOOK_SECONDS = 1.0
 #: By the ``id`` of a work that one thread finishes while others wait for that: the event that wakes them.
 _finishing: dict[int, host.Event] = host.per_process(dict)
 
@@ -412,39 +414,42 @@ class Work(NotItsResult, Generic[T]):
         """Finish the work, or wait for the thread that does; returns whether this call finished it.
 
         A waiter reads the state again after it has entered its event in ``_finishing``. The finisher sets the
-        state first and looks for an event then, so that one of the two sees the other's write.
+        state first and looks for an event then, so that one of the two sees the other's write. Ctrl-C
+        concerns only the waiter that it strikes, and the next one finishes. It may strike as any call ends:
+        so the claim is made where ``finally`` gives it back, and nobody waits long for an event.
         """
         while self._state < _DONE:
-            with _claim:
-                mine = self._state == _PENDING
+            mine, state = False, _PENDING
+            try:
+                with _claim:
+                    if self._state == _PENDING:
+                        mine, self._state = True, _FINISHING
+                    elif self._state == _FINISHING:
+                        finished = _finishing.setdefault(id(self), host.Event())
                 if mine:
-                    self._state = _FINISHING
-                elif self._state == _FINISHING:
-                    finished = _finishing.setdefault(id(self), host.Event())
+                    self._complete()
+                    state = _DONE
+            except Exception as error:
+                self._error = error
+                state = _FAILED
+            finally:
+                if mine:
+                    if state != _PENDING:
+                        self._finish = self._read = None  # and frees what the function refers to
+                    self._state = state
+                    self._wake_waiters()
             if mine:
-                self._finish_here()
                 return True
-            elif self._state == _FINISHING:
-                finished.wait()
+            while self._state == _FINISHING and not finished.wait(_LOOK_SECONDS):
+                pass
         return False
 
-    def _finish_here(self) -> None:
-        state = _PENDING  # after an interrupt, which concerns only this waiter: the next one finishes
-        try:
-            self._complete()
-            state = _DONE
-        except Exception as error:
-            self._error = error
-            state = _FAILED
-        finally:
-            if state != _PENDING:
-                self._finish = self._read = None  # and frees what the function refers to
-            self._state = state
-            if _finishing:
-                with _claim:
-                    late = _finishing.pop(id(self), None)
-                if late is not None:
-                    late.set()
+    def _wake_waiters(self) -> None:
+        if _finishing:
+            with _claim:
+                late = _finishing.pop(id(self), None)
+            if late is not None:
+                late.set()
 
     def _complete(self) -> None:
         """Raise the error of an operation that has failed; else compute the result, and check the input."""

@@ -1,0 +1,74 @@
+"""Ctrl-C at any moment while a work is finished: the next waiter finishes it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll.waiting import work as module
+from patience import patient
+
+
+class Struck:
+    """A lock in whose given use Ctrl-C strikes, as it is left."""
+
+    def __init__(self, use: int) -> None:
+        self._lock = threading.Lock()
+        self._left = use
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+def begun() -> ac.Work[float]:
+    return ac.all_reduce(torch.ones(2)).map(lambda total: float(total[0]))
+
+
+def test_the_next_waiter_finishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = begun()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_claim", Struck(1))
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    assert work.wait() == 1.0
+
+
+def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the claim and the wake-up, however that comes about."""
+    entered, go_on, got = threading.Event(), threading.Event(), []
+
+    def finishing(total: torch.Tensor) -> float:
+        entered.set()
+        assert go_on.wait(patient(30))
+        return float(total[0])
+
+    work = ac.all_reduce(torch.ones(2)).map(finishing)
+    monkeypatch.setattr(module, "_claim", Struck(3))  # the claim, the one who waits, and the wake-up
+
+    def first() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            work.wait()
+
+    def second() -> None:
+        got.append(work.wait())
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert entered.wait(patient(30))
+    threads[1].start()
+    while not module._finishing:  # until it waits
+        pass
+    go_on.set()
+    for thread in threads:
+        thread.join(patient(30))
+    assert got == [1.0]
