@@ -69,12 +69,12 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
     pytest.importorskip("sklearn")
     picture = tmp_path / "here" / "timeline.png"
-    epochs = ("--epochs", "1") if launched else ()
+    epochs = ("--epochs", "3" if launched else "1")
     options = ("--steps", "2", "--picture", str(picture), *epochs)
     said = run(tmp_path, "train_digits", *options, ranks=ranks, launched=launched)
     accuracy = re.search(r"test accuracy ([\d.]+)% after", said)
     assert accuracy is not None
-    assert float(accuracy[1]) >= (95.0 if launched else 50.0)
+    assert float(accuracy[1]) >= (90.0 if launched else 50.0)
     assert f"the ranks ({ranks}) hold the same parameters, bit for bit" in said
     apart = re.search(
         r"a run that blocks (?:are the same|differ from these by at most (\S+))$", said, re.MULTILINE

@@ -30,6 +30,7 @@ TAKEN = {
     ("asynccoll.waiting.forgotten", "NotItsResult"),
     ("asynccoll.waiting.forgotten", "warn"),
     ("asynccoll.ops.collectives", "refuse"),
+    ("asynccoll.plan.trees", "flatten"),
     ("asynccoll.order.lane", "Lane"),
     ("asynccoll.runtime.process", "current"),
     ("asynccoll.world.resolving", "resolve_group"),
