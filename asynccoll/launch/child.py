@@ -101,25 +101,32 @@ def die_with_launcher() -> None:
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or (launcher and not _descends_from(int(launcher))):
+    if os.getppid() != parent or (launcher and _is_gone(launcher)):
         os._exit(128 + signal.SIGKILL)
 
 
 def launching() -> dict[str, str]:
     """What a process adds to the environment of one that it starts, and that is to die with it."""
-    return {LAUNCHER: str(os.getpid())}
+    return {LAUNCHER: f"{os.getpid()} {_numbering()}"}
 
 
-def _descends_from(launcher: int) -> bool:
-    """Whether that process has started this one, or what has; orphans are given to another."""
-    pid = os.getppid()
+def _is_gone(launcher: str) -> bool:
+    """Whether that process has ended; one that this process cannot see, in another container, has not."""
+    pid, numbering = launcher.split()
     try:
-        while pid > 1 and pid != launcher:
-            # pid (any text) state ppid ...
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except OSError:
-        return True  # it is not shown to this user
-    return pid == launcher
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return numbering == _numbering()
+    except OSError:  # another user's
+        pass
+    return False
+
+
+def _numbering() -> str:
+    """Equal for processes that number processes alike."""
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").stat().st_ino)
+    return "?"
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
