@@ -248,7 +248,7 @@ def test_a_rank_that_cannot_see_its_launcher_runs(
     alone: list[str], dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container, where processes have other numbers."""
-    monkeypatch.setattr(child, "_numbering", lambda: "of another")
+    monkeypatch.setattr(child, "_numbering", lambda: "another")
     assert told(alone, dead)[0] == 0
 
 

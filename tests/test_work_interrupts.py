@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 
 import pytest
@@ -41,6 +42,15 @@ def test_the_next_waiter_finishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             work.wait()
     assert work.wait() == 1.0
+
+
+def test_one_that_was_not_made_to_the_end_goes_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would say stood in the way of what a program that was stopped says."""
+    said: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    work: ac.Work[object] = ac.Work.__new__(ac.Work)
+    del work
+    assert not said
 
 
 def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -494,8 +494,12 @@ class Work(NotItsResult, Generic[T]):
         self._heard = True
 
     def __del__(self) -> None:
-        if self.out is not None and self.claims:
-            let_go(self.out, self._operations)
+        try:
+            out = self.out
+        except AttributeError:  # Ctrl-C has struck while it was made
+            return
+        if out is not None and self.claims:
+            let_go(out, self._operations)
         if self._heard or not self._operations:
             return
         if isinstance(self._operations[0].failure, ForkedProcessError):  # in a fork: the parent has it
