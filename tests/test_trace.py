@@ -46,7 +46,7 @@ async def recorded(me: Rank) -> None:
     assert Path(__file__).name in reduced.place
     for span in (reduced, gathered):
         assert span.end is not None
-        assert 0 <= span.start <= span.end <= timeline.seconds
+        assert 0 <= span.start <= span.end <= timeline.seconds, (span, timeline.seconds)
     assert reduced.start <= gathered.start
     assert (timeline.rank, timeline.world_size) == (me.rank, me.size)
     assert f"rank {me.rank}: 2 spans" in repr(timeline)
