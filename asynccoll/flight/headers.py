@@ -95,9 +95,8 @@ class Headers:
         found = {}
         for rank, ring in self._rings:
             theirs = ring[at]
-            if (
-                theirs == word or not theirs
-            ):  # 0: it is just being written, and that rank will look at this one
+            # 0: it is just being written, and that rank will look at this one.
+            if theirs == word or not theirs:
                 continue
             if ring[at + 1] >> 32 != number or ring[at] != theirs:
                 continue  # from another lap of the ring, or just being written

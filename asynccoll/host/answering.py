@@ -51,10 +51,6 @@ def _digest(secret: bytes, nonce: bytes, question: bytes) -> bytes:
     return hmac.new(secret, nonce + question, hashlib.sha256).digest()
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 class _Asker:
     """One client's connection: what has been received, and what is still to be sent."""
 
@@ -91,7 +87,7 @@ class Answers:
     def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, object]]) -> None:
         self._secret = secret
         self._answer = answer
-        self._listening = socket.socket(_family(address), socket.SOCK_STREAM)
+        self._listening = socket.socket(lines.family(address), socket.SOCK_STREAM)
         self._listening.setblocking(False)
         self._listening.bind((address, 0))
         self._listening.listen(MOST_CONNECTIONS)
@@ -220,7 +216,7 @@ def ask(
         ways: dict[socket.socket, float] = {}
         for peer, at in peers.items():
             with contextlib.suppress(OSError):
-                line = socket.socket(_family(at[0]), socket.SOCK_STREAM)
+                line = socket.socket(lines.family(at[0]), socket.SOCK_STREAM)
                 line.setblocking(False)
                 if line.connect_ex(at) in lines.NO_WAY:
                     line.close()

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from asynccoll import host
 
-__all__ = ["NO_WAY", "Line", "connect", "is_open", "listen"]
+__all__ = ["NO_WAY", "Line", "connect", "family", "is_open", "listen"]
 
 K = TypeVar("K", bound=Hashable)
 Line = socket.socket
@@ -33,13 +33,14 @@ NO_WAY = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN})
 
 def listen(address: str) -> tuple[Line, int]:
     """Return a socket that listens at ``address`` and never accepts, and its port."""
-    beacon = socket.socket(_family(address), socket.SOCK_STREAM)
+    beacon = socket.socket(family(address), socket.SOCK_STREAM)
     beacon.bind((address, 0))
     beacon.listen(_PEERS)
     return beacon, beacon.getsockname()[1]
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family(address: str) -> socket.AddressFamily:
+    """The family of a numeric ``address``."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -63,7 +64,7 @@ def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K,
     unreachable: list[K] = []
     with selectors.DefaultSelector() as selector:
         for peer, at in peers.items():
-            attempt = socket.socket(_family(at[0]), socket.SOCK_STREAM)
+            attempt = socket.socket(family(at[0]), socket.SOCK_STREAM)
             attempt.setblocking(False)
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():  # so that the line also ends if the peer's host is gone

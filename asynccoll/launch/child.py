@@ -123,7 +123,7 @@ def _is_gone(launcher: str) -> bool:
 
 
 def _numbering() -> str:
-    """Equal for processes that number processes alike."""
+    """Equal for processes that number processes alike: as in ``host.handing``, which is out of reach here."""
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").stat().st_ino)
     return "?"

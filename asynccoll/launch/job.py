@@ -48,10 +48,10 @@ class Job:
             initialize(self.backend, **{**self.options, **place})
             complete(self.function, local_rank, *self.args, **self.kwargs)
         except BaseException as error:
-            if is_failure(error):
+            if has_failed := is_failure(error):
                 self.record(rank, error)
                 dies_of(error)
-            finalize(abort=is_failure(error))
+            finalize(abort=has_failed)
             raise
         finalize()
 

@@ -109,7 +109,7 @@ class Witness:
                 self._take(self._watch(rank, pid), shared_memory.taken(descriptor, write=True))
         ended = [one for one in self._seen.values() if one.descriptor in ready]
         # On a busy machine several may have ended by now: those that waited for others were ended for that.
-        for seen in sorted(ended, key=_waited) if len(ended) > 1 else ended:
+        for seen in sorted(ended, key=_waited):
             self._saw_end(seen)
 
     def _watch(self, rank: int, pid: int) -> _Seen:
