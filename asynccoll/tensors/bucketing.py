@@ -17,7 +17,7 @@ from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.aligned import Layout
 from asynccoll.modes.captured import uncast
 
-__all__ = ["BUCKET_BYTES", "Bucket", "buckets", "kind_of", "pack", "repack", "unpack"]
+__all__ = ["BUCKET_BYTES", "Bucket", "buckets", "fill", "kind_of", "pack", "repack", "unpack"]
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap.
 BUCKET_BYTES = 25 << 20
@@ -98,13 +98,19 @@ def _with_gaps(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Put ``tensors`` into ``views`` of one flat tensor, or the other way round."""
+    """Put ``tensors`` into ``views`` of one flat tensor."""
     with torch.no_grad():
-        if any(map(_is_conj, views)) or any(map(_is_neg, views)):  # which torch refuses together
-            for view, x in zip(views, tensors, strict=True):
-                view.copy_(x)
-        else:
-            torch._foreach_copy_(list(views), list(tensors))
+        torch._foreach_copy_(list(views), list(tensors))
+
+
+def fill(outs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    """Put ``views`` of one flat tensor into ``outs``, which the user has given."""
+    if not (any(map(_is_conj, outs)) or any(map(_is_neg, outs))):
+        repack(outs, views)
+        return
+    with torch.no_grad():  # torch refuses those together
+        for out, view in zip(outs, views, strict=True):
+            out.copy_(view)
 
 
 def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from asynccoll.health.checks import checked, signature
 from asynccoll.order import costs
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp, dtype_name
-from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, pack, repack, unpack
+from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, fill, pack, repack, unpack
 from asynccoll.tensors.common import Call, deliver, in_thread, kept
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import AllOf, Completion
@@ -97,7 +97,7 @@ class Parcel:
             return [result]
         if self.outs is None:
             return self.views
-        repack(self.outs, self.views)
+        fill(self.outs, self.views)
         return self.outs
 
     def pack_again(self) -> None:
@@ -111,7 +111,7 @@ class Parcel:
             self.views = unpack(result, self.like) if self.packed else [result]
             if self.outs is not None:
                 if self.packed:
-                    repack(self.outs, self.views)
+                    fill(self.outs, self.views)
                 self.views = self.outs
             elif self.packed:
                 self.views = list(map(_with_strides_of, self.like, self.views))
