@@ -33,6 +33,15 @@ __all__ = ["CompiledWork", "constant_in_graphs", "have_gradients"]
 #: The reductions that torch's functional ops support, under the same names.
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 
+#: The functional ops whose gradient is used.
+_WITH_GRADIENT = (
+    "wait_tensor",
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
+
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -51,7 +60,8 @@ def have_gradients() -> bool:
     """Whether torch's functional ops have gradients. Up to 2.9 they lack them: backward is silently wrong."""
     import torch.distributed._functional_collectives  # registers them
 
-    return torch._C._dispatch_has_kernel_for_dispatch_key("_c10d_functional::wait_tensor", "Autograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return all(has_kernel(f"_c10d_functional::{name}", "Autograd") for name in _WITH_GRADIENT)
 
 
 class _Graphs:
@@ -225,7 +235,7 @@ def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) 
 
 def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object) -> Work[object]:
     _require(group is None and out is None and not uneven, _tracked(x))
-    gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
     size = _size()
     if x.dim() == 0 and dim in (0, -1):
         x = x.reshape(1)
@@ -235,7 +245,7 @@ def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object)
 
 def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: object) -> Work[Any]:
     _require(group is None and out is None, _tracked(x))
-    reduce_scatter = torch.ops._c10d_functional_autograd.reduce_scatter_tensor
+    reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
     size = _size()
     name, divisor = _reduction("reduce_scatter", op, x.dtype)
     dim = _dim("reduce_scatter", x, dim)
@@ -277,5 +287,5 @@ def all_to_all(
         out_splits = in_splits
     elif len(out_splits) != size:
         _refuse_received(list(out_splits))
-    exchange = torch.ops._c10d_functional_autograd.all_to_all_single
+    exchange = torch.ops._c10d_functional.all_to_all_single
     return _work(exchange(x.contiguous(), list(out_splits), list(in_splits), _world()))
