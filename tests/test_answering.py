@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from asynccoll.health import accounts
 from asynccoll.host import answering, lines
 from asynccoll.host.answering import Answers, ask
 from patience import patient
@@ -29,17 +30,17 @@ def answers() -> Iterator[Answers]:
     one.close()
 
 
-def at(answers: Answers) -> tuple[str, int]:
-    return "127.0.0.1", answers.port
+def at(answers: Answers, secret: bytes = SECRET) -> tuple[str, int, bytes]:
+    return "127.0.0.1", answers.port, secret
 
 
 def still_answers(answers: Answers) -> None:
     assert said({1: at(answers)})[1]["asked"] == "who"
 
 
-def said(peers: dict[int, tuple[str, int]], question: str = "who") -> dict[int, dict[str, object]]:
+def said(peers: dict[int, tuple[str, int, bytes]], question: str = "who") -> dict[int, dict[str, object]]:
     """By those that answer."""
-    found = ask(peers, SECRET, question, patient(2.0))
+    found = ask(peers, question, patient(2.0))
     return {rank: one for rank, one in found.items() if one is not None}
 
 
@@ -57,8 +58,8 @@ def closed(line: socket.socket) -> bytes:
 
 def test_who_knows_the_secret_is_answered(answers: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        peers = {1: at(answers), 2: at(answers), 3: silent.getsockname()}
-        found = ask(peers, SECRET, "account", patient(0.5))
+        peers = {1: at(answers), 2: at(answers), 3: (*silent.getsockname(), SECRET)}
+        found = ask(peers, "account", patient(0.5))
     assert found.pop(3) is None  # it has the connection, and says nothing
     assert {rank: (one["asked"], len(str(one["long"]))) for rank, one in found.items() if one} == {
         1: ("account", 300_000),
@@ -67,8 +68,32 @@ def test_who_knows_the_secret_is_answered(answers: Answers) -> None:
 
 
 def test_another_secret_is_told_nothing(answers: Answers) -> None:
-    assert ask({1: at(answers)}, b"a guess", "account", patient(2.0)) == {1: None}
+    assert ask({1: at(answers, b"a guess")}, "account", patient(2.0)) == {1: None}
     still_answers(answers)
+
+
+def test_ranks_with_secrets_of_their_own_are_asked_at_once() -> None:
+    """Where no launcher gives the job one: the first answers only once the second has been asked as well."""
+    asked = threading.Event()
+
+    def answer_later(_: str) -> dict[str, object]:
+        return {"second": asked.wait(patient(10))}
+
+    def answer(_: str) -> dict[str, object]:
+        asked.set()
+        return {}
+
+    first, second = Answers("127.0.0.1", b"one", answer_later), Answers("127.0.0.1", b"other", answer)
+    peers = {
+        rank: accounts.Peer("127.0.0.1", 1, "here", 1, answers=one.port, secret=secret)
+        for rank, one, secret in ((0, first, "one"), (1, second, "other"))
+    }
+    try:
+        assert accounts.ask(peers, "", "who", patient(2.0)) == {0: {"second": True}, 1: {}}
+    finally:
+        asked.set()
+        first.close()
+        second.close()
 
 
 def test_who_answers_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +113,7 @@ def test_who_answers_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 
         slow = threading.Thread(target=say)
         slow.start()
-        found = ask({1: listening.getsockname()}, SECRET, "who", seconds)
+        found = ask({1: (*listening.getsockname(), SECRET)}, "who", seconds)
         slow.join()
     assert found == {1: {"here": True}}
 
@@ -97,7 +122,7 @@ def test_an_answer_that_inflates_to_too_much_is_none(
     monkeypatch: pytest.MonkeyPatch, answers: Answers
 ) -> None:
     monkeypatch.setattr(answering, "_ANSWER_BYTES", 250_000)  # 150,000 as they are sent
-    assert ask({1: at(answers)}, SECRET, "who", patient(2.0)) == {1: None}
+    assert ask({1: at(answers)}, "who", patient(2.0)) == {1: None}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +131,7 @@ def test_an_answer_that_inflates_to_too_much_is_none(
     ids=["http", "no question", "random", "endless"],
 )
 def test_garbage_is_hung_up_on(answers: Answers, noise: bytes) -> None:
-    with socket.create_connection(at(answers)) as line:
+    with socket.create_connection(at(answers)[:2]) as line:
         line.settimeout(patient(5))
         with contextlib.suppress(OSError):
             line.sendall(noise)
@@ -120,7 +145,7 @@ def test_who_says_nothing_is_hung_up_on_and_keeps_nobody(
     """Slow as they like, and however many: the answers to others do not wait for them."""
     monkeypatch.setattr(answering, "PATIENCE_SECONDS", 0.5)
     began = time.monotonic()
-    lines = [socket.create_connection(at(answers)) for _ in range(20)]
+    lines = [socket.create_connection(at(answers)[:2]) for _ in range(20)]
     for line in lines[::2]:
         line.send(b"s")
     still_answers(answers)
@@ -133,8 +158,8 @@ def test_who_says_nothing_is_hung_up_on_and_keeps_nobody(
 def test_a_port_scan_changes_nothing(answers: Answers) -> None:
     threads = threading.active_count()
     for _ in range(3 * answering.MOST_CONNECTIONS):
-        socket.create_connection(at(answers)).close()
-    held = [socket.create_connection(at(answers)) for _ in range(2 * answering.MOST_CONNECTIONS)]
+        socket.create_connection(at(answers)[:2]).close()
+    held = [socket.create_connection(at(answers)[:2]) for _ in range(2 * answering.MOST_CONNECTIONS)]
     still_answers(answers)
     assert len(answers._askers) <= answering.MOST_CONNECTIONS
     assert threading.active_count() == threads
@@ -144,12 +169,12 @@ def test_a_port_scan_changes_nothing(answers: Answers) -> None:
 
 def test_a_replayed_question_is_not_answered(answers: Answers) -> None:
     """The digest is of this connection's nonce."""
-    with socket.create_connection(at(answers)) as line:
+    with socket.create_connection(at(answers)[:2]) as line:
         nonce = line.recv(16)
         asked = answering._digest(SECRET, nonce, b"who") + b"\0\3who"
         line.sendall(asked)
         assert len(closed(line)) > 100_000
-    with socket.create_connection(at(answers)) as line:
+    with socket.create_connection(at(answers)[:2]) as line:
         line.recv(16)
         line.sendall(asked)
         assert closed(line) == b""
@@ -162,10 +187,10 @@ def test_an_answer_that_cannot_be_found_out_leaves_the_others() -> None:
         return {"asked": question}
 
     one = Answers("127.0.0.1", SECRET, fail)
-    assert ask({1: at(one)}, SECRET, "fail", patient(2.0)) == {1: None}
+    assert ask({1: at(one)}, "fail", patient(2.0)) == {1: None}
     still_answers(one)
     one.close()
-    assert ask({1: at(one)}, SECRET, "who", 0.5) == {}
+    assert ask({1: at(one)}, "who", 0.5) == {}
 
 
 def test_without_descriptors_it_does_not_spin(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> None:
@@ -191,5 +216,5 @@ def test_a_peer_to_which_there_is_no_way_has_not_been_reached(
 ) -> None:
     """The socket itself keeps no error of that."""
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, at: number)
-    assert ask({1: ("127.0.0.1", 9)}, SECRET, "who", 0.2) == {}
+    assert ask({1: ("127.0.0.1", 9, SECRET)}, "who", 0.2) == {}
     assert lines.connect({1: ("127.0.0.1", 9)}, 0.2) == ({}, [1])

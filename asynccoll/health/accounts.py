@@ -214,15 +214,12 @@ def _answers(
     peers: Mapping[int, Peer], secret: str, question: str, seconds: float, *, reach: float | None = None
 ) -> dict[int, dict[str, Any] | None]:
     """As ``answering.ask``."""
-    said: dict[int, dict[str, object] | None] = {}
-    for known in {secret or peer.secret: None for peer in peers.values()}:
-        asked = {
-            rank: (peer.address, peer.answers)
-            for rank, peer in peers.items()
-            if peer.answers and (secret or peer.secret) == known
-        }
-        said |= answering.ask(asked, known.encode(), question, seconds, reach=reach)
-    return said
+    asked = {
+        rank: (peer.address, peer.answers, (secret or peer.secret).encode())
+        for rank, peer in peers.items()
+        if peer.answers
+    }
+    return answering.ask(asked, question, seconds, reach=reach)
 
 
 def with_answer(account: Account, said: Mapping[str, Any] | None) -> Account:

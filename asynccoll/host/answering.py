@@ -192,14 +192,13 @@ class Answers:
 
 
 def ask(
-    peers: Mapping[K, tuple[str, int]],
-    secret: bytes,
+    peers: Mapping[K, tuple[str, int, bytes]],
     question: str,
     seconds: float,
     *,
     reach: float | None = None,
 ) -> dict[K, dict[str, object] | None]:
-    """Ask all of ``peers`` (address, port) at once, and return the answer of each.
+    """Ask all of ``peers`` (address, port, the secret that it knows) at once; return the answer of each.
 
     The answer is None for a peer that takes the connection but then sends nothing for ``seconds`` and twice
     the time that connecting took; each part of an answer starts that time anew. Peers with which there is no
@@ -214,14 +213,14 @@ def ask(
         last = first + PATIENCE_SECONDS
         ends: dict[socket.socket, float] = {}
         ways: dict[socket.socket, float] = {}
-        for peer, at in peers.items():
+        for peer, (address, port, secret) in peers.items():
             with contextlib.suppress(OSError):
-                line = socket.socket(lines.family(at[0]), socket.SOCK_STREAM)
+                line = socket.socket(lines.family(address), socket.SOCK_STREAM)
                 line.setblocking(False)
-                if line.connect_ex(at) in lines.NO_WAY:
+                if line.connect_ex((address, port)) in lines.NO_WAY:
                     line.close()
                     continue
-                selector.register(line, _ANYTHING, (peer, bytearray()))
+                selector.register(line, _ANYTHING, (peer, secret, bytearray()))
                 ends[line] = first
 
         def leave(line: socket.socket) -> None:
@@ -235,7 +234,7 @@ def ask(
                 leave(line)
             wait = min([*ends.values(), last]) - now
             for key, _ in selector.select(wait) if ends else ():
-                line, (peer, came) = key.fileobj, key.data  # type: ignore[assignment]  # a socket, see above
+                line, (peer, secret, came) = key.fileobj, key.data  # type: ignore[assignment]  # a socket
                 if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     leave(line)
                     continue

@@ -154,8 +154,7 @@ class Answers:
 
 
 def ask(
-    peers: Mapping[K, tuple[str, int]],
-    secret: bytes,
+    peers: Mapping[K, tuple[str, int, bytes]],
     question: str,
     seconds: float,
     *,
@@ -168,7 +167,7 @@ def ask(
     assert scheduler is not None and scheduler.current is not None
     network, rank, began = current.network, scheduler.current.rank, scheduler.now
     answers: dict[K, Mapping[str, object] | None] = dict.fromkeys(peers)
-    for peer, (_, port) in peers.items():
+    for peer, (_, port, _) in peers.items():
         asked = network.answering[port - 1]
         link = network.link(rank, asked.rank)
         sleep(max(0.0, began + link.seconds(len(question), scheduler.chance(rank)) - scheduler.now))
