@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -18,13 +19,16 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
+from asynccoll.host.call_site import NOWHERE
+from asynccoll.order.operation import Estimate, Operation
 from asynccoll.plan.spec import Op, ReduceOp
 from asynccoll.runtime.process import current
 from asynccoll.tensors.common import Call, plan_for
 from asynccoll.trace import recorder as recorder_module
 from asynccoll.trace import words
 from asynccoll.trace.spans import Span, covered, intersection, stack
-from asynccoll.transport.completion import Ready
+from asynccoll.transport.completion import Promise, Ready
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -80,6 +84,40 @@ async def unfinished(me: Rank) -> None:
 def test_what_is_in_flight_stays_open(pair: World) -> None:
     """An operation that outlives the recording has no end until it is done; it can be drawn."""
     pair.run(unfinished)
+
+
+def test_what_was_waited_for_has_an_end_within_the_recording() -> None:
+    """Also where the thread that completes it has not come to say so when its waiter goes on."""
+    reached, held, ends = threading.Event(), threading.Event(), Promise()
+    lane: Any = SimpleNamespace(
+        name="default",
+        key="default",
+        group=SimpleNamespace(is_world=True, ranks=(0,)),
+        world=SimpleNamespace(recorder=SimpleNamespace(ended=lambda ticket, now: None)),
+    )
+    timeline = ac.trace.Timeline()
+    operation = Operation(lane, Estimate("all_reduce"), 1, ends, NOWHERE, 30.0, host.monotonic())
+
+    def hold() -> None:
+        reached.set()
+        assert held.wait(patient(30))
+
+    operation.add_waker(hold)  # is called first
+    timeline.recorder.observe(operation, 4)
+    assert [span.end for span in timeline.spans] == [None]
+    completing = threading.Thread(target=ends.settle)
+    completing.start()
+    try:
+        assert reached.wait(patient(30))
+        operation.saw_end(host.monotonic())
+        timeline.recorder.end()
+        (span,) = timeline.spans
+        assert span.end is not None
+        assert 0 <= span.start <= span.end <= timeline.seconds
+    finally:
+        held.set()
+        completing.join()
+    assert timeline.spans == (span,), "the first who said so counts"
 
 
 async def refused(me: Rank) -> None:
@@ -258,10 +296,10 @@ def _add(
     row = "default" if is_operation else "training"
     recorder = timeline.recorder
     entry = recorder_module._Entry(name, row, recorder.began + start, operation=is_operation)
-    entry.end = recorder.began + end
+    entry._ends.append(recorder.began + end)
     entry.size_bytes = size
     recorder.entries.append(entry)
-    recorder.ended = max(recorder.ended or 0.0, entry.end)
+    recorder.ended = max(recorder.ended or 0.0, recorder.began + end)
 
 
 @pytest.fixture

@@ -206,15 +206,17 @@ class Operation:
         """Call ``waker`` once ``done()`` is true, at once if it is. Returns a function that cancels this."""
         with _wakers_lock:
             first = self._wakers is None
-            if first:
-                self._wakers = []
-            assert self._wakers is not None
-            self._wakers.append(waker)
+            self._wakers = [*(self._wakers or ()), waker]
         if first:
             self.completion.add_callback(self._wake)
         if self.done():
             self._wake()
         return partial(self._forget_waker, waker)
+
+    @property
+    def woke(self) -> bool:
+        """Whether it is over, and its wakers were called, or are about to be by a thread that has them."""
+        return self._wakers is not None and not self._wakers
 
     def _forget_waker(self, waker: Callable[[], object]) -> None:
         with _wakers_lock:

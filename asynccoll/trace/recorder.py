@@ -21,7 +21,7 @@ class _Entry:
     """A span while it grows: what is known at its start, and its end once there is one."""
 
     __slots__ = (
-        "end",
+        "_ends",
         "failed",
         "lane_key",
         "name",
@@ -39,7 +39,7 @@ class _Entry:
         self.name: str = name
         self.row: str = row
         self.start: float = start
-        self.end: float | None = None
+        self._ends: list[float] = []
         self.operation: bool = operation
         self.size_bytes: int = 0
         self.sequence: int = 0
@@ -50,15 +50,20 @@ class _Entry:
         self.lane_key: str = ""
 
     def finish(self) -> None:
-        if self.end is None:
-            self.end = host.monotonic()
+        """It ends now. Of several threads that say so, the first counts."""
+        self._ends.append(host.monotonic())
+
+    @property
+    def end(self) -> float | None:
+        return self._ends[0] if self._ends else None
 
     def span(self, origin: float) -> Span:
+        end = self.end
         return Span(
             self.name,
             self.row,
             self.start - origin,
-            None if self.end is None else self.end - origin,
+            None if end is None else end - origin,
             self.operation,
             self.size_bytes,
             self.sequence,
@@ -86,6 +91,8 @@ class Recorder:
         self.seen_steps: list[float] = []
         #: is called when an operation has failed, by the thread that sees it
         self.when_failed: Callable[[], object] = _nothing
+        #: operations that were not over when last looked, by their entries
+        self._running: dict[_Entry, Operation] = {}
         #: by thread: how many spans that the program marks are open
         self._marking: dict[int, int] = {}
 
@@ -123,18 +130,31 @@ class Recorder:
         entry.place = str(operation.place)
         entry.lane_key = operation.lane.key
         self.entries.append(entry)
+        self._running[entry] = operation
         operation.add_waker(partial(self._over, entry, operation))
 
     def _over(self, entry: _Entry, operation: Operation) -> None:
         """It has ended, well or not."""
-        entry.failed = has_failed(operation)
-        entry.finish()
+        self._finish(entry, operation)
+        self._running.pop(entry, None)
         if entry.failed:
             self.when_failed()
+
+    @staticmethod
+    def _finish(entry: _Entry, operation: Operation) -> None:
+        entry.failed = has_failed(operation)
+        entry.finish()
+
+    def _catch_up(self) -> None:
+        """Finish what is over: a waiter may go on before the completing thread has called ``_over``."""
+        for entry, operation in list(self._running.items()):
+            if operation.woke:
+                self._finish(entry, operation)
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """Everything recorded so far, by start."""
+        self._catch_up()
         found = (entry.span(self.began) for entry in list(self.entries))
         return tuple(sorted(found, key=lambda span: span.start))
 
@@ -149,6 +169,7 @@ class Recorder:
 
     def end(self) -> None:
         """Nothing more is taken down, but for the ends of what has begun."""
+        self._catch_up()
         self.ended = host.monotonic()
 
     @property
