@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,48 @@ def test_long_names_are_cut_and_stay_apart():
     assert len(one) == len(other) == layout.PARTS[0]
     assert one != other
     assert layout.parted(layout.joined(["x\x1fy", "z"])) == ["x?y", "z"]
+
+
+#: Its name is cut: the first of its ranks are not in what is read.
+_LARGE, _ = lane_id("-".join(map(str, range(0, 64, 2))), "default")
+
+
+def _of_large(rank: int, *calls: flight.Call) -> flight.Flight:
+    latest = max((call.sequence for call in calls), default=0)
+    lanes = (flight.Progress(_LARGE, "default", latest),) if calls else ()
+    return flight.Flight(rank, 64, 100 + rank, 0.0, 0.0, "running", 0.0, calls, lanes)
+
+
+def _reduced(number: int, ended: float) -> flight.Call:
+    return flight.Call(
+        number, _LARGE, "default", "default", "all_reduce", "float32[4] sum", "train.py:8",
+        number, 1, -1, 16, 1.0, 1.0, ended, 1.0, "",
+    )  # fmt: skip
+
+
+def test_a_rank_of_a_large_group_is_missed_although_its_name_is_cut() -> None:
+    """Those of 24 ranks and more, but for the world."""
+    over, waits = _reduced(1, 1.5), _reduced(2, 0.0)
+    flights = {rank: _of_large(rank, over, *[waits] * (rank != 4)) for rank in range(0, 64, 2)}
+    flights[1] = _of_large(1)
+    hang = flight.hang_of(flights, dict.fromkeys(flights, 5.0))
+    assert hang is not None
+    assert hang.ranks == (4,)
+    (parting,) = flight.partings(flights)
+    assert parting.missing == (4,)
+    assert sorted(parting.calls) == list(range(0, 64, 2))
+
+
+def test_messages_of_a_large_group_name_no_wrong_rank() -> None:
+    """Which rank the other end is cannot be told from a name that is cut."""
+    told = "default", "default", "send", "float32[4]", "train.py:8"
+    send = flight.Call(1, _LARGE, *told, 0, 0, 1, 16, 1.0, 1.0, 0.0, 1.0, "")
+    recv = replace(send, operation="recv", peer=0)
+    assert send.peer_rank == -1
+    assert send.title == "send"
+    flights = {0: _of_large(0, send), 2: _of_large(2, recv)}
+    assert flight.unmet(flights) == []
+    assert flight.is_answered(flights[2], _LARGE, "default", "send", 0, 0)
 
 
 def test_another_process_reads_it(recorder):

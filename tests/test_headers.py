@@ -38,6 +38,18 @@ def test_alike_is_no_difference_and_another_call_is_one(pair: Pair, child: int) 
     assert other.write(8, 0, first + 3, 1) == {0: (first + 3, 1)}
 
 
+def test_a_difference_is_found_when_a_rank_has_written_4_gib_of_texts(pair: Pair) -> None:
+    """As in weeks of shapes that never come again; the number of a text then has more than 32 bits."""
+    one, other, _ = pair
+    for place in (1, 2):
+        one.write(7, 64, place, 1)
+        other.write(7, (1 << 32) + 64, place, 1)
+    assert other.write(7, (1 << 32) + 128, 3, 1) == {}
+    assert one.write(8, 128, 3, 1) == {1: (3, 1)}
+    assert other.write(8, (1 << 32) + 192, 4, 1) == {}
+    assert one.write(8, 192, 4, 1) == {1: (4, 1)}
+
+
 @pytest.mark.parametrize("child", [0, 1, 4, 40, 70])
 @pytest.mark.parametrize("lap", [0, 1])
 def test_what_is_just_being_written_is_no_difference(pair: Pair, child: int, lap: int) -> None:

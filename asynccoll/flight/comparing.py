@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from asynccoll.flight.layout import is_cut
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
 from asynccoll.host.words import listed
@@ -129,9 +130,16 @@ def partings(flights: Mapping[int, Flight]) -> list[Parting]:
 
 
 def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
-    """Those of ``flights`` that are in the group with this key: ``world``, or its ranks, as in ``0-2-5``."""
-    ranks = group.split("-")
-    return {rank: one for rank, one in sorted(flights.items()) if group == "world" or str(rank) in ranks}
+    """Those of ``flights`` that are in the group with this key: ``world``, or its ranks, as in ``0-2-5``.
+
+    A key that was cut has only the last of them; the first are known by having used the group.
+    """
+    ranks, cut = group.split("-"), is_cut(group)
+    return {
+        rank: one
+        for rank, one in sorted(flights.items())
+        if group == "world" or str(rank) in ranks or (cut and one.has_used(group))
+    }
 
 
 def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | None:

@@ -86,7 +86,7 @@ class Headers:
         mine = self._apart or self._recorder.headers
         mine[self._base + at] = 0  # invalidate the header of the previous lap before its number changes
         number = self._count + self._since & _LOW
-        mine[self._base + at + 1] = number << 32 | text
+        mine[self._base + at + 1] = number << 32 | text & _LOW
         mine[self._base + at] = word
         with self._fence:
             pass

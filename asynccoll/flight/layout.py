@@ -51,6 +51,7 @@ __all__ = [
     "VERSION",
     "WAITED",
     "WORDS",
+    "is_cut",
     "joined",
     "lane_id",
     "parted",
@@ -130,6 +131,11 @@ def lane_id(group: str, key: str) -> tuple[str, str]:
     """The group and key of a lane as they appear in what is read, where long ones are cut."""
     known_group, known_key = parted(joined((group, key)))
     return known_group, known_key
+
+
+def is_cut(part: str) -> bool:
+    """Whether this part, as it is read, was too long: it begins with a digest, and has only the end."""
+    return part[2 * _DIGEST_BYTES :].startswith("..")
 
 
 def _fitting(part: bytes, most: int) -> bytes:

@@ -104,7 +104,7 @@ class Call:
         """For a message, the other's global rank; else -1, and also if the group's name was cut."""
         if self.peer < 0 or self.sequence or self.group == "world":
             return -1 if self.sequence else self.peer
-        ranks = self.group.split("-")
+        ranks = [] if layout.is_cut(self.group) else self.group.split("-")
         return int(ranks[self.peer]) if self.peer < len(ranks) and ranks[self.peer].isdigit() else -1
 
 
@@ -146,6 +146,10 @@ class Flight:
     def was_killed(self) -> bool:
         """For a rank that is gone, whether it ended without recording an end, or by a signal."""
         return self.ending == "running" or (self.code is not None and self.code < 0)
+
+    def has_used(self, group: str) -> bool:
+        """Whether it has a lane of this group, or has recorded a call there."""
+        return any(one.group == group for one in (*self.lanes, *self.calls))
 
     def reached(self, group: str, lane_key: str) -> int:
         """The place of its latest call on that lane; 0 if it has made none."""
