@@ -149,7 +149,7 @@ class Flight:
 
     def has_used(self, group: str) -> bool:
         """Whether it has a lane of this group, or has recorded a call there."""
-        return any(one.group == group for one in (*self.lanes, *self.calls))
+        return group in {one.group for one in self.lanes} | {one.group for one in self.calls}
 
     def reached(self, group: str, lane_key: str) -> int:
         """The place of its latest call on that lane; 0 if it has made none."""
