@@ -1,7 +1,11 @@
 # One task file for people and for CI. Environments are built in a cache outside the checkout
 # (see tools/envs.py); every target works from nothing and again from a warm state.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# A distribution's Python has been optimised with profiles, and runs the tests a tenth faster than pyenv's. It
+# serves where it can make environments and compile.
+SERVES := import ensurepip, os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")
+PYTHON ?= $(shell /usr/bin/python3.11 -c '$(SERVES)' 2>/dev/null && echo /usr/bin/python3.11 || \
+	command -v python3.11 || command -v python3)
 ENVS   := $(PYTHON) $(CURDIR)/tools/envs.py
 TEST   := $(ENVS) exec test --
 WHEEL  := $(ENVS) exec test --wheel --
