@@ -419,6 +419,29 @@ def test_what_is_typed_wrong(asked: Any, arguments: list[str], told: str) -> Non
     assert told in errors
 
 
+def test_a_file_is_not_taken_for_another_of_its_name(
+    asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its function of that name would be called instead."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "alike", raising=False)
+    one, other = tmp_path / "alike.py", tmp_path / "below" / "alike.py"
+    other.parent.mkdir()
+    one.write_text("def main(rank): pass\ndef expected(report): pass\n")
+    other.write_text("def expected(report): assert False\n")
+    typed = f"{one}::main", "--jobs", "1", "--seeds", "1"
+    assert asked(*typed, "--expect", f"{one}::expected")[0] == 0
+    code, _, errors = asked(*typed, "--expect", f"{other}::expected")
+    assert code == 2
+    assert f"{other} cannot be imported beside another module of its name, {one}; rename it" in errors
+    taken, dotted = tmp_path / "statistics.py", tmp_path / "alike.v2.py"
+    for file, told in ((taken, "beside another module of its name"), (dotted, "with a dot in its name")):
+        file.write_text(one.read_text())
+        code, _, errors = asked(f"{file}::main", "--jobs", "1")
+        assert code == 2
+        assert told in errors
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_all_processes_in_a_line(start: Any, script: Any) -> None:
     script("""

@@ -77,8 +77,15 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     where = Path(file)
     if str(where.parent) not in sys.path:
         sys.path.insert(0, str(where.parent))
+    if "." in where.stem:
+        raise InvalidArgumentError(f"{where.name} cannot be imported, with a dot in its name; rename it")
     with exchanged(table, ("create",), SimpleNamespace(create=partial(_joins, where.name))):
         module = importlib.import_module(where.stem)
+    imported = getattr(module, "__file__", None) or "a part of Python"
+    if Path(imported).resolve() != where:
+        raise InvalidArgumentError(
+            f"{file} cannot be imported beside another module of its name, {imported}; rename it"
+        )
     found = getattr(module, name, None)
     if not callable(found):
         raise InvalidArgumentError(f"{where.name} has no function {name!r}")
