@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll.cli import main
+from asynccoll.host.store import Clients
 from asynccoll.runtime.process import current
 from asynccoll.testing import simulate
 from asynccoll.trace import spooling
@@ -545,6 +547,17 @@ def test_hooks_of_several_threads_all_end():
     finally:
         sys.setswitchinterval(interval)
     assert current().observers == before
+
+
+def test_a_rank_is_recorded_although_rank_0_is_not(tmp_path, monkeypatch):
+    """The variable is set on one host of two, say: that must not keep the job from beginning."""
+    monkeypatch.setattr(spooling, "_PATIENCE_SECONDS", 0.05)
+    context = SimpleNamespace(
+        rank=1, thread_rank=False, closed=False, timeout=0.05, clients=Clients(dist.HashStore())
+    )
+    with pytest.warns(UserWarning, match="ASYNCCOLL_TRACE has to be set for all ranks"):
+        assert spooling._Recordings(tmp_path)._number(context) == 1
+    context.clients.close()
 
 
 class Operation:

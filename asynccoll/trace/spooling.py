@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.store import Waiting
 from asynccoll.runtime.process import when_joined
 from asynccoll.trace.parts import Writer
@@ -27,6 +29,8 @@ VARIABLE = "ASYNCCOLL_TRACE"
 _EVERY_SECONDS = 0.5
 #: Where rank 0 says, in the store at which the ranks have met, which of the program's worlds this is.
 _NUMBER = "trace/world"
+#: How long the others wait for that: it says nothing where the variable is not set for it.
+_PATIENCE_SECONDS = 30.0
 
 
 def recordings(directory: Path) -> list[Path]:
@@ -71,11 +75,11 @@ class _Recordings:
         who = context.rank if context.thread_rank else -1
         number = self._made.get(who, 0) + 1
         if context.clients is not None:
-            store = Waiting(context.clients, context.timeout, lambda: context.closed)
+            store = Waiting(context.clients, _PATIENCE_SECONDS, lambda: context.closed)
             if context.rank == 0:
                 store.set(_NUMBER, str(number))
             else:
-                number = int(store.get(_NUMBER))
+                number = _told(store, number)
         self._made[who] = number
         return number
 
@@ -84,6 +88,19 @@ class _Recordings:
         self._open = [one for one in self._open if not which(one[0])]
         for _, finish in over:
             finish()
+
+
+def _told(store: Waiting, own: int) -> int:
+    """The number that rank 0 says; this rank's ``own`` if it says none."""
+    try:
+        return int(store.get(_NUMBER))
+    except CollectiveTimeoutError:
+        warnings.warn(
+            f"rank 0 is not recorded, or has not joined for {_PATIENCE_SECONDS:.0f} s: {VARIABLE} has to be "
+            f"set for all ranks; this one is recorded as in the program's world {own}",
+            stacklevel=2,
+        )
+        return own
 
 
 def _record(context: Context, path: Path) -> Callable[[], None]:
