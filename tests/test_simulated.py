@@ -483,3 +483,20 @@ def test_tasks_that_nobody_can_wake_are_not_told_again(caplog: pytest.LogCapture
     gc.collect()
     assert report.deadlock is not None
     assert caplog.messages == []
+
+
+async def split(rank: int) -> list[float]:
+    """Rank 0 sends one element to rank 1, which expects four."""
+    if rank == 0:
+        x, sent, received = torch.arange(3.0), [2, 1], [2, 2]
+    else:
+        x, sent, received = torch.arange(4.0), [2, 2], [4, 2]
+    got = await ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=received)
+    return list(got.tolist())
+
+
+def test_one_element_does_not_pass_for_several() -> None:
+    """Where the library compares nothing: torch would fill all of them with it."""
+    report = simulate(split, world_size=2, check="off")
+    assert "1 elements came where 4 were expected" in report.mismatches[0]
+    assert 1 not in report.results

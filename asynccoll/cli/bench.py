@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead, such as 4,4K,64K,1M,16M")
     parser.add_argument(
         "-n", "--iters", type=int, default=0, metavar="N",
-        help="calls of each peer in each round, default 30, from 64 KiB on 8, from 1 MiB on 2",
+        help="calls of each peer in each round, default 30, above 64 KiB 8, above 1 MiB 2",
     )  # fmt: skip
     parser.add_argument("-w", "--warmup-iters", type=int, default=2, metavar="N", help="default 2")
     parser.add_argument(

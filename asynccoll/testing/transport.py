@@ -201,6 +201,8 @@ class _Communicator:
         def finish(rows: list[list[torch.Tensor]]) -> None:
             parts = [row[self._index] for row in rows]
             for place, part in zip(torch.split(out.data, list(out_splits)), parts, strict=True):
+                if place.numel() != part.numel():  # one element would fill any number of them
+                    raise RuntimeError(f"{part.numel()} elements came where {place.numel()} were expected")
                 place.copy_(part)
 
         parts = list(torch.split(x, list(in_splits)))
