@@ -97,13 +97,16 @@ def test_what_the_program_marks_is_left_to_it():
     assert timeline.steps[0] >= timeline.spans[0].end
 
 
-def test_a_module_that_raises_ends():
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_module_that_raises_ends(error):
+    """Of the second no hook of torch tells."""
+
     class Broken(torch.nn.Module):
         def forward(self, x):
             self.inner(x)
 
         def inner(self, x):
-            raise KeyError
+            raise error
 
     class Around(torch.nn.Module):
         def __init__(self):
@@ -114,7 +117,7 @@ def test_a_module_that_raises_ends():
             return self.broken(x)
 
     with ac.trace.recording() as timeline:
-        with pytest.raises(KeyError):
+        with pytest.raises(error):
             Around()(torch.ones(1))
         Model()(torch.ones(1, 3))
     assert marked(timeline) == [("forward", "Around"), ("forward", "Model")]

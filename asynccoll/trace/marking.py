@@ -49,8 +49,8 @@ class _Marks:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.over = False
-        #: by thread: the modules that are being called, the outermost first, and the span of that one
-        self._calls: dict[int, tuple[list[int], Any]] = {}
+        #: by thread: the modules that are being called, the outermost first; the call and span of that one
+        self._calls: dict[int, tuple[list[int], FrameType, Any]] = {}
         #: by thread: the call of the outermost optimizer's step, and its span
         self._optimizing: dict[int, tuple[FrameType, Any]] = {}
         #: backward passes that have begun, by autograd's number
@@ -59,14 +59,17 @@ class _Marks:
     def forward_begins(self, module: torch.nn.Module, _inputs: object) -> None:
         if torch.compiler.is_compiling() or _in_backward():
             return
-        thread = host.get_ident()
+        thread, call = host.get_ident(), sys._getframe(1)
         found = self._calls.get(thread)
+        if found is not None and not _is_below(call, found[1]):
+            self._end_raised_forward(thread)
+            found = None
         if found is None:
-            self._end_raised_step(sys._getframe())
+            self._end_raised_step(call)
             span = None
             if not self.recorder.is_marked():
                 span = self.recorder.begin("forward", place=type(module).__name__)
-            self._calls[thread] = ([id(module)], span)
+            self._calls[thread] = ([id(module)], call, span)
         else:
             found[0].append(id(module))
 
@@ -77,7 +80,7 @@ class _Marks:
         found = self._calls.get(thread)
         if found is None:  # it was called before the recording began
             return
-        calls, span = found
+        calls, _, span = found
         while calls and calls.pop() != id(module):  # one that raised may not have told
             pass
         if calls:
@@ -86,6 +89,12 @@ class _Marks:
         if span is not None:
             span.finish()
         self._await_backward(outputs, type(module).__name__)
+
+    def _end_raised_forward(self, thread: int) -> None:
+        """End a call of which no hook has told: it has raised what is no Exception, as Ctrl-C does."""
+        _, _, span = self._calls.pop(thread)
+        if span is not None:
+            span.finish()
 
     def _await_backward(self, outputs: object, name: str) -> None:
         row = host.current_thread().name
@@ -125,14 +134,17 @@ class _Marks:
     def _end_raised_step(self, frame: FrameType | None) -> None:
         """End the thread's step unless it has called ``frame``: it has raised, of which no hook tells."""
         step, span = self._optimizing.get(host.get_ident(), (None, None))
-        if step is None:
-            return
-        while frame is not None and frame is not step:
-            frame = frame.f_back
-        if frame is None:
+        if step is not None and not _is_below(frame, step):
             del self._optimizing[host.get_ident()]
             if span is not None:
                 span.finish()
+
+
+def _is_below(frame: FrameType | None, outer: FrameType) -> bool:
+    """Whether ``outer`` is ``frame``, or has called it."""
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_backward() -> bool:
