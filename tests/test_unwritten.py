@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,46 @@ async def written(me: Rank) -> None:
 
 def test_an_input_that_is_written_to_in_flight_is_an_error(world: World, runner: str) -> None:
     world.run(written, runner=runner)
+
+
+async def of_many(me: Rank) -> None:
+    def put_together(call: Callable[[], ac.Work[Any]]) -> ac.Work[Any]:
+        with ac.coalescing():
+            return call()
+
+    src = me.size - 1
+    calls: list[Callable[[torch.Tensor], ac.Work[Any]]] = [
+        lambda x: ac.reduce([x, 1.0], dst=src),
+        lambda x: ac.gather({"x": x}, dst=src),
+        lambda x: ac.all_reduce([x], postscale=2.0),
+        lambda x: ac.all_to_all([x] * me.size),
+        lambda x: put_together(lambda: ac.all_reduce([x, x])),
+        lambda x: put_together(lambda: ac.all_gather([x])),
+    ]
+    of_src: list[Callable[[torch.Tensor | None], ac.Work[Any]]] = [
+        lambda x: ac.scatter(x, src=src),
+        lambda x: ac.scatter(None if x is None else [{"x": x}] * me.size, src=src),
+    ]
+    for rows in me.size, me.size << 14:  # in one round, and in two
+        for call in calls:
+            x = torch.ones(rows, 2)
+            work = call(x)
+            x.add_(1)
+            with raising(ac.InvalidArgumentError, "written to", "test_unwritten.py"):
+                await me.get(work)
+        for call in of_src:
+            x = torch.ones(rows, 2)
+            work = call(x if me.rank == src else None)
+            x.add_(1)
+            if me.rank == src:
+                with raising(ac.InvalidArgumentError, "written to", "scatter", "test_unwritten.py"):
+                    await me.get(work)
+            else:
+                await me.get(work)
+
+
+def test_the_tensors_of_trees_and_lists_must_stay_as_they_are_too(world: World, runner: str) -> None:
+    world.run(of_many, runner=runner)
 
 
 async def allowed(me: Rank) -> None:

@@ -11,7 +11,7 @@ call, or not, by the mode in which it was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -31,6 +31,7 @@ from asynccoll.host import actors
 from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.memory.aliasing import Claims
 from asynccoll.memory.plain import plain_tensor, writable
+from asynccoll.memory.unwritten import Read
 from asynccoll.modes.captured import Modes, as_called
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op, reduce_op
@@ -263,17 +264,24 @@ class _Batch:
         start: Callable[..., Started[object]],
         args: tuple[object, ...],
         timeout: float | None,
+        read_by: Callable[[Sequence[object]], Read | None],
         **filled: Any,
     ) -> Work[object]:
-        """Defer the call, or start it. ``filled`` is ``out=``, for calls that have it."""
+        """Defer the call, or start it. ``filled`` is ``out=``, for calls that have it.
+
+        ``read_by`` returns what the call reads, given the leaves of its tree, if it has one.
+        """
         put_off = self._take(lane, start, args, timeout, **filled)
         if put_off is not None:
+            if (read := read_by(())) is not None:
+                put_off.reads(read)
             return put_off
         # The deferred calls are sent only once this call is known to be made: if it is refused here, the
         # peers' call at this point may be one that they defer.
         try:
             with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
-                return handed_out(start(lane, *args, timeout=timeout, **filled), **filled)
+                started = start(lane, *args, timeout=timeout, **filled)
+                return handed_out(started, read=read_by(started.leaves), **filled)
         except _PLACE_LOST as error:  # as in ``_Parts.send``
             lost: Deferred[object] = Deferred(self, lane)
             lost.abandoned(error)

@@ -38,6 +38,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
@@ -117,7 +118,7 @@ _DEPTH = 4
 _ENDS = {"send": "dst", "recv": "src"}
 _ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
 
-#: The functions that read their argument on every rank. (That of others may only be an example, as of recv.)
+#: The functions that read their argument wherever it is passed. (That of others may be an example, as of recv.)
 _READING = frozenset(
     {
         payload.all_reduce,
@@ -125,6 +126,7 @@ _READING = frozenset(
         payload.reduce,
         payload.all_gather,
         payload.gather,
+        payload.scatter,
         payload.reduce_scatter,
         payload.all_to_all,
         payload.permute,
@@ -184,10 +186,8 @@ def _start(
         if block is not None:
             block.check_unread(start.__name__, filled.get("out"))
             if start not in _MESSAGES:
-                work = block.start(at, start, args, timeout, **filled)
-                if (read := _read_by(start, args, context.rank, **filled)) is not None:
-                    work.reads(read)
-                return work
+                read_by = partial(_read_by, start, args, context.rank, **filled)
+                return block.start(at, start, args, timeout, read_by, **filled)
         started = start(at, *args, timeout=timeout, **filled)
         return handed_out(
             started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled

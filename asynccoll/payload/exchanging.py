@@ -71,7 +71,8 @@ def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> 
     device = lane.world.device
     received = tensors.all_to_all_call(lane, joined, lengths, None).begin(lane, timeout)
     came = received.then(lambda raw: [part_of(message, device) for message in split_messages(raw)])
-    return no_gradient(came, tensors_of(parts), "all_to_all of a list", "all_to_all of one tensor")
+    came.leaves = leaves = tensors_of(parts)
+    return no_gradient(came, leaves, "all_to_all of a list", "all_to_all of one tensor")
 
 
 def splits_of(shape: Sequence[int], input_split_sizes: Sequence[int] | None, size: int) -> list[int]:

@@ -128,6 +128,8 @@ def scatter(
     )
     if out is not None:
         return received.then(lambda part: _into(part, out))
+    if not isinstance(x, torch.Tensor):
+        received.leaves = recorded
     return no_gradient(received, recorded, "scatter", "all_to_all")
 
 

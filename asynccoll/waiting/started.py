@@ -25,7 +25,7 @@ U = TypeVar("U")
 class Started(Generic[T]):
     """Operations in flight, and their result: what ``finish`` returns, or without one ``value``, once filled.
 
-    ``leaves``: those of a tree that the operations read.
+    ``leaves``: those of a tree, or the parts of a list, that the operations read.
     """
 
     __slots__ = ("finish", "leaves", "operations", "value")
@@ -44,7 +44,9 @@ class Started(Generic[T]):
 
     def then(self, function: Callable[[T], U]) -> Started[U]:
         """A ``Started`` of the same operations, whose result is ``function`` of this one's."""
-        return Started(self.operations, lambda: function(self.outcome()))
+        derived = Started(self.operations, lambda: function(self.outcome()))
+        derived.leaves = self.leaves
+        return derived
 
 
 def together(parts: Sequence[Started[Any]], finish: Callable[[list[object]], T]) -> Started[T]:
