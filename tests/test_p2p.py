@@ -301,6 +301,26 @@ def test_layouts_and_out(pair: World, runner: str) -> None:
     pair.run(into_out, runner=runner)
 
 
+async def of_one_column(me: Rank) -> None:
+    for rows in 1, 0, 3:
+        column = torch.arange(rows * 2.0).view(rows, 2)[:, 1]  # contiguous for torch if it has one row or none
+        if me.rank == 0:
+            await me.get(ac.send(column, dst=1, timeout=patient(20.0)))
+            await me.get(ac.send(column + 1, dst=1))
+        else:
+            got = await me.get(ac.recv(torch.zeros(rows), src=0, timeout=patient(20.0)))
+            oracle.same(got, column)
+            out = torch.zeros(rows, 2)[:, 1]
+            assert await me.get(ac.recv(got, src=0, out=out)) is out
+            oracle.same(out, column + 1)
+
+
+@pytest.mark.processes
+def test_a_column_of_one_row(pair: World, runner: str) -> None:
+    """Its stride is not 1, and means nothing."""
+    pair.run(of_one_column, runner=runner)
+
+
 async def batch(me: Rank, sends: Any, receives: Any) -> None:
     following, previous = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     x, y = torch.full((3,), float(me.rank)), torch.zeros(3)

@@ -455,4 +455,6 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """Return the flat ``x`` as bytes, for any thread to fill, whatever mode this one is in."""
     # In inference mode a view in another dtype is an inference tensor, which only that mode may write to.
     with torch.inference_mode(False):
+        if x.stride(0) != 1:  # it has one element or none, and torch looks at the stride all the same
+            x = x.as_strided(x.shape, (1,))
         return x.view(torch.uint8)
