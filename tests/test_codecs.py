@@ -14,6 +14,7 @@ import pathlib
 import pickle
 import random
 import tracemalloc
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,8 @@ class Access(enum.Flag):
         (argparse.Namespace(__deepcopy__=1), "__deepcopy__ stands before a method"),
         (argparse.Namespace(run=print), "builtin_function"),
         (np.ma.masked_array([1], [True]), "MaskedArray"),
+        (slice(np.int64(0), np.int64(3)), "slice.*Python's own numbers"),
+        (Fraction(np.int64(3), np.int64(4)), "Fraction.*Python's own numbers"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

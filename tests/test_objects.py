@@ -132,10 +132,19 @@ def test_the_default_codec_refuses_classes(world: World) -> None:
     world.run(safe)
 
 
+def vast() -> torch.Tensor:
+    """A tensor without elements, whose shape is longer in words than a slot."""
+    return torch.empty(0).as_strided((0, *[2**62] * 40), (1,) * 41)
+
+
 async def refused(me: Rank) -> None:
     await me.refuses("codec", ValueError, ac.all_gather_object, 1, codec="xml", says=("xml", "pickle"))
     await me.refuses("dst", ValueError, ac.gather_object, 1, dst=me.size, says=(str(me.size),))
     await me.refuses("src", ValueError, ac.broadcast_object, 1, src=-1, says=("-1",))
+    wordy = ac.Codec("own " * 200, lambda _: b"", bytes)
+    says = ("800 bytes", "shorter name")
+    await me.refuses("a long name", ValueError, ac.all_gather_object, 1, codec=wordy, says=says)
+    await me.refuses("of many dimensions", ValueError, ac.all_gather, vast(), uneven=True, says=("fewer",))
     await me.refuses("unpicklable", (TypeError, ValueError), ac.all_gather_object, lambda: 0, codec="pickle")
     await me.check("afterwards", ac.all_gather_object, me.rank, expect=list(range(me.size)))
 

@@ -303,7 +303,9 @@ def test_layouts_and_out(pair: World, runner: str) -> None:
 
 async def of_one_column(me: Rank) -> None:
     for rows in 1, 0, 3:
-        column = torch.arange(rows * 2.0).view(rows, 2)[:, 1]  # contiguous for torch if it has one row or none
+        column = torch.arange(rows * 2.0).view(rows, 2)[
+            :, 1
+        ]  # contiguous for torch if it has one row or none
         if me.rank == 0:
             await me.get(ac.send(column, dst=1, timeout=patient(20.0)))
             await me.get(ac.send(column + 1, dst=1))

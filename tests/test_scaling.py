@@ -116,6 +116,9 @@ async def refused(me: Rank) -> None:
     await me.refuses(
         "integers", TypeError, call, torch.ones(2, dtype=torch.int64), prescale=0.5, says=("int64",)
     )
+    narrow = torch.ones(2, dtype=torch.float8_e4m3fn)
+    says = ("float8_e4m3fn", "float32 first")
+    await me.refuses("float8", ac.UnsupportedOpError, call, narrow, postscale=2.0, says=says)
     await me.refuses("number", TypeError, call, 1.0, postscale=2.0, says=("float",))
     await me.refuses("in a tree", TypeError, call, [x, 1], compression="fp16", says=("int",))
     await me.refuses("name", ValueError, call, x, compression="fp8", says=("'fp8'", "'fp16'"))
@@ -140,9 +143,9 @@ async def sparse(me: Rank) -> None:
     )
     before = mine.to_dense().clone()
     got = await me.get(ac.all_reduce(mine))
-    want = [float(size), *(2.0 * rank for rank in range(size)), 0.0]
+    want_of_all = [float(size), *(2.0 * rank for rank in range(size)), 0.0]
     assert got.is_sparse
-    oracle.same(got.to_dense(), torch.tensor(want))
+    oracle.same(got.to_dense(), torch.tensor(want_of_all))
     oracle.same(mine.to_dense(), before)
     rows = torch.sparse_coo_tensor([[me.rank]], [[1.0, 2.0]], (size, 2), check_invariants=True)
     got = await me.get(ac.all_reduce(rows))
@@ -156,6 +159,15 @@ async def sparse(me: Rank) -> None:
             got = await me.get(ac.all_reduce(rows))
             want = [size, *range(size)]
             oracle.same(got.to_dense(), torch.tensor(want, dtype=dtype))
+    for factors in {"prescale": 0.5}, {"postscale": 0.5}, {"prescale": 0.5, "compression": "fp16"}:
+        got = await me.get(ac.all_reduce(mine, **factors))
+        oracle.same(got.to_dense(), torch.tensor(want_of_all) * 0.5)
+    if me.size > 1:  # of one shape, but as rows on one rank, and by element on the others
+        shape = (me.size, 2)
+        rows = torch.eye(*shape).to_sparse(1 if me.rank == 0 else 2)
+        with raising(ac.CollectiveMismatchError, "sparse_dim=1", "sparse_dim=2"):
+            await me.get(ac.all_reduce(rows))
+        await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
     none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0), (3,), check_invariants=True)
     oracle.same((await me.get(ac.all_reduce(none))).to_dense(), torch.zeros(3))
 

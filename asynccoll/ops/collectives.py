@@ -118,7 +118,7 @@ _DEPTH = 4
 _ENDS = {"send": "dst", "recv": "src"}
 _ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
 
-#: The functions that read their argument wherever it is passed. (That of others may be an example, as of recv.)
+#: The functions that read their argument where it is passed. (That of others may be an example, as of recv.)
 _READING = frozenset(
     {
         payload.all_reduce,

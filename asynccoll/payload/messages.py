@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.health.checks import checked, signature
 from asynccoll.order.job import Program
 from asynccoll.order.lane import Lane
@@ -85,6 +86,11 @@ def _slot(message: Message, longest: int = 0) -> bytearray:
     row = bytearray(SLOT_BYTES)
     _FIXED.pack_into(row, 0, kind, len(header), size_bytes, longest)
     start = _FIXED.size + len(header)
+    if start > SLOT_BYTES:
+        raise InvalidArgumentError(
+            f"what describes the payload takes {len(header)} bytes, of {_ROOM} at most: its shape, if it is "
+            "a tensor, else the name of its codec; pass one of fewer dimensions, or a Codec of a shorter name"
+        )
     row[_FIXED.size : start] = header
     if size_bytes <= _ROOM - len(header):
         row[start : start + size_bytes] = body if isinstance(body, bytes) else message.body_bytes()
@@ -248,10 +254,11 @@ def _gather(
     slots = _Slots.empty(size)
     bodies: list[torch.Tensor] = []
     wanted = dst is None or dst == lane.group.rank
+    mine = _as_tensor(_slot(message))
 
     def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
         # An all_gather also if only dst wants the messages: every rank pads its body to the longest.
-        first: Completion = communicator.all_gather(slots.tensor, _as_tensor(_slot(message)))
+        first: Completion = communicator.all_gather(slots.tensor, mine)
         yield first
         longest = slots.read()
         if not longest:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.memory.plain import plain_tensor
 from asynccoll.order.lane import Lane
 from asynccoll.payload.common import check_filled, leaves_of, no_out
@@ -61,6 +61,11 @@ class Scaling:
             raise PayloadTypeError(
                 f"prescale, postscale and compression are for floats, got {dtype_name(x.dtype)}; convert "
                 "the tensor first"
+            )
+        if x.element_size() == 1 and not (self.prescale == self.postscale == 1):
+            raise UnsupportedOpError(
+                f"{dtype_name(x.dtype)} cannot be multiplied, as prescale and postscale do; convert it to "
+                "float32 first"
             )
         return x
 
@@ -125,6 +130,6 @@ def _of_tensor(
         autograd.records("all_reduce", (x,), (out,))
     check_out(out, x, x.shape)
     sent = scaling.before(x)
-    own = sent is not x and not autograd.tracked(sent)
+    own = sent is not x and sent.layout is torch.strided and not autograd.tracked(sent)
     total = all_reduce(lane, sent, op, sent if own else None, timeout).then(partial(scaling.after, x))
     return total if out is None else total.then(lambda result: deliver(result, out))

@@ -23,9 +23,8 @@ def sum_sparse(lane: Lane, plan: Plan, x: torch.Tensor) -> Call:
     mine = x.detach().coalesce()
     gathered = _Gathered(mine, lane.group.size)
     values = mine.values()
-    return Call(
-        plan, None, values, gathered.total, shape=x.shape, detail="sum sparse", program=gathered.program
-    )
+    detail = f"sum sparse_dim={mine.sparse_dim()}"  # of one shape there may be indices of other lengths
+    return Call(plan, None, values, gathered.total, shape=x.shape, detail=detail, program=gathered.program)
 
 
 class _Gathered:

@@ -306,8 +306,7 @@ def _frozenset(of: _Decoder) -> frozenset[object]:
 def _parts(of: _Decoder) -> object:
     parts = PARTS[of.size()]
     found = of.items()
-    takes = parts.takes if isinstance(parts.takes, tuple) else ((parts.takes,),) * len(found)
-    if len(found) != len(takes) or any(type(x) not in kinds for x, kinds in zip(found, takes, strict=True)):
+    if not parts.fit(found):
         raise UnfitError(f"parts of a {parts.kind.__name__} of other types")
     return parts.join(*found)
 

@@ -20,6 +20,7 @@ from asynccoll.payload.safecodec import tags
 from asynccoll.payload.safecodec.types import (
     FACTORIES,
     PARTS,
+    Parts,
     UnfitError,
     check_attributes,
     class_named,
@@ -348,12 +349,15 @@ def _frozenset(to: _Encoder, x: frozenset[object]) -> None:
         to.remember(x)
 
 
-def _parts(number: int, split: Callable[[object], tuple[object, ...]]) -> Callable[[_Encoder, object], None]:
+def _parts(number: int, parts: Parts) -> Callable[[_Encoder, object], None]:
     head = bytes([tags.PARTS, number])
 
     def write(to: _Encoder, x: object) -> None:
+        found = parts.split(x)
+        if not parts.fit(found):
+            raise _refused(type(x), "it consists of others than Python's own numbers and texts")
         to.parts.append(head)
-        to.items(split(x))
+        to.items(found)
 
     return write
 
@@ -428,7 +432,7 @@ _WRITE: dict[type, Callable[[_Encoder, Any], None]] = {
     collections.deque: _deque,
     set: _set,
     frozenset: _frozenset,
-    **{parts.kind: _parts(number, parts.split) for number, parts in PARTS.items()},
+    **{parts.kind: _parts(number, parts) for number, parts in PARTS.items()},
 }
 
 

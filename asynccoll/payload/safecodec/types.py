@@ -17,7 +17,7 @@ import re
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -53,6 +53,13 @@ class Parts(NamedTuple):
     split: Callable[[Any], tuple[object, ...]]
     join: Callable[..., object]
     takes: tuple[tuple[type, ...], ...] | type
+
+    def fit(self, found: Sequence[object]) -> bool:
+        """Whether ``found`` are as many scalars as a value consists of, and of the permitted types."""
+        takes = self.takes if isinstance(self.takes, tuple) else ((self.takes,),) * len(found)
+        return len(found) == len(takes) and all(
+            type(x) in kinds for x, kinds in zip(found, takes, strict=True)
+        )
 
 
 _NO_TYPE = type(None)
