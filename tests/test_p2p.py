@@ -302,6 +302,8 @@ def test_layouts_and_out(pair: World, runner: str) -> None:
 
 
 async def of_one_column(me: Rank) -> None:
+    if me.lacks("send"):
+        return
     for rows in 1, 0, 3:
         column = torch.arange(rows * 2.0).view(rows, 2)[
             :, 1
