@@ -93,8 +93,8 @@ _SEEDED = (
     ("transport/completion.py", "            self._event.set()\n", "            pass\n"),
     (
         "transport/completion.py",
-        "        for callback in callbacks:\n",
-        "        for callback in callbacks[:1]:\n",
+        "call_each(iter(callbacks))",
+        "call_each(iter(callbacks[:1]))",
     ),
     (
         "waiting/loops.py",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.transport import Promise
 from asynccoll.waiting import work as module
 from patience import patient
 
@@ -82,3 +83,17 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
     for thread in threads:
         thread.join(patient(30))
     assert got == [1.0]
+
+
+def test_other_waiters_are_told_all_the_same() -> None:
+    """Of a call that two await, where Ctrl-C strikes in what wakes the first."""
+    promise, told = Promise(), []
+
+    def struck() -> None:
+        raise KeyboardInterrupt
+
+    promise.add_callback(struck)
+    promise.add_callback(lambda: told.append("the second"))
+    with pytest.raises(KeyboardInterrupt):
+        promise.settle()
+    assert told == ["the second"]

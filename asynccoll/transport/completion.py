@@ -7,17 +7,27 @@ lanes and programs (calls made of several native ones) are written against it al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asynccoll import host
 from asynccoll.host.forks import renew
 
-__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
+__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready", "call_each"]
 
 Callback = Callable[[], object]
 #: Held while any promise changes, for a moment; nothing is allocated under it.
 _settling = host.Lock()
 renew(_settling)
+
+
+def call_each(callbacks: Iterator[Callback]) -> None:
+    """Call ``callbacks``, of different waiters: where one raises, the others are called all the same."""
+    try:
+        for callback in callbacks:
+            callback()
+    except BaseException:
+        call_each(callbacks)
+        raise
 
 
 class Completion:
@@ -152,8 +162,8 @@ class Promise(Completion):
             self._event.set()
         # No lock: once the promise is done, ``add_callback`` adds none.
         callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        if callbacks:
+            call_each(iter(callbacks))
 
     def follow(self, completion: Completion) -> None:
         """Complete when ``completion`` does, and with its error."""
