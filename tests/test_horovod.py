@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -131,6 +132,31 @@ async def _result(work: Any) -> Any:
 def test_waiting_leaves_the_loop_alone(pair: worlds.World) -> None:
     """While one rank is late, the other's tasks go on: its call comes only after them."""
     pair.run(waits)
+
+
+def added_while_asked(me: Rank) -> None:
+    from asynccoll.backends.horovod import completion
+
+    told, watched = threading.Event(), []
+
+    def ends(_handle: int) -> bool:
+        other = threading.Thread(target=work.add_callback, args=(told.set,))
+        other.start()
+        other.join()
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "poll", ends)
+        patch.setattr(completion, "clear", lambda _handle: None)
+        patch.setattr(completion.progress, "watch", watched.append)  # the thread has not come to it yet
+        work = completion.HorovodCompletion(0, None, completion.Common())
+        assert work.done()
+    completion.progress.watch(*watched)
+    assert told.wait(patient(10))
+
+
+def test_a_callback_that_is_added_while_another_thread_finds_the_end_is_called(pair: worlds.World) -> None:
+    pair.run(added_while_asked)
 
 
 # ---------------------------------------------------------------- mismatches

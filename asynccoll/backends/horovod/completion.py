@@ -47,7 +47,7 @@ class HorovodCompletion(Completion):
     Made for every operation, so what most never change is the class's, not the instance's.
     """
 
-    finished: bool = False
+    over: bool = False
     attended: bool = False
     urgent: bool = True
     #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
@@ -66,20 +66,29 @@ class HorovodCompletion(Completion):
         self._started = monotonic()
         self._lock = threading.Lock()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the thread has nothing more to do with it, callbacks included.
+
+        One that was added while ``done`` found the end is left to the thread: it may take locks that the
+        caller of ``done`` holds.
+        """
+        return self.over and not self._callbacks
+
     def expected(self) -> float:
         return 0.0
 
     def done(self) -> bool:
         # Callbacks may take locks that the caller holds: with any, only poll() ends it.
-        return self.finished or (self._callbacks is None and self._look())
+        return self.over or (self._callbacks is None and self._look())
 
     def _look(self) -> bool:
         """Ask Horovod, unless another thread is asking; whether it is over."""
-        if self.finished or self._lock.locked():
-            return self.finished
+        if self.over or self._lock.locked():
+            return self.over
         with self._lock:  # not acquire(False): Ctrl-C as that returns would leave the lock held
             try:
-                if self.finished:  # another thread has looked meanwhile
+                if self.over:  # another thread has looked meanwhile
                     pass
                 elif self._common.abandoned:  # the handle may be another operation's by now
                     self._close(AbortedError("given up with the operation in flight"))
@@ -87,7 +96,7 @@ class HorovodCompletion(Completion):
                     self._end()
             except ValueError:  # Horovod was shut down here, and has forgotten its handles
                 self._close(AbortedError("Horovod was shut down with the operation in flight"))
-        return self.finished
+        return self.over
 
     def _end(self) -> None:
         """Take the result, which is there."""
@@ -105,7 +114,7 @@ class HorovodCompletion(Completion):
     def _close(self, error: CollectiveError | None) -> None:
         self._error = error
         self._buffers = self._finish = None
-        self.finished = True
+        self.over = True
 
     def poll(self) -> bool:
         return self._look() and self._told()
@@ -127,7 +136,7 @@ class HorovodCompletion(Completion):
 
     def wait(self, seconds: float) -> bool:
         if self.poll():
-            return self.finished
+            return self.over
         self.attended = True  # the thread leaves it alone, unless it is looking just now
         try:
             return self._wait(monotonic() + seconds)
@@ -142,14 +151,14 @@ class HorovodCompletion(Completion):
             late = (now - self._started) * (self.lateness or 0.0)
             nap = min(max(late, SHORTEST_NAP_SECONDS), LONGEST_NAP_SECONDS)
             time.sleep(min(nap, deadline - now))
-        return self.finished
+        return self.over
 
     def add_callback(self, callback: Callback) -> None:
         # Only now the thread has to look: Horovod moves the data by itself. Without the lock, either the
         # thread that ends it sees the callback, or we see that it has ended.
         callbacks = self.__dict__.setdefault("_callbacks", [])
         callbacks.append(callback)
-        if self.finished:
+        if self.over:
             self._tell()
         elif not self._watched:
             self._watched = True
