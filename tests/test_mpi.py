@@ -5,8 +5,14 @@ Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have th
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count, product
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -306,6 +312,144 @@ def test_an_idle_process_burns_no_core() -> None:
             assert nothing == 0
             assert one <= 150
     assert any(one for _, one in found)
+
+
+# ---------------------------------------------------------------- opening
+
+
+def gives_up(me: Rank) -> None:
+    from asynccoll.runtime.process import current
+
+    backend: Any = current().backend
+    for early, how in ((0, "not wanted"), (1, "late"), (0, "late")):
+        name = f"{how} on rank {early}"
+        asked = current().world.opening(name, 0, lambda: False)
+        if me.rank == early:
+            if how == "late":
+                with pytest.raises(ac.CollectiveTimeoutError, match=f"rank {1 - early} had not come"):
+                    backend.open(replace(asked, meeting=0.0))
+            else:
+                with pytest.raises(ac.AbortedError):
+                    backend.open(replace(asked, given_up=lambda: True))
+            me.show(name)
+        else:
+            me.see(name)
+            with pytest.raises(ac.PeerLostError, match=f"rank {early} had given up"):
+                backend.open(replace(asked, meeting=patient(600)))
+    assert ac.all_reduce(1, lane="another").wait() == me.size
+
+
+def test_who_comes_when_another_rank_has_given_up_is_told(pair: worlds.World) -> None:
+    """Or it would wait for that rank: in the store, or inside of MPI for ever."""
+    pair.run(gives_up)
+
+
+# ---------------------------------------------------------------- requests
+
+
+class Answering:
+    """A request that answers what it is told to, one after the other; an error it raises."""
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self._answers = list(answers)
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        answer = self._answers.pop(0) if self._answers else True  # MPI's answer once a request is over
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def added_while_asked(me: Rank) -> None:
+    from asynccoll.backends.mpi import completion
+
+    told = threading.Event()
+
+    class Ending:
+        def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+            other = threading.Thread(target=work.add_callback, args=(told.set,))
+            other.start()
+            other.join()
+            return True
+
+    usual, completion.watch = completion.watch, [].append  # the thread has not come to it yet
+    try:
+        work = completion.MpiCompletion(Ending(), None, 8, completion.Common(1))
+    finally:
+        completion.watch = usual
+    assert work.done()
+    usual(work)
+    assert told.wait(patient(10))
+
+
+def test_a_callback_that_is_added_while_another_thread_finds_the_end_is_called(pair: worlds.World) -> None:
+    pair.run(added_while_asked)
+
+
+def parts_that_fail(me: Rank) -> None:
+    from mpi4py import MPI
+
+    from asynccoll.backends.mpi.completion import Common, Many, MpiCompletion
+    from asynccoll.backends.mpi.messages import Received, room
+
+    truncated = MPI.Exception(MPI.ERR_TRUNCATE)
+
+    def fails() -> Answering:
+        raise truncated
+
+    def begun(request: Many, *parts: Callable[[], Answering]) -> MpiCompletion:
+        return MpiCompletion(request.make([partial(part) for part in parts]), None, 8 << 20, Common(1))
+
+    first, second = (lambda: Answering(truncated)), (lambda: Answering(False, False, True))
+    for order in ((first, second), (second, first), (second, fails)):
+        work = begun(Many(), *order)
+        assert not work.done()
+        assert work.writing(), "MPI still uses the memory of the other part"
+        assert work.wait(patient(10))
+        assert isinstance(work.error(), ac.CollectiveMismatchError)
+    nothing_came = begun(Received(room(), torch.ones(1)), first, second)
+    assert nothing_came.wait(patient(10))
+    assert "truncate" in str(nothing_came.error()).lower()
+
+
+def test_a_call_in_parts_fails_when_none_of_them_is_in_flight(pair: worlds.World) -> None:
+    """A part that has failed says nothing of the memory of the others."""
+    pair.run(parts_that_fail)
+
+
+def interrupted(me: Rank) -> None:
+    from asynccoll.backends.mpi import completion
+
+    under, struck = communicator(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "watch", [].append)  # the thread leaves it alone
+        for event, moment in product(("c_call", "c_return", "return"), range(4)):
+            x = torch.full((2 << 20,), float(me.rank))
+            under._common.overlapped = True
+            work = under.all_reduce(x, ac.ReduceOp.SUM)
+            assert isinstance(work, completion.LeftToThread)
+            sys.setprofile(partial(_strike, event, count(moment, -1)))
+            try:
+                work.make()
+            except KeyboardInterrupt:
+                struck += 1
+            finally:
+                sys.setprofile(None)
+            after = under.all_reduce(torch.ones(1), ac.ReduceOp.SUM)
+            assert work.wait(patient(30))
+            assert after.wait(patient(30))
+            assert x.unique().tolist() == [float(sum(range(me.size)))]
+    assert struck > 3
+
+
+def _strike(wanted: str, left: Iterator[int], frame: FrameType, event: str, _what: object) -> None:
+    if frame.f_code.co_name == "make" and event == wanted and next(left) == 0:
+        raise KeyboardInterrupt
+
+
+def test_a_call_whose_making_is_interrupted_is_made_once(pair: worlds.World) -> None:
+    """Else what is called after it would meet it on the other ranks."""
+    pair.run(interrupted)
 
 
 # ---------------------------------------------------------------- errors

@@ -23,10 +23,11 @@ from asynccoll.backends.mpi.completion import (
     LeftToThread,
     Many,
     MpiCompletion,
+    never_ending,
 )
 from asynccoll.backends.mpi.errors import typed
 from asynccoll.backends.mpi.library import Library
-from asynccoll.backends.mpi.messages import ROOM_BYTES, Received, header, refusal
+from asynccoll.backends.mpi.messages import Received, header, refusal, room
 from asynccoll.backends.mpi.types import (
     BYTE,
     OPS,
@@ -68,22 +69,7 @@ class MpiCommunicator:
         self, call: Callable[..., Any], arguments: Sequence[object], x: torch.Tensor, keep: object = None
     ) -> Completion:
         """Issue ``call``; what it works on is kept until it is over."""
-        common, size = self._common, x.nbytes
-        if (left := common.left) is not None:
-            left.make()
-        if size >= LARGE_BYTES and common.overlapped and not self._guarded:
-            return LeftToThread(partial(call, *arguments), (x, keep), size, common)
-        if self._on_device:
-            _settle_stream(x)
-        try:
-            if self._gate is None:
-                request = call(*arguments)
-            else:
-                with self._gate:
-                    request = Guarded(call(*arguments), self._gate)
-        except MPI.Exception as error:
-            return Ready(typed(error))
-        return MpiCompletion(request, (x, keep, arguments), size, common)
+        return self._begin([partial(call, *arguments)], None, x, keep)
 
     def _start_parts(
         self,
@@ -93,7 +79,34 @@ class MpiCommunicator:
         keep: object = None,
     ) -> Completion:
         """Issue ``call`` once for each of ``parts``, in an order that is the same on every rank."""
-        return self._start(lambda: Many([call(*arguments) for arguments in parts]), (), x, (keep, parts))
+        return self._begin([partial(call, *arguments) for arguments in parts], Many(), x, keep)
+
+    def _begin(
+        self, calls: Sequence[partial[Any]], request: Many | None, x: torch.Tensor, keep: object
+    ) -> Completion:
+        """Issue ``calls``: one, or those that ``request`` then is."""
+        common, size = self._common, x.nbytes
+        if (left := common.left) is not None:
+            left.make()
+        if size >= LARGE_BYTES and common.overlapped and not self._guarded:
+            return LeftToThread(request or Many(), calls, (x, keep), size, common)
+        if self._on_device:
+            _settle_stream(x)
+        buffers = x, keep, calls
+        try:
+            return MpiCompletion(self._made(calls, request), buffers, size, common)
+        except MPI.Exception as error:
+            return Ready(typed(error))
+        except BaseException:  # Ctrl-C: MPI may have the memory already
+            never_ending.append(buffers)
+            raise
+
+    def _made(self, calls: Sequence[partial[Any]], request: Many | None) -> object:
+        make = calls[0] if request is None else partial(request.make, calls)
+        if self._gate is None:
+            return make()
+        with self._gate:
+            return Guarded(make(), self._gate)
 
     # Arithmetic
 
@@ -107,9 +120,12 @@ class MpiCommunicator:
             request = self._iallreduce(
                 IN_PLACE, (address(x.data_ptr(), size), count, TYPES[x.dtype]), OPS[op]
             )
+            return MpiCompletion(request, x, size, common)
         except MPI.Exception as error:
             return Ready(typed(error))
-        return MpiCompletion(request, x, size, common)
+        except BaseException:  # as in ``_begin``
+            never_ending.append(x)
+            raise
 
     def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         if may_overlap(x, out):
@@ -221,22 +237,16 @@ class MpiCommunicator:
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         said, where = header(x), (dst, self._tag(tag))
-
-        def start(body: object) -> Many:
-            ahead = self._messages.Isend((said, BYTE), *where)
-            # Synchronous: over when the receiver has taken it, which is what our callers are promised.
-            return Many([ahead, self._messages.Issend(body, *where)])
-
-        return self._start(start, (bytes_of(x, self._limit),), x, said)
+        ahead = partial(self._messages.Isend, (said, BYTE), *where)
+        # Synchronous: over when the receiver has taken it, which is what our callers are promised.
+        body = partial(self._messages.Issend, bytes_of(x, self._limit), *where)
+        return self._begin([ahead, body], Many(), x, said)
 
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
-        said, where = bytearray(ROOM_BYTES), (src, self._tag(tag))
-
-        def start(body: object) -> Received:
-            ahead = self._messages.Irecv((said, BYTE), *where)
-            return Received(ahead, said, self._messages.Irecv(body, *where), x)
-
-        return self._start(start, (bytes_of(x, self._limit),), x, said)
+        said, where = room(), (src, self._tag(tag))
+        ahead = partial(self._messages.Irecv, (said, BYTE), *where)
+        body = partial(self._messages.Irecv, bytes_of(x, self._limit), *where)
+        return self._begin([ahead, body], Received(said, x), x, said)
 
     def _tag(self, tag: int) -> int:
         highest = self._library.highest_tag

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "LeftToThread",
     "Many",
     "MpiCompletion",
+    "never_ending",
 ]
 
 #: How long an operation is expected to take beyond the grace, per byte.
@@ -54,8 +56,10 @@ ONCE = range(1)
 _new_lock = threading.Lock
 watch: Callable[[MpiCompletion], None] = progress.watch
 
-#: Requests that will never end, with the memory that MPI may still write to.
-_never_ending: list[object] = []
+#: Requests that will never end, or that nobody knows, with the memory that MPI may still write to.
+never_ending: list[object] = []
+#: Calls a partial, without a step of Python in between.
+_call: Callable[[partial[Any]], Any] = partial.__call__
 
 
 class Common:
@@ -80,7 +84,7 @@ class MpiCompletion(Completion):
     Made for every operation, so what most never change is the class's, not the instance's.
     """
 
-    finished: bool = False
+    over: bool = False
     attended: bool = False
     urgent: bool = False
     lateness: float | None = None
@@ -107,17 +111,26 @@ class MpiCompletion(Completion):
         if self.urgent:
             progress.rouse()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the thread has nothing more to do with it, callbacks included.
+
+        One that was added while ``done`` found the end is left to the thread: it may take locks that the
+        caller of ``done`` holds.
+        """
+        return self.over and not self._callbacks
+
     def expected(self) -> float:
         return GRACE_SECONDS + self._size_bytes * SECONDS_PER_BYTE
 
     def done(self) -> bool:
         # Callbacks may take locks that the caller holds: with any, only poll() ends it.
-        return self.finished or (self._callbacks is None and self._test())
+        return self.over or (self._callbacks is None and self._test())
 
     def _test(self, times: Iterable[int] = ONCE) -> bool:
         """Ask MPI, up to so often in a row, unless another thread is asking; whether it is over."""
-        if self.finished or self._lock.locked():
-            return self.finished
+        if self.over or self._lock.locked():
+            return self.over
         with self._lock:  # not acquire(False): Ctrl-C as that returns would leave the lock held
             try:
                 if self._request is not None:  # else another thread has seen its end between the two looks
@@ -125,20 +138,20 @@ class MpiCompletion(Completion):
                     for _ in times:
                         if test():
                             self._request = self._buffers = None
-                            self.fine = self.finished = True
+                            self.fine = self.over = True
                             return True
             except (MPI.Exception, CollectiveError) as error:
                 self._fail(error)
-        return self.finished
+        return self.over
 
     def _fail(self, error: Exception) -> None:
         self._error = error if isinstance(error, CollectiveError) else typed(error)
         self._request = self._buffers = None
-        self.finished = True
+        self.over = True
 
     def poll(self) -> bool:
-        if not self.finished and (self._abandoned or self._common.abandoned):
-            _never_ending.append(self)
+        if not self.over and (self._abandoned or self._common.abandoned):
+            never_ending.append(self)
             return True
         # A transfer in many pieces needs many looks; each small, so that a waiter can take over.
         looks = 1 if self._size_bytes <= SMALL_BYTES else len(self._common.burst)
@@ -203,7 +216,7 @@ class MpiCompletion(Completion):
             # among awake ranks takes a hundredth of this grace.
             self._test_until(monotonic() + GRACE_SECONDS)
         self.__dict__.setdefault("_callbacks", []).append(callback)
-        if self.finished:
+        if self.over:
             self._tell()
         else:
             self.urgent = True
@@ -216,7 +229,43 @@ class MpiCompletion(Completion):
         self._abandoned = True
 
     def writing(self) -> bool:
-        return not self.finished
+        return not self.over
+
+
+class Many:
+    """Several requests as one: a call in parts, or a message and what goes ahead of it.
+
+    It ends, well or with the first failure, when none of them is in flight: until then MPI uses their memory.
+    """
+
+    __slots__ = ("_error", "_requests")
+
+    def __init__(self) -> None:
+        self._requests: list[Any] = []
+        self._error: MPI.Exception | None = None
+
+    def make(self, calls: Sequence[partial[Any]]) -> Many:
+        """Make the calls, unless that was done; returns itself."""
+        if not (self._requests or self._error):
+            try:
+                # Within one call of C: Ctrl-C comes when all are made and known, or none is.
+                self._requests.extend(map(_call, calls))
+            except MPI.Exception as error:  # those before it are in flight
+                self._error = error
+        return self
+
+    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
+        requests = self._requests
+        while requests:
+            try:
+                if not requests[0].Test():
+                    return False
+            except MPI.Exception as error:
+                self._error = self._error or error
+            del requests[0]
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 class LeftToThread(MpiCompletion):
@@ -227,43 +276,30 @@ class LeftToThread(MpiCompletion):
     thread, a waiter, or the caller of what is next in the order.
     """
 
-    def __init__(self, call: Callable[[], object], buffers: object, size_bytes: int, common: Common) -> None:
-        self._call: Callable[[], object] | None = call
+    def __init__(
+        self, request: Many, calls: Sequence[partial[Any]], buffers: object, size_bytes: int, common: Common
+    ) -> None:
+        """``request`` is what ``calls``, still to be made, are."""
+        self._calls: Sequence[partial[Any]] | None = calls
         self._calling = _new_lock()
         common.left = self
-        super().__init__(None, buffers, size_bytes, common)
+        super().__init__(request, buffers, size_bytes, common)
 
     def make(self) -> None:
-        """Make the call, if nobody has; on return it has been made."""
+        """Make the calls, if nobody has; on return they have been made."""
         with self._calling:
-            call, self._call = self._call, None  # first: whatever happens, it is not made twice
-            if call is None:
-                return
-            try:
-                self._request = call()
-            except MPI.Exception as error:
-                self._fail(error)
-            self._common.left = None
+            if self._calls is not None:
+                self._request.make(self._calls)
+                self._common.left = None
+                self._calls = None  # last: Ctrl-C before leaves the rest to the next who comes
 
     def done(self) -> bool:
-        return self._call is None and super().done()  # to ask is not to wait for the call
+        return self._calls is None and super().done()  # to ask is not to wait for the call
 
     def _test(self, times: Iterable[int] = ONCE) -> bool:
-        if self._call is not None:
+        if self._calls is not None:
             self.make()
         return super()._test(times)
-
-
-class Many:
-    """Several requests as one: a call in parts, for counts that the library cannot take at once."""
-
-    __slots__ = ("_requests",)
-
-    def __init__(self, requests: Sequence[object]) -> None:
-        self._requests = list(requests)
-
-    def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
-        return bool(MPI.Request.Testall(self._requests))
 
 
 class Guarded:

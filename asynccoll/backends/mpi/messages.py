@@ -7,21 +7,23 @@ say that a send was refused. So a small message goes first, with the same tag: M
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from asynccoll.backends.api import DTYPES_BY_NAME, unlike
+from asynccoll.backends.mpi.completion import Many
 from asynccoll.errors import PeerRefusedError
 
-__all__ = ["ROOM_BYTES", "Received", "header", "refusal"]
+__all__ = ["Received", "header", "refusal", "room"]
 
 #: The dtype, the number of elements, and how much text follows, as a refusal has.
 _HEADER = struct.Struct("<BQH")
 #: In place of a dtype: the text says why there is no message.
 _REFUSED = 255
-ROOM_BYTES = 1024
+#: In place of a dtype: nothing came.
+_UNSAID = 254
+_ROOM_BYTES = 1024
 _DTYPES = [DTYPES_BY_NAME[name] for name in sorted(DTYPES_BY_NAME)]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -33,26 +35,30 @@ def header(x: torch.Tensor) -> bytes:
 
 def refusal(why: str) -> bytes:
     """What goes ahead of an empty message, in place of one that was refused."""
-    text = why.encode()[: ROOM_BYTES - _HEADER.size]
+    text = why.encode()[: _ROOM_BYTES - _HEADER.size]
     return _HEADER.pack(_REFUSED, 0, len(text)) + text
 
 
-class Received:
+def room() -> bytearray:
+    """Where what comes ahead of a message is received."""
+    said = bytearray(_ROOM_BYTES)
+    said[0] = _UNSAID
+    return said
+
+
+class Received(Many):
     """A receive that must fill its buffer with what it was made for; ``said`` is what comes ahead of it."""
 
-    __slots__ = ("_body", "_said", "_saying", "_x")
+    __slots__ = ("_said", "_x")
 
-    def __init__(self, saying: Any, said: bytearray, body: Any, x: torch.Tensor) -> None:
-        self._saying = saying
+    def __init__(self, said: bytearray, x: torch.Tensor) -> None:
+        super().__init__()
         self._said = said
-        self._body = body
         self._x = x
 
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
-        if not self._saying.Test():
-            return False
         try:
-            if not self._body.Test():
+            if not super().Test():
                 return False
         except MPI.Exception:  # it is longer than its buffer
             self._compare()
@@ -62,6 +68,8 @@ class Received:
 
     def _compare(self) -> None:
         code, count, length = _HEADER.unpack_from(self._said)
+        if code == _UNSAID:
+            return
         if code == _REFUSED:
             text = self._said[_HEADER.size : _HEADER.size + length]
             raise PeerRefusedError(text.decode(errors="replace"))

@@ -3,8 +3,9 @@
 MPI makes a communicator in a call that waits for all members, and libraries differ in what happens
 when two such calls cross. So a rank first says in the store that it is ready for a name; the last
 member to say so writes the name into a journal; and every rank makes the communicators it is a
-member of in the journal's order. A waiter sleeps, outside of MPI, and can give up, for all members; once
-a name is in the journal all of them come at once, for who has come cannot give up any more.
+member of in the journal's order. A waiter sleeps, outside of MPI, and can give up, for all members, who
+learn it from the journal; once the journal says that all are ready, all of them come at once, for who is
+ready cannot give up any more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll.backends.api import InProgress, Opening, Waiting
 from asynccoll.backends.mpi.library import Library
-from asynccoll.errors import AbortedError, CollectiveTimeoutError
+from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,7 +58,7 @@ class Opener:
             return self._library.call(self._library.MPI.COMM_SELF.Dup)
         assert opening.clients is not None
         store = Waiting(opening.clients, opening.timeout, given_up)
-        _announce(store, name, ranks, self._rank)
+        self._announce(store, name, ranks)
         made = self._await(store, name, ranks, opening.meeting, given_up)
         if isinstance(made, BaseException):
             raise made
@@ -75,25 +76,44 @@ class Opener:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             with self._turn, self._making:
-                if given_up() and _decide(store, name, _GIVEN_UP) == _GIVEN_UP:
+                if given_up() and self._decide(store, name, ranks, _GIVEN_UP):
                     raise AbortedError(f"opening {name} was given up")
+                if monotonic() >= deadline and self._decide(store, name, ranks, _GIVEN_UP):
+                    absent = [rank for rank in ranks if not store.check([_ready(name, rank)])]
+                    raise CollectiveTimeoutError(
+                        f"after {seconds} s rank {', '.join(map(str, absent))} had not come to {name}"
+                    )
                 self._follow(store)
                 if name in self._made:
                     return self._made.pop(name)
-            if monotonic() >= deadline:
-                absent = [rank for rank in ranks if not store.check([_ready(name, rank)])]
-                raise CollectiveTimeoutError(
-                    f"after {seconds} s rank {', '.join(map(str, absent))} had not come to {name}"
-                )
             sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _announce(self, store: dist.Store, name: str, ranks: tuple[int, ...]) -> None:
+        """Say that this rank is ready for ``name``; the last to say so writes that into the journal."""
+        store.set(_ready(name, self._rank), "")
+        if store.add(f"mpi/ready/{name}", 1) == len(ranks):
+            self._decide(store, name, ranks, _COMPLETE)
+
+    def _decide(self, store: dist.Store, name: str, ranks: tuple[int, ...], fate: str) -> bool:
+        """Write into the journal what becomes of ``name``, unless that is decided; whether this rank did."""
+        mine = f"{fate}, says rank {self._rank}"
+        if store.compare_set(f"mpi/fate/{name}", "", mine).decode() != mine:
+            return False
+        place = store.add("mpi/journal", 1)
+        store.set(_entry(place), json.dumps([name, ranks, fate, self._rank]))
+        return True
 
     def _follow(self, store: dist.Store) -> None:
         """Make what the journal says next, for whichever thread of this rank has asked for it."""
         while store.check([_entry(self._read + 1)]):
             self._read += 1
-            name, members = json.loads(store.get(_entry(self._read)))
-            if self._rank in members:
+            name, members, fate, by = json.loads(store.get(_entry(self._read)))
+            if self._rank not in members or (by == self._rank and fate == _GIVEN_UP):
+                continue
+            if fate == _GIVEN_UP:
+                self._made[name] = PeerLostError(f"rank {by} had given up opening {name}")
+            else:
                 try:
                     self._made[name] = self._library.call(self._make, name, members)
                 except BaseException as error:  # belongs to the caller that asked for that name
@@ -119,19 +139,6 @@ class Opener:
         self._making.wait(_CLOSE_SECONDS)
         if not self._library.MPI.Is_finalized():  # by the user, before us
             self._world.Free()
-
-
-def _announce(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int) -> None:
-    """Say that ``rank`` is ready for ``name``; the last to say so writes it into the journal."""
-    store.set(_ready(name, rank), "")
-    if store.add(f"mpi/ready/{name}", 1) == len(ranks) and _decide(store, name, _COMPLETE) == _COMPLETE:
-        place = store.add("mpi/journal", 1)
-        store.set(_entry(place), json.dumps([name, ranks]))
-
-
-def _decide(store: dist.Store, name: str, fate: str) -> str:
-    """What becomes of ``name``: ``fate``, if this rank is the first to say so."""
-    return store.compare_set(f"mpi/fate/{name}", "", fate).decode()
 
 
 def _ready(name: str, rank: int) -> str:
