@@ -52,29 +52,42 @@ CALLS = {
 }
 
 
+OPENING = Opening(
+    ranks=(0, 1),
+    rank=0,
+    is_world=True,
+    group="world",
+    lane="default",
+    epoch=0,
+    clients=None,
+    timeout=1.0,
+    meeting=1.0,
+    given_up=lambda: False,
+    disagreed=lambda place, error: None,
+    store_answers=lambda: True,
+)
+
+
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Communicator, Communicator]:
-    """What is opened among two ranks of one host; its part in memory, and the backend's."""
-    near, rest = Communicator(), Communicator()
+def near() -> Communicator:
+    """What is opened in memory."""
+    return Communicator()
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch, near: Communicator) -> Sharing:
+    """Two ranks of one host."""
     hub: Any = SimpleNamespace(watcher=SimpleNamespace(gone=set()))
-    inner: Any = Backend(rest)
-    sharing = Sharing(inner, hub, [0, 0], {})
-    monkeypatch.setattr(sharing, "_in_memory", lambda opening: near)
-    opening = Opening(
-        ranks=(0, 1),
-        rank=0,
-        is_world=True,
-        group="world",
-        lane="default",
-        epoch=0,
-        clients=None,
-        timeout=1.0,
-        meeting=1.0,
-        given_up=lambda: False,
-        disagreed=lambda place, error: None,
-        store_answers=lambda: True,
-    )
-    return sharing.open(opening), near, rest
+    inner: Any = Backend(Communicator())
+    made = Sharing(inner, hub, [0, 0], {})
+    monkeypatch.setattr(made, "_in_memory", lambda opening: near)
+    return made
+
+
+@pytest.fixture
+def lane(sharing: Any, near: Communicator) -> tuple[Any, Communicator, Communicator]:
+    """What is opened among the two; its part in memory, and the backend's."""
+    return sharing.open(OPENING), near, sharing._inner.communicator
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
@@ -92,3 +105,17 @@ def test_both_are_ended(lane: tuple[Any, Communicator, Communicator]) -> None:
     for end in ("retire", "abort", "close"):
         getattr(opened, end)()
     assert near.called == rest.called == ["retire", "abort", "close"]
+
+
+def test_the_part_in_memory_is_left_where_the_other_cannot_be_opened(
+    sharing: Any, near: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the lane's memory would be taken to the end of the job."""
+
+    def fails(opening: Opening) -> Communicator:
+        raise ConnectionError("no such network")
+
+    monkeypatch.setattr(sharing._inner, "open", fails)
+    with pytest.raises(ConnectionError):
+        sharing.open(OPENING)
+    assert near.called == ["abort"]

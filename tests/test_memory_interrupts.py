@@ -1,16 +1,23 @@
-"""Ctrl-C at any moment of the engine that moves memory leaves none of its locks held."""
+"""Ctrl-C at any moment of the engine that moves memory: no lock stays held, nobody else is forgotten."""
 
 from __future__ import annotations
 
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
+import torch
 
+import asynccoll as ac
+from asynccoll.backends.memory.engine import Engine
+from asynccoll.backends.memory.exchanges import AllReduce, Barrier
+from asynccoll.backends.memory.layout import WATCHING, Layout
 from asynccoll.backends.memory.moving import Mover
+from asynccoll.backends.memory.region import Region
 
 INTERRUPTS = 100
 
@@ -59,3 +66,96 @@ def test_no_lock_stays_held() -> None:
             moving.run(drawn.uniform(5e-5, 2e-4))
         held += moving._fence.locked() or moving._lock.locked()
     assert held == 0, f"after {held} of {INTERRUPTS} interrupts"
+
+
+class Rung:
+    """The bells of a rank, of which nobody hears."""
+
+    crowded = True
+
+    def __init__(self) -> None:
+        self.rung: list[int] = []
+
+    def sleep(self, said: int, seconds: float) -> None:
+        raise AssertionError("nobody would wake it")
+
+    def wake(self, index: int) -> None:
+        """Nobody sleeps."""
+
+    def ring(self, index: int) -> None:
+        self.rung.append(index)
+
+    def watch(self, mover: Mover) -> None:
+        """There is no watcher."""
+
+    def later(self, job: Callable[[], object]) -> None:
+        raise AssertionError("nothing is left to other threads here")
+
+    def gone(self) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    """A lane of two ranks, in memory of this process."""
+    layout = Layout.for_size(2, smallest=True)
+    buffer = bytearray(layout.total_bytes)
+    return [Engine(Region(buffer, layout, rank), Rung(), "the lane", (0, 1)) for rank in range(2)]
+
+
+def _call() -> Any:
+    return 7, b"a call", 1, False, lambda place, error: None
+
+
+def _struck() -> None:
+    raise KeyboardInterrupt
+
+
+def test_callbacks_of_others_are_called_by_the_watcher(engines: list[Engine]) -> None:
+    """Where Ctrl-C strikes in the callback before, of the same call or of an earlier one."""
+    mine, theirs = engines
+    calls = [mine.start(Barrier(mine, _call())) for _ in range(2)]
+    told: list[str] = []
+    calls[0].add_callback(_struck)
+    calls[0].add_callback(lambda: told.append("of the same call"))
+    calls[1].add_callback(lambda: told.append("of the next"))
+    others = [theirs.start(Barrier(theirs, _call())) for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        calls[0].wait(0.0)
+    bells: Any = mine._bells
+    assert 0 in bells.rung
+    mine.attend()
+    assert told == ["of the same call", "of the next"]
+    assert calls[1].finished
+    assert all(other.wait(0.0) for other in others)
+
+
+class Striking:
+    """Words of a region: Ctrl-C comes right after the given one was cleared."""
+
+    def __init__(self, words: Any, place: int) -> None:
+        self._words = words
+        self._place: int | None = place
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._words[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._words[place] = value
+        if place == self._place and not value:
+            self._place = None
+            raise KeyboardInterrupt
+
+
+def test_a_waiter_that_is_struck_leaves_its_calls_to_the_watcher(engines: list[Engine]) -> None:
+    """Also where it had just told the others that it looks itself."""
+    mine, _ = engines
+    x = torch.ones(4096)
+    call = mine.start(AllReduce(mine, _call(), x, x, ac.ReduceOp.SUM))
+    words = mine._words
+    assert words[mine._mine + WATCHING], "further steps of it are to be posted, with or without a waiter"
+    striking: Any = Striking(words, mine._mine + WATCHING)
+    mine._words = striking
+    with pytest.raises(KeyboardInterrupt):
+        call.wait(0.0)
+    assert words[mine._mine + WATCHING]

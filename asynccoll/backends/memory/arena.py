@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccoll.backends.api import forks
@@ -102,8 +103,16 @@ class Arena:
         with self._lock:
             self._take_back()
 
+    def withdraw(self, offset: int) -> None:
+        """Give back the memory of a region that no other rank has mapped, nor will."""
+        with self._lock:
+            self._give_back([one for one in self._lent if one.offset == offset])
+
     def _take_back(self) -> None:
-        for one in [one for one in self._lent if one.is_left()]:
+        self._give_back([one for one in self._lent if one.is_left()])
+
+    def _give_back(self, regions: Sequence[_Lent]) -> None:
+        for one in regions:
             one.mapping.madvise(mmap.MADV_REMOVE)
             self._lent.remove(one)
             self._free[one.layout.total_bytes].append(one.offset)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from asynccoll.backends.memory.neighbours import (
 from asynccoll.backends.memory.parking import Parking
 from asynccoll.backends.memory.region import Region
 from asynccoll.backends.memory.watcher import Watcher
-from asynccoll.errors import CollectiveTimeoutError
+from asynccoll.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 if TYPE_CHECKING:
     from asynccoll.backends.api import Clients, Opening
@@ -46,10 +47,10 @@ class Hub:
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
         self.ranks: frozenset[int] = frozenset(ranks)
         self._arena = arena
+        self._ringing = threading.Lock()  # held while a bell is rung, lest it be closed meanwhile
         self._handed = dict(zip(ranks, handed, strict=True))
-        self._mine = self._handed[rank]
         others = {one: held.process for one, held in self._handed.items() if one != rank}
-        self.watcher: Watcher = Watcher(self._mine.bell, others)
+        self.watcher: Watcher = Watcher(self._handed[rank].bell, others)
         self.crowded: bool = len(ranks) > usable_cores()
 
     @classmethod
@@ -74,23 +75,37 @@ class Hub:
         assert opening.clients is not None
         key = f"{opening.name}/memory"
         if opening.rank == 0:
-            offset, layout = self._arena.lend(opening.size)
-            with opening.clients.borrow() as store:
-                store.set(key, json.dumps([offset, layout.slot_bytes]))
-        opening.clients.meet(opening.name, opening.rank, opening.size, opening.meeting, opening.given_up)
+            self._lend(opening, key)
+        else:
+            _meet(opening, key)
         with opening.clients.borrow() as store:
             offset, slot_bytes = json.loads(store.get(key))
         layout = Layout(opening.size, slot_bytes)
         buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
         return Region(buffer, layout, opening.rank), Parking(buffer)
 
+    def _lend(self, opening: Opening, key: str) -> None:
+        """Lend memory to a lane, as its first rank, and wait until all of its ranks have called."""
+        assert opening.clients is not None
+        offset, layout = self._arena.lend(opening.size)
+        try:
+            with opening.clients.borrow() as store:
+                store.set(key, json.dumps([offset, layout.slot_bytes]))
+            _meet(opening, key)
+        except CollectiveError:  # on every rank: none of them maps it
+            self._arena.withdraw(offset)
+            raise
+
     def later(self, job: Callable[[], object]) -> None:
         """Run ``job``, which may wait, on another thread."""
         _helpers.submit(object(), job)  # the key is not the job, since an idle thread keeps its last key
 
     def ring(self, rank: int) -> None:
-        """Have the watcher of ``rank`` look at its regions."""
-        os.eventfd_write(self._handed[rank].bell, 1)
+        """Have the watcher of ``rank`` look at its regions; do nothing once the hub is closed."""
+        if self._handed:  # else, in a forked child, the lock may have been held
+            with self._ringing:
+                if (handed := self._handed.get(rank)) is not None:
+                    os.eventfd_write(handed.bell, 1)
 
     def take_back(self) -> None:
         """Give back the memory of lanes that are closed on all ranks."""
@@ -99,13 +114,32 @@ class Hub:
     def close(self) -> None:
         """Stop the watcher and close all descriptors, once all lanes are closed."""
         self.watcher.stop()
-        for handed in self._handed.values():
-            handed.close()
+        with self._ringing:
+            self._close()
 
     def disown(self) -> None:
         """Close a forked child's copies of the descriptors; it has nothing else of the hub."""
-        for handed in self._handed.values():
+        self._close()
+
+    def _close(self) -> None:
+        """Close the descriptors: their numbers may be other files' from now on."""
+        descriptors, self._handed = self._handed, {}
+        for handed in descriptors.values():
             handed.close()
+
+
+def _meet(opening: Opening, key: str) -> None:
+    """Wait for the other ranks of a lane. All of them go on, or ``CollectiveError`` is raised on all."""
+    clients, failed = opening.clients, None
+    assert clients is not None
+    try:
+        clients.meet(opening.name, opening.rank, opening.size, opening.meeting, opening.given_up)
+    except CollectiveError as error:
+        failed = error
+    with clients.borrow() as store:
+        decided = store.compare_set(f"{key}/fate", "", "given up" if failed else "complete")
+    if decided == b"given up":
+        raise failed or PeerLostError(f"another rank had given up opening {opening.name}")
 
 
 class _Said:
@@ -173,34 +207,32 @@ def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> li
     index, count, seconds = said.index, said.count, said.seconds
     if count > MOST_RANKS:
         raise Failed(f"more than {MOST_RANKS} ranks on one host")
-    meeting = None
-    if index == 0 and made is not None:
-        try:
-            meeting = Meeting()
-        except OSError as error:
-            why = f"there is no socket to meet at: {error}"
-    told = said.by_each("at", json.dumps(["" if meeting is None else meeting.address, why]))
-    ready = [json.loads(one) for one in told]
-    unable = [reason for _, reason in ready if reason]
-    if unable or made is None:
-        if meeting is not None:
-            meeting.close()
-        raise Failed(unable[0])
-    mine = made[1]
-    with said.all_or_none("met") as somebody_failed:
-        if meeting is not None:
-            handed = meeting.gather(count - 1, mine, seconds, somebody_failed)
-        else:
-            handed = hand_in(ready[0][0], index, count, mine, seconds)
-    arenas = [one.arena for one in handed]
-    try:
+    with ExitStack() as taken:
+        meeting = None
+        if index == 0 and made is not None:
+            try:
+                meeting = taken.enter_context(closing(Meeting()))
+            except OSError as error:
+                why = f"there is no socket to meet at: {error}"
+        told = said.by_each("at", json.dumps(["" if meeting is None else meeting.address, why]))
+        ready = [json.loads(one) for one in told]
+        unable = [reason for _, reason in ready if reason]
+        if unable or made is None:
+            raise Failed(unable[0])
+        mine = made[1]
+        with said.all_or_none("met") as somebody_failed:
+            if meeting is not None:
+                handed = meeting.gather(count - 1, mine, seconds, somebody_failed)
+            else:
+                handed = hand_in(ready[0][0], index, count, mine, seconds)
+            for one in handed:
+                if one is not mine:
+                    taken.callback(one.close)
+        arenas = [one.arena for one in handed]
         words = said.by_each("words", _written(arenas, index))
         with said.all_or_none("proved"):
             prove(arenas, words)
-    except BaseException:
-        for one in handed:
-            one.close()
-        raise
+        taken.pop_all()
     return handed
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll.backends.api import Callback, host
@@ -79,7 +79,7 @@ class Mover(ABC):
         self._listened: dict[InFlight, None] = {}  # calls that are not over and have callbacks
         self._attended_until = 0.0  # until then a waiter moves all calls, unless it ends before
         self._broken: CollectiveError | None = None  # the error of all further calls
-        self._untold: deque[InFlight] = deque()  # calls that are over, with callbacks yet to be called
+        self._untold: deque[Callback] = deque()  # the callbacks to be called, of calls that are over
         self._looks = range(_LOOKS_WHERE_CROWDED if bells.crowded else _LOOKS)
         self._turns = _TURNS_WHERE_CROWDED if bells.crowded else _TURNS
         others = [rank for rank in range(region.size) if rank != region.index]
@@ -156,8 +156,9 @@ class Mover(ABC):
         """End ``call`` and wake its waiters, with the lock held. May be repeated after an interrupt."""
         if not call.finished:
             call.end(error)
-        if call.callbacks is not None:
-            self._untold.append(call)
+        if (callbacks := call.callbacks) is not None:
+            # Within one call of C, so that an interrupt neither loses a callback nor has it called twice.
+            self._untold.extend(map(callbacks.pop, repeat(0, len(callbacks))))
             self._listened.pop(call, None)
         if self._sleepers:
             self._words[self._mine + ASLEEP] = 0
@@ -181,9 +182,9 @@ class Mover(ABC):
     def wait(self, call: InFlight, seconds: float) -> bool:
         """Move calls until ``call`` is over or ``seconds`` have passed; return whether it is over."""
         words = self._words
-        if words[self._mine + WATCHING] and not self._listened:
-            words[self._mine + WATCHING] = 0  # this thread looks itself: the watcher need not be rung
         try:
+            if words[self._mine + WATCHING] and not self._listened:
+                words[self._mine + WATCHING] = 0  # this thread looks itself: the watcher need not be rung
             for _ in self._looks:
                 if self._move_on() and call.finished:
                     break
@@ -203,8 +204,8 @@ class Mover(ABC):
             self._watch()
 
     def _wait(self, call: InFlight, deadline: float) -> None:
-        self._attended_until = deadline
         try:
+            self._attended_until = deadline
             self._wait_until(call, deadline)
         finally:
             self._attended_until = 0.0
@@ -240,17 +241,21 @@ class Mover(ABC):
 
     def listen(self, call: InFlight, callback: Callback) -> None:
         """Call ``callback`` when ``call`` is over: now if it is, else in a waiter or the watcher."""
-        with self._lock:  # else the call may end between the check and the append
-            over = call.finished
-            if not over:
-                if call.callbacks is None:
-                    call.callbacks = []
+        try:
+            with self._lock:  # else the call may end between the check and the append
+                over = call.finished
+                if not over:
+                    if call.callbacks is None:
+                        call.callbacks = []
                     self._listened[call] = None
-                call.callbacks.append(callback)
+                    call.callbacks.append(callback)
+            if not over:
+                self._watch()
+        except BaseException:
+            self._leave_to_watcher()
+            raise
         if over:
             callback()
-        else:
-            self._watch()
 
     def _be_known(self) -> None:
         """Have the watcher look at this region from now on, when it is rung or a process has ended."""
@@ -287,16 +292,14 @@ class Mover(ABC):
         return host.monotonic() < self._attended_until
 
     def tell(self) -> None:
-        """Call the callbacks of calls that are over, each once."""
+        """Call the callbacks of calls that are over, each once. An interrupt leaves the others untold."""
         untold = self._untold
         while untold:
             try:
-                call = untold.popleft()
-            except IndexError:  # another thread has taken the last call
+                callback = untold.popleft()
+            except IndexError:  # another thread has taken the last one
                 return
-            callbacks, call.callbacks = call.callbacks or [], None
-            for callback in callbacks:
-                callback()
+            callback()
 
     # Ends
 

@@ -56,11 +56,12 @@ class Descriptors:
 
 def own(arena: Arena) -> Descriptors:
     """Make the descriptors that this rank hands in."""
-    return Descriptors(
-        arena.descriptor,
-        os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
-        os.pidfd_open(os.getpid()),
-    )
+    bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        return Descriptors(arena.descriptor, bell, os.pidfd_open(os.getpid()))
+    except OSError:
+        os.close(bell)
+        raise
 
 
 class Meeting:
@@ -91,20 +92,23 @@ class Meeting:
         """
         deadline = monotonic() + seconds
         came: dict[int, tuple[socket.socket, Descriptors]] = {}
-        try:
-            while len(came) < count:
-                index, connection, handed = self._accept(deadline, given_up)
-                came[index] = connection, handed
-            everything = [mine, *(came[index][1] for index in sorted(came))]
-            descriptors = [descriptor for one in everything for descriptor in one.all()]
-            for connection, _ in came.values():
-                socket.send_fds(connection, [b"all"], descriptors)
-        except (OSError, KeyError, ValueError) as error:
-            raise Failed(f"a rank of this host could not be met: {error}") from error
-        finally:
-            self._listener.close()
-            for connection, _ in came.values():
-                connection.close()
+        with contextlib.ExitStack() as taken:
+            try:
+                while len(came) < count:
+                    index, connection, handed = self._accept(deadline, given_up)
+                    taken.callback(handed.close)
+                    came[index] = connection, handed
+                everything = [mine, *(came[index][1] for index in sorted(came))]
+                descriptors = [descriptor for one in everything for descriptor in one.all()]
+                for connection, _ in came.values():
+                    socket.send_fds(connection, [b"all"], descriptors)
+            except (OSError, KeyError, ValueError) as error:
+                raise Failed(f"a rank of this host could not be met: {error}") from error
+            finally:
+                self._listener.close()
+                for connection, _ in came.values():
+                    connection.close()
+            taken.pop_all()
         return everything
 
     def _accept(

@@ -107,7 +107,11 @@ class Sharing(Backend):
             near = self._in_memory(watching)
             if self.device.type in _CPU:
                 return near
-            return ByDevice(near, self._inner.open(replace(watching, carried=_CPU)))
+            try:
+                return ByDevice(near, self._inner.open(replace(watching, carried=_CPU)))
+            except BaseException:
+                near.abort()
+                raise
 
     @contextmanager
     def _noticing_ends(self, opening: Opening) -> Iterator[Opening]:
@@ -234,7 +238,12 @@ def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, s
     if rank == ranks[0]:
         with clients.borrow() as store:
             store.set(f"memory/{node}/why", why)
-    return Sharing(inner, hub, node_of, _reasons(clients, node_of, seconds))
+    try:
+        return Sharing(inner, hub, node_of, _reasons(clients, node_of, seconds))
+    except BaseException:
+        if hub is not None:
+            hub.close()
+        raise
 
 
 def _reasons(clients: Clients, node_of: Sequence[int], seconds: float) -> dict[int, str]:

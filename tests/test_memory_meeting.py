@@ -1,0 +1,156 @@
+"""How ranks of a host meet to share memory: where that fails, nothing is left open, nor lent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import asynccoll as ac
+from asynccoll.backends.memory import hub as module
+from asynccoll.backends.memory.hub import Hub
+from asynccoll.backends.memory.neighbours import Descriptors, Failed
+from asynccoll.host.store import Clients
+from asynccoll.transport.communicator import Opening
+from patience import patient
+
+SIZE = 3
+
+
+@pytest.fixture
+def clients() -> Iterator[list[Clients]]:
+    """The connections of some ranks, which are threads here, to one store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=patient(30)))
+    connected = [Clients(store) for _ in range(SIZE)]
+    for one in connected:
+        with one.borrow() as client:
+            client.set("warm", "")
+    yield connected
+    for one in connected:
+        one.close()
+
+
+def met(clients: list[Clients], size: int) -> list[Hub | Failed]:
+    """What becomes of the meeting on each rank."""
+
+    def meet(rank: int) -> Hub | Failed:
+        try:
+            return Hub.meet(clients[rank], "0", range(size), rank, patient(30))
+        except Failed as failed:
+            return failed
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(meet, range(size)))
+
+
+def does_not_come(*arguments: Any) -> list[Descriptors]:
+    raise Failed("it cannot come")
+
+
+def comes_and_fails(*arguments: Any) -> list[Descriptors]:
+    _, index, *_ = arguments
+    for number, handed in enumerate(HAND_IN(*arguments)):
+        if number != index:
+            handed.close()
+    raise Failed("it cannot go on")
+
+
+def does_not_prove(*arguments: Any) -> None:
+    raise Failed("it reads something else")
+
+
+HAND_IN = module.hand_in
+
+
+def _of_the_last(fails: Callable[..., list[Descriptors]]) -> Callable[..., list[Descriptors]]:
+    return lambda *arguments: (fails if arguments[1] == SIZE - 1 else HAND_IN)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("hand_in", _of_the_last(does_not_come)),
+        ("hand_in", _of_the_last(comes_and_fails)),
+        ("prove", does_not_prove),
+    ],
+    ids=["one does not come", "one fails when all have come", "they do not share memory"],
+)
+def test_a_meeting_that_fails_leaves_no_descriptor(
+    clients: list[Clients], monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[..., Any]
+) -> None:
+    """Nor is one closed twice: its number may be another file's by then."""
+    twice: list[int] = []
+    close = os.close
+
+    def closed(descriptor: int) -> None:
+        try:
+            close(descriptor)
+        except OSError:
+            twice.append(descriptor)
+            raise
+
+    monkeypatch.setattr(module, place, fault)
+    monkeypatch.setattr(os, "close", closed)
+    before = sorted(os.listdir("/proc/self/fd"))
+    assert all(isinstance(one, Failed) for one in met(clients, SIZE))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not twice
+
+
+@pytest.fixture
+def hubs(clients: list[Clients]) -> Iterator[list[Any]]:
+    """Those of two ranks."""
+    made: list[Any] = met(clients, 2)
+    yield made
+    for one in made:
+        if one._handed:
+            one.close()
+
+
+def test_a_closed_hub_rings_no_bell(hubs: list[Any], tmp_path: Path) -> None:
+    """The number of its bell may be any file's: a thread that still waits would write to that."""
+    bell = hubs[0]._handed[1].bell
+    hubs[0].close()
+    with open(tmp_path / "other", "wb") as other:
+        os.dup2(other.fileno(), bell)
+        with suppress(OSError):
+            hubs[0].ring(1)
+        os.close(bell)
+    assert (tmp_path / "other").read_bytes() == b""
+
+
+def opening(clients: list[Clients], rank: int, *, meeting: float) -> Opening:
+    """That of a lane of both."""
+    return Opening(
+        ranks=(0, 1),
+        rank=rank,
+        is_world=True,
+        group="world",
+        lane="default",
+        epoch=0,
+        clients=clients[rank],
+        timeout=patient(30),
+        meeting=meeting,
+        given_up=lambda: False,
+        disagreed=lambda place, error: None,
+        store_answers=lambda: True,
+    )
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_lane_that_one_does_not_come_to_takes_no_memory(
+    hubs: list[Any], clients: list[Clients], early: int
+) -> None:
+    """One rank has given up when the other comes: that one is told, and does not wait for its data."""
+    with pytest.raises(ac.CollectiveTimeoutError):
+        hubs[early].region(opening(clients, early, meeting=0.0))
+    with pytest.raises(ac.PeerLostError, match="given up"):
+        hubs[1 - early].region(opening(clients, 1 - early, meeting=patient(30)))
+    assert not hubs[0]._arena._lent
