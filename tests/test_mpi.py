@@ -481,6 +481,8 @@ async def big_tag(me: Rank) -> None:
     tag, peer = 2**31 - 2, 1 - me.rank
     if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < tag:
         await me.refuses("tag", ac.InvalidArgumentError, ac.send, torch.ones(1), dst=peer, tag=tag)
+        for _ in range(2):  # the second one does not wait for the first
+            await me.refuses("tag", ac.InvalidArgumentError, ac.recv_object, src=peer, tag=tag)
     else:
         sent = ac.send(torch.full((2,), float(me.rank)), dst=peer, tag=tag)
         await me.check(

@@ -40,7 +40,11 @@ class Turns:
             self._asked[key] = asked
         asked.add_callback(partial(self._leave, key, asked))
         if before is None:
-            return ask(asked)
+            try:
+                return ask(asked)
+            except BaseException:
+                asked.settle()
+                raise
 
         def follow() -> None:
             try:
