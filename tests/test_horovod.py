@@ -155,6 +155,32 @@ def added_while_asked(me: Rank) -> None:
     assert told.wait(patient(10))
 
 
+def writes(me: Rank) -> None:
+    from asynccoll.backends.horovod.communicator import RING
+
+    under = _communicator("writes")
+    if me.rank == 1:
+        me.see("looked")
+    calls = [under.all_reduce(torch.ones(2), ac.ReduceOp.SUM) for _ in range(RING + 1)]
+    if me.rank == 0:
+        assert all(call.writing() for call in calls)
+        me.show("looked")
+    for call in calls:
+        while not call.wait(1.0):
+            pass
+        assert call.error() is None
+        assert not call.writing()
+    last = under.all_reduce(torch.ones(2), ac.ReduceOp.SUM)
+    under.abort()
+    assert last.wait(patient(30))
+    assert last.writing() == (last.error() is not None)
+
+
+def test_memory_is_in_use_until_horovod_has_written_to_it(pair: worlds.World) -> None:
+    """Also after who waited was told that time is up: `out` of that call is refused as long."""
+    pair.run(writes)
+
+
 def test_a_callback_that_is_added_while_another_thread_finds_the_end_is_called(pair: worlds.World) -> None:
     pair.run(added_while_asked)
 

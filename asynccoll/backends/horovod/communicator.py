@@ -158,9 +158,10 @@ class HorovodCommunicator:
             if self._common.abandoned:
                 promise.settle(AbortedError("given up before its turn"))
                 return
-            started = self._start(call, *arguments)
-            started.add_callback(lambda: promise.settle(started.error()))
+            promise.follow(self._start(call, *arguments))
+            promise.sent = tuple  # else each call would keep all before it
 
+        promise.sent = lambda: (before,)  # once that is over, this one writes to its memory
         before.add_callback(begin)
         return promise
 

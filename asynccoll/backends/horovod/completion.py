@@ -168,6 +168,10 @@ class HorovodCompletion(Completion):
     def error(self) -> CollectiveError | None:
         return self._error
 
+    def writing(self) -> bool:
+        # Horovod takes back nothing that was given up.
+        return not self.over or isinstance(self._error, AbortedError)
+
 
 _MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
 #: When a rank does not come, Horovod's own thread ends, on all the others.
