@@ -22,7 +22,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import PCT, Kill, Link, RandomWalk, Report, explore, simulate
+from asynccoll.testing import PCT, Cancel, Fault, Interrupt, Kill, Link, RandomWalk, Report, explore, simulate
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
 from determined import differing
@@ -500,3 +500,23 @@ def test_one_element_does_not_pass_for_several() -> None:
     report = simulate(split, world_size=2, check="off")
     assert "1 elements came where 4 were expected" in report.mismatches[0]
     assert 1 not in report.results
+
+
+async def summed(rank: int) -> float:
+    """Through memory no call takes long enough for the task to be suspended in it."""
+    total = 0.0
+    for number in range(4):
+        total += (await ac.all_reduce(torch.tensor([float(number + rank)]))).item()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [(Cancel(1, after_call=2), asyncio.CancelledError), (Interrupt(1, after_call=2), KeyboardInterrupt)],
+)
+def test_a_task_that_is_never_suspended_is_cancelled_as_well(
+    fault: Fault, raised: type[BaseException]
+) -> None:
+    """As by asyncio at Ctrl-C; else the fault would have struck, and changed nothing."""
+    report = simulate(summed, world_size=3, transport="memory", faults=[fault], seed=3)
+    assert isinstance(report.errors[1], raised)

@@ -136,6 +136,10 @@ def _finish(future: asyncio.Future[object], result: object, error: Exception | N
         future.set_result(result)
 
 
+def _nothing() -> None:
+    """Wakes the loop."""
+
+
 def run_asyncio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> Any:
     """As ``asyncio.run``."""
     loop = _AsyncioLoop(scheduler)
@@ -149,7 +153,8 @@ def run_asyncio(scheduler: Scheduler, main: Coroutine[object, object, object]) -
 
         def cancel(interrupt: BaseException | None) -> None:
             interrupts.extend([interrupt] if interrupt is not None else [])
-            loop.call_soon_threadsafe(whole.cancel)
+            whole.cancel()  # at once, as asyncio.run does at Ctrl-C, also where it is not suspended again
+            loop.call_soon_threadsafe(_nothing)
 
         scheduler.cancellers[me.rank] = cancel
         try:
