@@ -566,6 +566,41 @@ def test_what_a_layer_saves_in_another_form(pair: World, form: str) -> None:
     pair.run(in_another_form, form, runner="blocking")
 
 
+def test_what_a_layer_saves_is_not_changed_in_place() -> None:
+    """Autograd does not look at the versions of what hooks have saved: the gradient was another one."""
+    for change in (lambda x: x.mul_(2), lambda x: x + x.relu_()):
+        whole = alike(nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(2)]))
+        layers = ac.overlap.shard_layers(copy.deepcopy(whole), reshard_after_forward=True)
+        with raising(RuntimeError, "modified by an inplace operation"):
+            through_changed(whole, change).backward()
+        with raising(ac.InvalidArgumentError, "shape [2, 4]", "changed in place", "x = x + y"):
+            through_changed(layers, change).backward()
+
+
+def through_changed(layers: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    for layer in layers:
+        x = change(layer(x))
+    return x.sum()
+
+
+async def stepped_between(me: Rank) -> None:
+    layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=True)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    first, second = (through(layers, rows(me.rank, turn)).square().mean() / me.size for turn in range(2))
+    first.backward()
+    optimizer.step()
+    with raising(ac.InvalidArgumentError, "layer 3", "changed since its forward", "before the step"):
+        second.backward()
+    optimizer.zero_grad()
+    (through(layers, rows(me.rank, 2)).square().mean() / me.size).backward()
+
+
+def test_a_backward_after_the_step_of_another(several: World) -> None:
+    """Gathered again were the stepped parameters: the gradient was of neither the old ones nor the new."""
+    several.run(stepped_between, runner="asyncio")
+
+
 async def normalized(me: Rank) -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)])
     layers = ac.overlap.shard_layers(blocks)

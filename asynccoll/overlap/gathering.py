@@ -122,6 +122,10 @@ class Layer:
         """Its name in an ``nn.ModuleList`` of the layers."""
         return str(self.index)
 
+    def versions(self) -> list[int]:
+        """Return a number for each shard that changes when its part is written to."""
+        return [shard.own._version for shard in self.shards]
+
     def let_go(self) -> None:
         """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
 
@@ -452,15 +456,27 @@ class Pass:
 
     def regathering(self, layer: Layer, scattering: Scattering) -> Callable[[], list[torch.Tensor]] | None:
         """Return a function that gathers the parameters of ``layer`` again, or None if they are kept."""
-        return None if self._call is None else partial(self._regather, layer, self._call, scattering)
+        if self._call is None:
+            return None
+        return partial(self._regather, layer, self._call, scattering, layer.versions())
 
-    def _regather(self, layer: Layer, call: dict[str, Any], scattering: Scattering) -> list[torch.Tensor]:
+    def _regather(
+        self, layer: Layer, call: dict[str, Any], scattering: Scattering, versions: list[int]
+    ) -> list[torch.Tensor]:
         """Gather the parameters of ``layer`` again for its backward, and return them.
+
+        Refuses to if they have changed since ``versions``: the gradient would be of other ones.
 
         Starts to gather the layer before it, too, which backward needs next; and those after it that this
         rank has not needed, as other ranks may need them.
         """
         together = scattering.reached(self).turns
+        if layer.versions() != versions:
+            raise InvalidArgumentError(
+                f"the parameters of layer {layer.name} have changed since its forward, as by an optimizer's "
+                "step, and reshard_after_forward=True keeps no copy for this backward: run backward before "
+                "the step, or leave it out"
+            )
         with on_behalf_of(scattering.spot):
             self._gather_down_to(self._gathered.index(layer) - 1, call)
             # If it was taken already, this is a second backward of the same graph.
@@ -489,6 +505,8 @@ class Pass:
 
 #: The index of a flat tensor, and a view of it: shape, strides and offset.
 _Where = tuple[int, torch.Size, tuple[int, ...], int | torch.SymInt]
+#: Another tensor, and its version: with hooks, autograd itself does not notice that a tensor has changed.
+_Kept = tuple[torch.Tensor, int]
 
 
 class Resharding:
@@ -505,18 +523,25 @@ class Resharding:
         """Return the block in which autograd keeps no view of the flat tensors."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | _Where:
+    def _pack(self, x: torch.Tensor) -> _Kept | _Where:
         # A sparse tensor has no address. One that is conjugated or negated lazily, or of another dtype (the
         # real part of a complex parameter), takes more than a place in a flat tensor to describe.
         plain = x.layout is torch.strided and not (x.is_conj() or x.is_neg())
         found = self._flats.get(x.untyped_storage().data_ptr()) if plain else None
         if found is None or x.dtype is not found[1]:
-            return x.detach()  # an operation that saves its own result would hold itself, and all before it
+            # Detached, as an operation that saves its own result would hold itself, and all before it.
+            return x.detach(), x._version
         return found[0], x.shape, x.stride(), x.storage_offset()
 
-    def _unpack(self, packed: torch.Tensor | _Where) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def _unpack(self, packed: _Kept | _Where) -> torch.Tensor:
+        if len(packed) == 2:
+            x, version = packed
+            if x._version != version:
+                raise InvalidArgumentError(
+                    f"a tensor of shape {list(x.shape)} that backward of a layer needs was changed in place "
+                    "after the layer's forward (as by x += y or x.relu_()): write x = x + y"
+                )
+            return x
         index, shape, stride, offset = packed
         if not self._again:
             self._again = self._regather()
