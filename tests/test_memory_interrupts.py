@@ -15,8 +15,9 @@ import torch
 import asynccoll as ac
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchanges import AllReduce, Barrier
-from asynccoll.backends.memory.layout import WATCHING, Layout
+from asynccoll.backends.memory.layout import CLOSED, LEFT, WATCHING, Layout
 from asynccoll.backends.memory.moving import Mover
+from asynccoll.backends.memory.pair import Pair
 from asynccoll.backends.memory.region import Region
 
 INTERRUPTS = 100
@@ -159,3 +160,50 @@ def test_a_waiter_that_is_struck_leaves_its_calls_to_the_watcher(engines: list[E
     with pytest.raises(KeyboardInterrupt):
         call.wait(0.0)
     assert words[mine._mine + WATCHING]
+
+
+def _struck_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, in which Ctrl-C comes at the end of its first call."""
+    calls = iter([True])
+
+    def call(*given: Any) -> Any:
+        result = function(*given)
+        if next(calls, False):
+            raise KeyboardInterrupt
+        return result
+
+    return call
+
+
+@pytest.fixture(params=["engine", "pair"])
+def waited_for(request: pytest.FixtureRequest, engines: list[Engine]) -> tuple[Any, list[Any]]:
+    """A rank's engine or messages, and calls there that the other rank does not make."""
+    mine: Any = engines[0]
+    if request.param == "engine":
+        return mine, [mine.start(Barrier(mine, _call())) for _ in range(3)]
+    mine = Pair(mine.region, Rung(), "the lane", (0, 1), tuple)
+    return mine, [mine.recv(torch.ones(1), tag) for tag in range(3)]
+
+
+def test_who_is_struck_while_it_leaves_has_left(waited_for: tuple[Any, list[Any]]) -> None:
+    """No waiter is forgotten, and the memory is given back."""
+    mine, calls = waited_for
+    mine._over = _struck_once(mine._over)
+    gone = ac.AbortedError("its lane was closed")
+    with pytest.raises(KeyboardInterrupt):
+        mine.stop(CLOSED, gone)
+    assert [call.error() for call in calls] == [gone] * 3
+    assert mine._words[mine._mine + LEFT]
+
+
+def test_who_is_struck_while_calls_fail_leaves_the_others_to_the_next(
+    waited_for: tuple[Any, list[Any]],
+) -> None:
+    mine, calls = waited_for
+    mine._step = _struck_once(lambda: 1 / 0)
+    mine._over = _struck_once(mine._over)
+    with pytest.raises(KeyboardInterrupt):
+        mine._move()
+    assert mine._move()
+    assert all(isinstance(call.error(), ac.CollectiveError) for call in calls)
+    assert not mine._move()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,10 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll.backends.memory import hub as module
-from asynccoll.backends.memory.hub import Hub
+from asynccoll.backends.memory.arena import map_region
+from asynccoll.backends.memory.engine import Engine
+from asynccoll.backends.memory.hub import Bells, Hub
+from asynccoll.backends.memory.layout import CLOSED
 from asynccoll.backends.memory.neighbours import Descriptors, Failed
 from asynccoll.host.store import Clients
 from asynccoll.transport.communicator import Opening
@@ -153,4 +158,32 @@ def test_a_lane_that_one_does_not_come_to_takes_no_memory(
         hubs[early].region(opening(clients, early, meeting=0.0))
     with pytest.raises(ac.PeerLostError, match="given up"):
         hubs[1 - early].region(opening(clients, 1 - early, meeting=patient(30)))
+    assert not hubs[0]._arena._lent
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_cannot_map_a_lane_has_left_it(
+    hubs: list[Any], clients: list[Clients], failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have agreed to use it by then: the others learn of it at once, and the memory is given back."""
+    other = 1 - failing
+
+    def unmapped(descriptor: int, offset: int, length: int) -> mmap.mmap:
+        if descriptor == hubs[failing]._handed[0].arena:
+            raise OSError(errno.ENOMEM, "no address space")
+        return map_region(descriptor, offset, length)
+
+    monkeypatch.setattr(module, "map_region", unmapped)
+    with ThreadPoolExecutor(2) as pool:
+        opened = [
+            pool.submit(hubs[rank].region, opening(clients, rank, meeting=patient(30))) for rank in (0, 1)
+        ]
+    with pytest.raises(OSError, match="no address space"):
+        opened[failing].result()
+    region, parking = opened[other].result()
+    engine = Engine(region, Bells(hubs[other], parking, (0, 1), other), "the lane", (0, 1))
+    assert engine._gone() == [failing]
+    assert len(hubs[0]._arena._lent) == 1
+    engine.stop(CLOSED, ac.AbortedError("closed"))
+    hubs[0].take_back()
     assert not hubs[0]._arena._lent

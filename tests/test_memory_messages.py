@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import asynccoll as ac
 import worlds
+from asynccoll.backends.api import READY, Completion
 from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.memory.pair import Pair
 from letters import Letter, begun, check, drawn
@@ -103,3 +105,21 @@ def test_each_message_to_a_rank_that_has_ended_fails() -> None:
         sent = messages.send(torch.ones(1), 1, 0)
         assert sent.done()
         assert isinstance(sent.error(), ac.PeerLostError)
+
+
+def test_a_message_that_cannot_begin_fails_alone() -> None:
+    """What it raises on the thread that has opened the region is for its waiter."""
+
+    class Opened:
+        def send(self, x: torch.Tensor, tag: int) -> Completion:
+            if tag:
+                raise MemoryError("no room")
+            return READY
+
+    jobs: list[Callable[[], object]] = []
+    opened: Any = Opened()
+    messages = Messages(lambda peer, messages: opened, jobs.append, Gone())
+    sent = [messages.send(torch.ones(1), 1, tag) for tag in (0, 1, 0)]
+    jobs.pop()()
+    assert [type(one.error()) for one in sent if one.done()] == [type(None), MemoryError, type(None)]
+    assert messages.send(torch.ones(1), 1, 0) is READY

@@ -560,6 +560,16 @@ def test_a_rank_is_recorded_although_rank_0_is_not(tmp_path, monkeypatch):
     context.clients.close()
 
 
+def test_a_rank_that_leaves_while_another_joins_is_written_to_its_end(tmp_path):
+    """Where ranks are threads, each looks through all that were recorded, which may end just then."""
+    said, finished = iter([False, True]), []
+    recordings = spooling._Recordings(tmp_path)
+    recordings._open.append((SimpleNamespace(), lambda: finished.append("first")))
+    recordings._finish(lambda _context: next(said, True))
+    recordings._finish()
+    assert finished == ["first"]
+
+
 class Operation:
     """One that is over at once."""
 

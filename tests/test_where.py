@@ -552,6 +552,13 @@ def test_what_cannot_be_written_is_not(tmp_path: Path) -> None:
         dumps.read_dumps(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", "5", "null", '"said"'])
+def test_what_is_no_dump_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "rank-0.json").write_text(content)
+    with pytest.raises(errors.InvalidArgumentError, match="there is no dump in"):
+        dumps.read_dumps(tmp_path)
+
+
 def test_no_secret_is_in_a_dump(tmp_path: Path) -> None:
     recorder = flight.Recorder(0, 2)
     recorder.say(host="n1", secret="of the job")

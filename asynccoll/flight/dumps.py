@@ -97,12 +97,13 @@ def read_dumps(directory: Path) -> Dumps:
     found: dict[int, Flight] = {}
     now: dict[int, float] = {}
     for file in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
-        with contextlib.suppress(OSError, ValueError):
+        # Whatever else lies there by that name, as any JSON value.
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             plain = json.loads(file.read_text())
             written = plain.pop(_WRITTEN, 0.0)
             flight = from_plain(plain)
-            found[flight.rank] = flight
             now[flight.rank] = written - flight.wall + flight.began
+            found[flight.rank] = flight
     if not found:
         raise InvalidArgumentError(
             f"there is no dump in {str(directory)!r}: expected files {_PREFIX}*{_SUFFIX}; an error names "

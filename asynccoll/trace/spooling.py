@@ -84,9 +84,12 @@ class _Recordings:
         return number
 
     def _finish(self, which: Callable[[Context], bool] = lambda _context: True) -> None:
-        over = [one for one in self._open if which(one[0])]
-        self._open = [one for one in self._open if not which(one[0])]
-        for _, finish in over:
+        for one in [one for one in self._open if which(one[0])]:
+            try:
+                self._open.remove(one)
+            except ValueError:  # another rank, a thread of this process, finishes it
+                continue
+            _, finish = one
             finish()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import Waiters, usable_cores, values
 from asynccoll.backends.memory.arena import Arena, map_region
-from asynccoll.backends.memory.layout import ASLEEP, BLOCK_WORDS, Layout
+from asynccoll.backends.memory.layout import ABORTED, ASLEEP, BLOCK_WORDS, LEFT, STATE, Layout
 from asynccoll.backends.memory.neighbours import (
     MOST_RANKS,
     Descriptors,
@@ -81,8 +82,21 @@ class Hub:
         with opening.clients.borrow() as store:
             offset, slot_bytes = json.loads(store.get(key))
         layout = Layout(opening.size, slot_bytes)
-        buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
-        return Region(buffer, layout, opening.rank), Parking(buffer)
+        try:
+            buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
+            return Region(buffer, layout, opening.rank), Parking(buffer)
+        except BaseException:  # no address space may be left; all other ranks take this one to be there
+            self._leave(opening, offset)
+            raise
+
+    def _leave(self, opening: Opening, offset: int) -> None:
+        """Leave a lane whose memory this rank cannot map: its word there is written through the file."""
+        words = offset + opening.rank * BLOCK_WORDS * 8
+        arena = self._handed[opening.ranks[0]].arena
+        os.pwrite(arena, ABORTED.to_bytes(8, sys.byteorder), words + STATE * 8)
+        for rank in opening.ranks:
+            self.ring(rank)
+        os.pwrite(arena, (1).to_bytes(8, sys.byteorder), words + LEFT * 8)
 
     def _lend(self, opening: Opening, key: str) -> None:
         """Lend memory to a lane, as its first rank, and wait until all of its ranks have called."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from asynccoll.backends.api import Completion, InProgress, Promise, host
+from asynccoll.backends.api import Completion, InProgress, Promise, Ready, host
 from asynccoll.backends.memory.layout import CLOSED
 from asynccoll.backends.memory.pair import Pair
 from asynccoll.errors import CollectiveError, PeerLostError
@@ -112,7 +112,7 @@ class Messages:
 
     def _opened(self, peer: int, pair: Pair) -> None:
         with self._lock:
-            begun = [(begin(pair), promise) for begin, promise in self._waiting.pop(peer, ())]
+            begun = [(_begun(begin, pair), promise) for begin, promise in self._waiting.pop(peer, ())]
             self._pairs[peer] = pair
             closed = self._closed
         if closed is not None:
@@ -156,3 +156,11 @@ class Messages:
     def join(self) -> None:
         """Wait for the threads that are opening regions, since they use the store."""
         self._opening.wait(_GIVE_UP_SECONDS)
+
+
+def _begun(begin: Begin, pair: Pair) -> Completion:
+    """Begin a message that waited for its region; what this raises is for its waiter, and not for others."""
+    try:
+        return begin(pair)
+    except Exception as error:
+        return Ready(error)

@@ -123,7 +123,11 @@ class Mover(ABC):
     def _move(self) -> bool:
         """Do one step, with the lock held; return whether anything moved."""
         try:
-            return self._step()
+            if self._broken is None:
+                return self._step()
+            if busy := self._is_busy():  # an interrupt came while calls were being ended
+                self._drop(self._broken)
+            return busy
         except Exception as error:  # this thread may not be the waiter of the call that failed: do not raise
             self._fail(error)
             return True
@@ -342,14 +346,23 @@ class Mover(ABC):
 
     def stop(self, state: int, error: CollectiveError) -> None:
         """Leave the region, once: end the calls in flight here, and soon those that wait for this rank."""
+        try:
+            self._leave(state, error)
+        except BaseException:  # an interrupt: others wait for this rank all the same
+            self._leave(state, error)
+            raise
+
+    def _leave(self, state: int, error: CollectiveError) -> None:
         with self._lock:
             if self._left:
                 return  # and must not write: the memory may be another lane's by now
-            self._left = True
             self._words[self._mine + STATE] = state
             self._end_all(error)
         self._tell_others()
         if self._untold:
             self._bells.ring(self.region.index)
         # Last, since the memory may be lent to another lane once all ranks have written this.
-        self._words[self._mine + LEFT] = 1
+        with self._lock:
+            if not self._left:
+                self._words[self._mine + LEFT] = 1
+                self._left = True

@@ -220,8 +220,6 @@ class Pair(Mover):
         )
 
     def _step(self) -> bool:
-        if self._broken is not None:
-            return False
         read = self._read()
         while self._tags_to_match:
             tag = next(iter(self._tags_to_match))
