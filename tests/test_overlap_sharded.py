@@ -341,6 +341,49 @@ def test_attention_waits_for_its_output_projection(pair: World, bucket_bytes: in
     pair.run(attending, bucket_bytes, runner="asyncio")
 
 
+@pytest.mark.parametrize("first", [torch.tensor(2.0), torch.full((2,), 1 + 1j)], ids=["0-d", "complex"])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam])
+def test_a_state_of_a_first_parameter_of_another_kind(kind: Any, first: Tensor) -> None:
+    """It is tried with such a state: a state of one number was taken for one of all elements, and refused."""
+    model = nn.Linear(3, 2)
+    model.first = nn.Parameter(first)
+    optimizer = kind(sorted(model.parameters(), key=lambda x: x is not model.first))
+    (model(torch.ones(1, 3)).sum() * model.first.abs().sum()).backward()
+    optimizer.step()
+    before = optimizer.state_dict()["state"]
+    with ac.overlap.shard_optimizer(model, optimizer) as sharded:
+        after = sharded.full_state_dict().wait()["state"]
+    for number, state in before.items():
+        for name, value in state.items():
+            oracle.same(after[number][name], value)
+
+
+def test_gradients_zeroed_by_data() -> None:
+    """It raises no version: the next gradients were added to the old ones."""
+    model, whole = network(), network()
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for turn in range(3):
+        with optimizer.no_sync():  # a gradient of zeros is not one that was zeroed
+            (model(batch(0, turn)).sum() * 0).backward()
+        model(batch(0, turn)).square().mean().backward()
+        whole(batch(0, turn)).square().mean().backward()
+        optimizer.step().wait()
+        other.step()
+        optimizer.gathered().wait()
+        for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+            assert close(mine, its)
+            if turn < 1:  # then they accumulate
+                assert mine.grad is not None and its.grad is not None
+                mine.grad.data.zero_()
+                its.grad.data.zero_()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.neg_()
+    with raising(ac.InvalidArgumentError, "was written to after it had been reduced"):
+        model(batch(0, 0)).square().mean().backward()
+
+
 def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     """Whose step is a scheduler's: it stepped with this one when another like it was tried."""
     optimizer = torch.optim.Adafactor(model.parameters())

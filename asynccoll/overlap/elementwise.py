@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.overlap.accepted import is_part
+from asynccoll.overlap.states import State, is_of
 
 __all__ = ["check_elementwise", "look_at_steps"]
 
@@ -31,8 +32,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     whole, parts = _twins()
     try:
         for given in optimizer.param_groups:
-            states = (optimizer.state[x] for x in given["params"] if x in optimizer.state)
-            pattern: Mapping[str, object] = next(states, {})
+            states = (_pattern(optimizer.state[x], x) for x in given["params"] if x in optimizer.state)
+            pattern = next(states, {})
             _try_out(optimizer, given, pattern, whole)
             _try_out(optimizer, given, pattern, parts)
     except Exception as error:  # some optimizers refuse vectors, or a step without a closure
@@ -119,11 +120,21 @@ def _try_out(
         twin.step()
 
 
+def _pattern(state: Mapping[str, object], parameter: torch.Tensor) -> State:
+    """Return the state with a vector for what has an element for each of the parameter, which may be 0-d."""
+    return {
+        name: value.reshape(-1)
+        if isinstance(value, torch.Tensor) and is_of(name, value, parameter.shape)
+        else value
+        for name, value in state.items()
+    }
+
+
 def _alike(value: object, parameter: torch.Tensor) -> object:
     """Return a state for ``parameter`` like ``value``: a number, or a tensor of the parameter's shape."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return _here(value)
-    return torch.full_like(parameter, value.flatten()[0].item() if value.numel() else 0.0)
+    return torch.full_like(parameter, value.flatten()[0].real.item() if value.numel() else 0.0)
 
 
 def _here(value: object) -> object:

@@ -5,6 +5,7 @@ Knows nothing of optimizers; ``sharded`` has these.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -46,8 +47,11 @@ class ShardBucket(Bucket):
         self.size: int = size
         self._versions = [view._version for view in self.views]
         self._zeroed = [True] * len(parameters)
-        places = zip(self.layout.starts, self.layout.counts, strict=True)
+        places = list(zip(self.layout.starts, self.layout.counts, strict=True))
         last = [start + count - 1 for start, count in places if count > 1]
+        #: the versions of the gradients, and the first element of each, as the last reduction left them
+        self._left = list(self._versions)
+        self._firsts = [self.flat[start] if count else None for start, count in places]
         self._positive = torch.tensor(last, dtype=torch.int64, device=self.flat.device)
         self.values: torch.Tensor = torch.zeros_like(self.flat)
         for parameter, view in zip(parameters, self.cut(self.values), strict=True):
@@ -78,7 +82,9 @@ class ShardBucket(Bucket):
         view = self.views[index]
         if self.parameters[index].grad is not view:
             self._zeroed[index] = True
-        elif view._version != self._versions[index] and not self._zeroed[index]:
+        elif not self._zeroed[index] and (
+            view._version != self._versions[index] or self._written_quietly(index)
+        ):
             if not _zeroed(view):
                 raise InvalidArgumentError(
                     f"the .grad of {self.named(self.parameters[index])} was written to after it had been "
@@ -88,6 +94,16 @@ class ShardBucket(Bucket):
                 )
             self._zeroed[index] = True
         self._versions[index] = view._version
+
+    def _written_quietly(self, index: int) -> bool:
+        """Whether a gradient was zeroed without a new version, by ``.grad.data.zero_()``: on the CPU only.
+
+        Reading a number from a device waits for the device.
+        """
+        first = self._firsts[index]
+        if first is None or first.device.type != "cpu" or self.views[index]._version != self._left[index]:
+            return False
+        return math.copysign(1.0, first.real.item()) > 0
 
     def noted(self, index: int) -> None:
         """Note that backward has added to the gradient at ``index``."""
@@ -135,6 +151,7 @@ class ShardBucket(Bucket):
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             parameter.grad = view
             self._versions[index] = view._version
+        self._left = list(self._versions)
         self._zeroed = [False] * len(self._zeroed)
 
     def _zeros(self) -> torch.Tensor:

@@ -17,7 +17,7 @@ from asynccoll.ops.collectives import all_gather
 from asynccoll.ops.scopes import backward_lane, close_lane
 from asynccoll.overlap.steps import Steps
 
-__all__ = ["State", "gathered_apart", "options_of", "parts_of", "whole_of"]
+__all__ = ["State", "gathered_apart", "is_of", "options_of", "parts_of", "whole_of"]
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def parts_of(
     part: State = {}
     for name in sorted({name for state in states for name in state}):
         values = [state.get(name) for state in states]
-        if any(_is_of(name, value, shape) for value, shape in zip(values, shapes, strict=True)):
+        if any(is_of(name, value, shape) for value, shape in zip(values, shapes, strict=True)):
             dtype = next(value.dtype for value in values if isinstance(value, torch.Tensor))
             flat = torch.zeros_like(like, dtype=dtype)
             for view, value in zip(cut(flat), values, strict=True):
@@ -67,7 +67,7 @@ def parts_of(
     return part
 
 
-def _is_of(name: str, value: object, shape: torch.Size) -> bool:
+def is_of(name: str, value: object, shape: torch.Size) -> bool:
     """Whether a state has an element for each element of the parameter."""
     return name not in _SCALARS and isinstance(value, torch.Tensor) and value.shape == shape
 
