@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
-from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, spawn
+from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, planned_rank, spawn
 from asynccoll.launch.job import Job
 from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
@@ -405,3 +406,29 @@ def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.
     monkeypatch.setattr(elastic, "processes", Mock())
     with pytest.raises(ac.InvalidArgumentError, match=r"^the hosts cannot meet at n1:29400: no such host; "):
         elastic._launch(config, "", [], Mock(), [])
+
+
+class Ending:
+    """A job whose ranks end with such a code."""
+
+    def __init__(self, code: object) -> None:
+        self.code = code
+
+    def carry_out(self, _rank: int, _local_rank: int) -> None:
+        sys.exit(self.code)  # type: ignore[arg-type]  # as the user's program has it
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "aborts"), [(None, 0, []), (0, 0, []), (3, 1, [1]), ("why", 1, [1])]
+)
+def test_a_rank_of_mpi_that_ends_in_order_aborts_no_job(
+    code: object, ends: int, aborts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[int] = []
+    monkeypatch.setattr(child, "abort_mpi", aborted.append)
+    monkeypatch.setattr(child, "die_with_launcher", lambda: None)
+    monkeypatch.setattr(planned_rank.preparing, "prepare", lambda _said: None)
+    monkeypatch.setattr(planned_rank, "_place", lambda: (0, 0))
+    with pytest.raises(SystemExit) as ended:
+        planned_rank.main(pickle.dumps({}) + pickle.dumps(Ending(code)))
+    assert (ended.value.code, aborted) == (ends, aborts)

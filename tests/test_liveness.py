@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from typing import ClassVar
@@ -12,6 +13,7 @@ from asynccoll.flight import Recorder
 from asynccoll.health import liveness
 from asynccoll.health.accounts import Accounts, Peer
 from asynccoll.health.liveness import Liveness
+from asynccoll.host import lines
 from asynccoll.host.answering import Answers
 
 RANK = 1
@@ -107,3 +109,15 @@ class Hearing:
 
     def close(self) -> None:
         pass
+
+
+def test_nobody_is_gone_where_nobody_can_be_asked(asker: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors: it is the failure of this process, and what it asks for is another error."""
+
+    def connect(*_given: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(lines, "connect", connect)
+    assert asker.lost((RANK,)) == ()
+    assert asker.lost((RANK,), routine=True) == ()
+    assert asker.lost((RANK,), patience=0.05) == ()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -550,6 +551,17 @@ def test_what_cannot_be_written_is_not(tmp_path: Path) -> None:
     assert not dumps.write_dumps(tmp_path / "file" / "job", {0: recorded(0)})
     with pytest.raises(errors.InvalidArgumentError, match="there is no dump in"):
         dumps.read_dumps(tmp_path)
+
+
+def test_a_failure_is_told_where_no_dump_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for a directory writes: without descriptors or disk it raises."""
+
+    def gettempdir() -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.delenv(dumps.VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
+    assert dumps.directory_for("a job") is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "5", "null", '"said"'])

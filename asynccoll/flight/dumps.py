@@ -43,11 +43,14 @@ class Dumps(NamedTuple):
 
 
 def directory_for(job: str) -> Path | None:
-    """The directory of the job named ``job``; None if nothing is to be written."""
+    """The directory of the job named ``job``; None if nothing is to be written, or nothing can."""
     said = os.environ.get(VARIABLE, "")
     if said == "off":
         return None
-    parent = Path(said) if said else Path(tempfile.gettempdir(), f"asynccoll-{os.getuid()}")
+    try:
+        parent = Path(said) if said else Path(tempfile.gettempdir(), f"asynccoll-{os.getuid()}")
+    except OSError:  # it tries to write: the disk is full, or no descriptors are left
+        return None
     return parent / hashlib.blake2b(job.encode(), digest_size=6).hexdigest()  # as _JOB
 
 

@@ -89,13 +89,15 @@ class Liveness:
 
         Asks again for ``patience`` seconds if none is: a dying process closes its sockets one by one, and its
         beacon may be closed later than a connection that was lost. In a ``routine`` question nothing has
-        failed yet, so a rank that does not answer is not counted as gone at once.
+        failed yet, so a rank that does not answer is not counted as gone at once. As long as this process has
+        no descriptors left, nobody can be asked, and no rank counts as gone.
         """
         self.learn(ranks)
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         until = host.monotonic() + patience
+        gone: tuple[int, ...] = ()
         while True:
-            with self._asking:
+            with self._asking, contextlib.suppress(OSError):
                 gone = self._gone(asked, routine)
             if gone or host.monotonic() >= until:
                 return gone

@@ -18,6 +18,7 @@ def main(plan: bytes) -> None:
     """Carry the job out; an error is in the job's records, and the launcher is told by the exit code."""
     pickles = io.BytesIO(plan)
     preparing.prepare(pickle.load(pickles))  # noqa: S301 - written by the process that started us
+    from asynccoll.host.endings import is_failure
     from asynccoll.launch import child
 
     child.die_with_launcher()
@@ -26,8 +27,10 @@ def main(plan: bytes) -> None:
     try:
         task.carry_out(rank, local_rank)
     except BaseException as error:
+        if not is_failure(error):
+            sys.exit(0)
         child.abort_mpi(1)
-        sys.exit(0 if isinstance(error, SystemExit) and error.code in (None, 0) else 1)
+        sys.exit(1)
 
 
 def _place() -> tuple[int, int]:
