@@ -63,7 +63,7 @@ def names_are_quick(address: str) -> bool:
 
     def look_up() -> None:
         with contextlib.suppress(OSError):
-            socket.getnameinfo((dressed, 0, 0, 0), 0)
+            socket.gethostbyaddr(dressed)  # in getnameinfo Python 3.11.2 keeps its lock
         done.set()
 
     threading.Thread(target=look_up, name="asynccoll-look-up", daemon=True).start()

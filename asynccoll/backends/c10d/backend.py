@@ -338,8 +338,13 @@ def create(request: Request) -> Context:
                 world_size=world_size,
                 timeout=timedelta(seconds=request.timeout),
             )
-    except RuntimeError as error:  # from torch's store, or from gloo
+    except BaseException as error:
+        # torch has counted the group, and would meet others under the next number, where nobody else is.
+        dist.distributed_c10d._world.group_count = 0
         network.take_back(exported)
+        if not isinstance(error, RuntimeError):
+            raise
+        # From torch's store, or from gloo.
         raise PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}") from error
     backend = C10dBackend(
         request.backend,
