@@ -16,6 +16,7 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.ops import coalescing
 from asynccoll.order.lane import Lane
 from asynccoll.runtime.process import current
 from patience import patient
@@ -485,3 +486,57 @@ async def one_dropped(me: Rank) -> None:
 def test_whoever_waits_for_one_call_of_a_block_fills_what_others_of_it_were_given(several: World) -> None:
     """Also that of a work which was dropped: until then it is nobody else's."""
     several.run(one_dropped)
+
+
+async def awaited_elsewhere(me: Rank, *, in_a_thread: bool) -> None:
+    if me.rank == 1:
+        me.see("go")
+    with ac.coalescing():
+        work = ac.all_reduce(_full(me.rank, 2))
+        future = work.as_concurrent_future() if in_a_thread else work.as_future()
+        await asyncio.sleep(0)
+        later = ac.all_reduce(_full(me.rank + 1, 2))
+    me.show("go")
+    oracle.same(await later, _full(3, 2))
+    oracle.same(await (asyncio.wrap_future(future) if in_a_thread else future), _full(1, 2))
+
+
+@pytest.mark.parametrize("in_a_thread", [True, False])
+def test_a_future_of_a_call_that_was_put_off_leaves_the_lane_to_the_block(
+    pair: World, in_a_thread: bool
+) -> None:
+    """The thread or task that waits for it sent the block's calls, and had the lane from then on."""
+    pair.run(awaited_elsewhere, in_a_thread=in_a_thread)
+
+
+def test_ctrl_c_while_a_block_is_sent_fails_its_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were neither sent nor failed, and gave None."""
+
+    def struck(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coalescing.autograd, "fused", struck)
+        with pytest.raises(KeyboardInterrupt), ac.coalescing():
+            works = [ac.all_reduce(_full(1, 2)), ac.all_reduce(_full(1, 2), op="max")]
+    for work in works:
+        with pytest.raises(ac.CollectiveError, match="not sent.*KeyboardInterrupt"):
+            work.wait()
+
+
+def test_a_thread_that_waits_while_a_block_is_sent_gets_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found nothing left to be sent, and took None for the result."""
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(work.wait()))
+    fused = coalescing.autograd.fused
+
+    def sending(*args: Any) -> Any:
+        thread.start()
+        thread.join(0.1)
+        return fused(*args)
+
+    monkeypatch.setattr(coalescing.autograd, "fused", sending)
+    with ac.coalescing():
+        work = ac.all_reduce(_full(1, 2))
+    thread.join(patient(30))
+    assert [float(total[0]) for total in got] == [1.0]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from asynccoll import payload, tensors
+from asynccoll import host, payload, tensors
 from asynccoll.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -61,6 +61,11 @@ class Deferred(Work[T]):
 
     def __repr__(self) -> str:
         return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
+
+    @property
+    def put_off(self) -> bool:
+        """Whether the call was neither sent nor given up yet."""
+        return self._batch is not None
 
     def sent(self, started: Started[Any]) -> None:
         """Take over the operations of ``started``, with which the call was sent."""
@@ -188,10 +193,12 @@ class _Parts:
             call.work.sent(Started(started.operations, result))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
-        """Tell the peers, which may be sending their calls, and fail the works here."""
-        batch.refuse(self.lane, error, self.fuse.name)
-        for call in self.calls:
-            call.work.abandoned(error)
+        """Tell the peers, which may be sending their calls, and fail the works here that were not sent."""
+        left = [call.work for call in self.calls if call.work.put_off]
+        if left:
+            batch.refuse(self.lane, error, self.fuse.name)
+        for work in left:
+            work.abandoned(error)
 
 
 def _result_of(
@@ -226,9 +233,11 @@ class _Batch:
     or with others.
     """
 
-    __slots__ = ("_actor", "_parts", "_places", "_read", "_reads")
+    __slots__ = ("_actor", "_lock", "_parts", "_places", "_read", "_reads")
 
     def __init__(self) -> None:
+        #: held while calls are put off or sent: another thread may wait for a work, which sends them
+        self._lock = host.RLock()
         self._actor = actors.current().actor
         self._parts: dict[object, _Parts] = {}
         self._places: dict[Lane, int] = {}
@@ -319,11 +328,12 @@ class _Batch:
             tensors.check_out(out, x, x.shape)
             autograd.records(fuse.name, (x,), (out,))
         key = (lane, fuse.name, fuse.detail, timeout)
-        parts = self._parts.get(key)
-        if parts is None:
-            parts = self._parts[key] = _Parts(lane, fuse, timeout)
         work: Deferred[object] = Deferred(self, lane)
-        parts.calls.append(_Call(x, out, Modes.now(), caller(), work))
+        with self._lock:
+            parts = self._parts.get(key)
+            if parts is None:
+                parts = self._parts[key] = _Parts(lane, fuse, timeout)
+            parts.calls.append(_Call(x, out, Modes.now(), caller(), work))
         self._reads.append(read := _Read(x, work))
         self._read.add(read)
         if out is not None:
@@ -351,14 +361,19 @@ class _Batch:
         lane, ranks may differ in which calls are made and deferred there; what is sent together on other
         lanes must not depend on that.
         """
-        waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
-        self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
-        first: Exception | None = None
-        for parts in waiting:
+        with self._lock:
+            waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
+            self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
+            first: Exception | None = None
             try:
-                parts.send(self, _said_together(waiting, parts.lane))
-            except Exception as error:
-                first = first or error
+                for parts in waiting:
+                    try:
+                        parts.send(self, _said_together(waiting, parts.lane))
+                    except Exception as error:
+                        first = first or error
+            except BaseException as interrupt:  # Ctrl-C: nobody would send the rest
+                self._give_up(waiting, interrupt)
+                raise
         if first is not None:
             raise first
 
@@ -371,6 +386,9 @@ class _Batch:
     def abandon(self, why: BaseException) -> None:
         """Fail all calls that are still deferred: the block ended with ``why``, and they are not sent."""
         waiting, self._parts = list(self._parts.values()), {}
+        self._give_up(waiting, why)
+
+    def _give_up(self, waiting: list[_Parts], why: BaseException) -> None:
         for parts in waiting:
             error = CollectiveError(
                 f"not sent: the coalescing block that put it off ended with {type(why).__name__}: {why}"

@@ -345,6 +345,7 @@ class Work(NotItsResult, Generic[T]):
             return await self
 
         self._heard = True
+        self._send()  # here, as another task would take the lane
         return asyncio.ensure_future(outcome())
 
     def as_concurrent_future(self) -> concurrent.futures.Future[T]:
@@ -356,6 +357,7 @@ class Work(NotItsResult, Generic[T]):
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         self._heard = True
+        self._send()  # here, as the thread that waits would take the lane
 
         def settle() -> None:
             try:
