@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import gc
@@ -13,6 +14,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ import oracle
 from asynccoll import flight
 from asynccoll.host.call_number import ROUND, numbered
 from asynccoll.runtime.process import current
+from asynccoll.waiting import arriving
 from asynccoll.waiting.forgotten import NotItsResult
 from patience import patient
 from ranks import Rank, raising
@@ -474,9 +477,14 @@ def test_as_completed_gives_the_fastest_first(pair: World, loop: str) -> None:
 
 
 async def many_completed(me: Rank) -> None:
+    for listed in (iter, reversed):
+        await _completed_of_lanes(listed)
+
+
+async def _completed_of_lanes(listed: Callable[[Any], Any]) -> None:
     lanes = ("one", "two", "three")
     works = {ac.all_reduce(k, lane=lanes[k % 3]): k for k in range(60)}
-    seen = [work async for work in ac.as_completed(works)]
+    seen = [work async for work in ac.as_completed(listed(works))]
     assert len(seen) == 60
     assert set(seen) == set(works), "each comes once"
     assert all(work.result() == 2 * k for work, k in works.items())
@@ -486,7 +494,7 @@ async def many_completed(me: Rank) -> None:
 
 
 def test_as_completed_of_many_lanes(pair: World, loop: str) -> None:
-    """Each work comes once, those of a lane in its order."""
+    """Each work comes once, those of a lane in its order, in whatever order they are listed."""
     pair.run(many_completed, runner=loop)
 
 
@@ -902,3 +910,20 @@ def test_an_interruption_while_one_asks_for_the_error_is_no_error_of_the_work(
 def test_the_number_of_a_call(sequence: int, told: str) -> None:
     """After a join all ranks count on from one far-off number, which nobody wants to read."""
     assert numbered(sequence) == told
+
+
+def test_as_completed_takes_what_ends_as_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of the waiting and the look at what is in flight."""
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+    class Late(arriving.Signal):
+        async def wait(self, seconds: float = 0.0) -> bool:
+            future.set_result(3)
+            return False
+
+    monkeypatch.setattr(arriving, "Signal", Late)
+
+    async def main() -> list[int]:
+        return [work.result() async for work in ac.as_completed([ac.adopt(future)], timeout=0.0)]
+
+    assert asyncio.run(main()) == [3]

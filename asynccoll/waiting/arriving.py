@@ -66,6 +66,11 @@ def _line_of(work: Work[Any]) -> object:
     return operations[0].lane if len(operations) == 1 and operations[0].sequence else work
 
 
+def _rank_in_line(work: Work[Any]) -> list[tuple[int, int]]:
+    """What the works of one line are sorted by, to stand in the order in which they end."""
+    return [(operation.sequence, operation.part) for operation in work._operations]
+
+
 class _Line:
     """The indices of works that end one after the other, without those that were taken."""
 
@@ -96,6 +101,8 @@ class _Arrivals(Generic[T]):
             line = lines.setdefault(_line_of(work), _Line())
             line.places.append(place)
             self._line_at.append(line)
+        for line in lines.values():
+            line.places = deque(sorted(line.places, key=lambda place: _rank_in_line(works[place])))
         self._told = deque(lines.values())  # lines whose first work may be done
         self._unwatched = deque(lines.values())
         self._signal = Signal()
@@ -113,8 +120,8 @@ class _Arrivals(Generic[T]):
             if self._told or await self._signal.wait(min(deadline, self._due) - host.monotonic()):
                 continue
             self._due = self._deadline()  # the operation whose deadline it was may have ended since
-            if host.monotonic() >= min(deadline, self._due):
-                self._give_up()
+            if host.monotonic() >= min(deadline, self._due) and (out := list(self._out())):
+                _give_up(out)
         return self._arrived.popleft()
 
     def _take(self) -> bool:
@@ -170,9 +177,10 @@ class _Arrivals(Generic[T]):
         """The earliest deadline of the operations in flight; infinity if there are none."""
         return min((operation.deadline for operation in self._out()), default=math.inf)
 
-    def _give_up(self) -> NoReturn:
-        """Raise the timeout error of the first operation in flight, and extend the deadlines of all."""
-        oldest, *others = self._out()
-        for operation in others:
-            operation.extend()
-        raise late(oldest, f"; as_completed waits for {len(others)} more" if others else "")
+
+def _give_up(out: list[Operation]) -> NoReturn:
+    """Raise the timeout error of the first operation in flight, ``out[0]``; extend the deadlines of all."""
+    oldest, *others = out
+    for operation in others:
+        operation.extend()
+    raise late(oldest, f"; as_completed waits for {len(others)} more" if others else "")
