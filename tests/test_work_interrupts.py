@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import sys
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.order import operation
 from asynccoll.transport import Promise
 from asynccoll.waiting import work as module
 from patience import patient
@@ -97,3 +99,16 @@ def test_other_waiters_are_told_all_the_same() -> None:
     with pytest.raises(KeyboardInterrupt):
         promise.settle()
     assert told == ["the second"]
+
+
+def test_later_waiters_are_told_though_the_first_was_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it said to the operation what wakes it."""
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    work, told = ac.adopt(future), []
+    with monkeypatch.context() as patch:
+        patch.setattr(operation, "_wakers_lock", Struck(1))
+        with pytest.raises(KeyboardInterrupt):
+            work.add_done_callback(lambda _: None)
+    work.add_done_callback(lambda done: told.append(done.result()))
+    future.set_result(3)
+    assert told == [3]

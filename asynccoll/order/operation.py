@@ -203,12 +203,14 @@ class Operation:
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
-        """Call ``waker`` once ``done()`` is true, at once if it is. Returns a function that cancels this."""
-        with _wakers_lock:
-            first = self._wakers is None
-            self._wakers = [*(self._wakers or ()), waker]
-        if first:
+        """Call ``waker`` once ``done()`` is true, at once if it is. Returns a function that cancels this.
+
+        The completion is told first: after Ctrl-C between the two the next one tells it again.
+        """
+        if self._wakers is None:
             self.completion.add_callback(self._wake)
+        with _wakers_lock:
+            self._wakers = [*(self._wakers or ()), waker]
         if self.done():
             self._wake()
         return partial(self._forget_waker, waker)
