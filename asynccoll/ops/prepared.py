@@ -106,7 +106,7 @@ class Prepared(Generic[T]):
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
                     f"{self!r} is bound to its tensors' memory, and one of them has other memory than when "
-                    "it was prepared (x.data = y, set_, resize_): x.copy_(y) writes into it; or prepare it "
+                    "it was prepared (x.data = y, set_, resize_, t_): x.copy_(y) writes into it; or prepare it "
                     "again"
                 )
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
@@ -212,10 +212,10 @@ def prepare(
     return Prepared(operation.value, chosen, like, calls, finish, timeout, fills)
 
 
-def _memory_of(*those: Iterable[object]) -> list[tuple[int, torch.Size]]:
-    """Return the address and shape of the strided tensors in ``those``; lazy ones have no address."""
+def _memory_of(*those: Iterable[object]) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+    """Return address, shape and strides of the strided tensors in ``those``; lazy ones have no address."""
     found = (x for xs in those for x in xs if isinstance(x, torch.Tensor) and has_memory(x))
-    return [(x.data_ptr(), x.shape) for x in found if x.layout is torch.strided]
+    return [(x.data_ptr(), x.shape, x.stride()) for x in found if x.layout is torch.strided]
 
 
 def _any_inference(xs: list[torch.Tensor]) -> bool:
