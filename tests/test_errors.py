@@ -174,6 +174,14 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("out", "output_split_sizes"),
     ),
+    **{
+        f"sparse sum of {dtype}": (
+            lambda dtype=dtype: ac.all_reduce(torch.eye(2).to_sparse().to(dtype)),
+            ac.UnsupportedOpError,
+            ("sparse", str(dtype).removeprefix("torch.")),
+        )
+        for dtype in (torch.float8_e4m3fn, torch.uint16)
+    },
     "sparse leaf": (
         lambda: ac.permute({"x": torch.ones(2), "y": torch.eye(2).to_sparse()}, [(0, 1), (1, 0)]),
         ac.UnsupportedOpError,

@@ -266,6 +266,20 @@ def test_what_has_no_plain_memory_is_refused_by_name(kind: str) -> None:
         ac.finalize()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_quantized_tensor_is_refused_with_its_own_cure() -> None:
+    """In every position: it is dense, and has data."""
+    x = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+    for start in (
+        lambda: ac.all_reduce(x),
+        lambda: ac.all_gather(x, uneven=True),
+        lambda: ac.scatter([x]),
+        lambda: ac.all_gather_object([x]),
+    ):
+        with pytest.raises(ac.PayloadTypeError, match=r"quantized.*pass x\.dequantize\(\)"):
+            start()
+
+
 async def wrappers(me: Rank) -> None:
     ones, bad = torch.ones(4), torch.nn.Parameter(Wrapper(torch.ones(4)))
     expected = (ac.PayloadTypeError, ac.InvalidArgumentError)

@@ -96,6 +96,13 @@ def call(start, end, sequence=0, place="train.py:1", row="default", size_bytes=4
     return Span("all_reduce", row, start, end, True, size_bytes, sequence, place)
 
 
+def test_an_exchange_tells_nothing_of_clocks():
+    """Who gets nothing from a rank need not have waited for it."""
+    exchanged = Span("all_to_all", "default", 1.0, 2.0, True, 4, 1)
+    assert not part(0, [exchanged]).as_clock().operations
+    assert part(0, [call(1.0, 2.0, 1)]).as_clock().operations
+
+
 def test_the_hidden_share_of_each_step():
     """Of rank 0 half of step 0 is hidden and nothing of step 1; of rank 1 all and half."""
     found = find(

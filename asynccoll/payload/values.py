@@ -19,7 +19,7 @@ from asynccoll.memory.plain import plain_tensor, raw
 from asynccoll.payload.codecs import Codec
 from asynccoll.payload.kinds import KINDS, OBJECT, TENSOR, is_number, kind_of
 from asynccoll.payload.messages import Message
-from asynccoll.plan.spec import DTYPES_BY_NAME, ReduceOp, dtype_name
+from asynccoll.plan.spec import DEQUANTIZED, DTYPES_BY_NAME, ReduceOp, dtype_name
 
 __all__ = [
     "as_number",
@@ -57,7 +57,9 @@ def to_message(x: object, codec: Codec | None = None) -> Message:
 
 def _tensor_message(x: torch.Tensor) -> Message:
     x = plain_tensor("a message", x)
-    if x.layout is not torch.strided or x.device.type == "meta" or x.is_quantized:
+    if x.is_quantized:
+        raise PayloadTypeError(f"cannot send a quantized tensor ({dtype_name(x.dtype)}), {DEQUANTIZED}")
+    if x.layout is not torch.strided or x.device.type == "meta":
         raise PayloadTypeError(
             f"cannot send a {x.layout} tensor on {x.device} whose shape the others do not know; pass a "
             "dense one that has data"

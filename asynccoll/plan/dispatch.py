@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from asynccoll.errors import PayloadTypeError, UnsupportedOpError
 from asynccoll.plan.spec import (
+    DEQUANTIZED,
     DTYPES_BY_NAME,
     HALF,
     Capabilities,
@@ -23,11 +26,13 @@ from asynccoll.plan.spec import (
     Wire,
     dtype_name,
 )
-from asynccoll.plan.wire import arithmetic, carrier_of
+from asynccoll.plan.wire import LOCAL, arithmetic, carrier_of
 
 __all__ = ["plan", "refuse_missing"]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+#: The dtypes of sparse tensors whose values torch can add (``coalesce``).
+_SPARSE = LOCAL | {torch.bool, torch.complex64, torch.complex128}
 #: The call used instead if the native one cannot be: it moves the data, which receivers reduce locally.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
@@ -63,8 +68,7 @@ def plan(
 def _refuse_quantized(op: Op, spec: TensorSpec) -> None:
     if op is not Op.BARRIER and dtype_name(spec.dtype) not in DTYPES_BY_NAME:
         raise PayloadTypeError(
-            f"{op.value} of a quantized tensor ({dtype_name(spec.dtype)}) is not supported, since its scale "
-            "does not go with it; pass x.dequantize(), or x.int_repr() and the scale"
+            f"{op.value} of a quantized tensor ({dtype_name(spec.dtype)}) is not supported, {DEQUANTIZED}"
         )
 
 
@@ -89,8 +93,15 @@ def refuse_meaningless(op: Op, spec: TensorSpec, reduce: ReduceOp | None) -> Non
 
 
 def _refuse_sparse(op: Op, spec: TensorSpec, capabilities: Capabilities, reduce: ReduceOp | None) -> None:
-    if not spec.sparse or (op is Op.ALL_REDUCE and capabilities.sparse and reduce is ReduceOp.SUM):
+    if not spec.sparse:
         return
+    if op is Op.ALL_REDUCE and capabilities.sparse and reduce is ReduceOp.SUM:
+        if spec.dtype in _SPARSE:
+            return
+        raise UnsupportedOpError(
+            f"{op.value} of a sparse tensor of {dtype_name(spec.dtype)} is not supported, since torch cannot "
+            "add its values; convert it to float32 or int64 first"
+        )
     raise UnsupportedOpError(
         f"{op.value} of a sparse tensor is not supported on {capabilities.backend} "
         "(only all_reduce with op='sum' is, on gloo, mpi, horovod and through memory); pass x.to_dense()"

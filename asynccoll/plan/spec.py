@@ -19,6 +19,7 @@ import torch.distributed as dist
 from asynccoll.errors import InvalidArgumentError
 
 __all__ = [
+    "DEQUANTIZED",
     "DTYPES_BY_NAME",
     "Capabilities",
     "Op",
@@ -365,3 +366,6 @@ DTYPES_BY_NAME = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not dtype_name(value).startswith(("qint", "quint"))
 }
+
+#: Why a quantized tensor is refused, and what to do.
+DEQUANTIZED = "since its scale does not go with it; pass x.dequantize(), or x.int_repr() and the scale"

@@ -10,7 +10,7 @@ import torch
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.plan.spec import HALF, Capabilities, ReduceOp, Wire, dtype_name
 
-__all__ = ["ON_BOOL", "arithmetic", "carrier_of"]
+__all__ = ["LOCAL", "ON_BOOL", "arithmetic", "carrier_of"]
 
 _LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
 
@@ -48,7 +48,7 @@ _REAL = {
 #: Dtypes by size in bytes, to stand for others of that size that a backend cannot move as they are.
 _CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: The dtypes that a local reduction can compute with.
-_LOCAL = frozenset(
+LOCAL = frozenset(
     {
         torch.int8,
         torch.uint8,
@@ -99,7 +99,7 @@ def arithmetic(
     if wider is not None:
         why = (f"{known.backend} cannot reduce {name}: it is sent as {dtype_name(wider)}",)
         return Wire.CAST, wider, reduce, False, why
-    if dtype in _LOCAL:
+    if dtype in LOCAL:
         return Wire.SAME, dtype, reduce, False, ()
     raise UnsupportedOpError(f"{reduce.value} of {name} is not supported: convert it to float32 first")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 __all__ = ["SYNCHRONIZING", "Alignment", "Clock", "align"]
 
-#: Those that end nowhere before they have begun everywhere.
-SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier"})
+#: Those that end nowhere before they have begun everywhere. (In an all_to_all a rank may send nothing to one.)
+SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
 
 
 @dataclass(frozen=True, slots=True)

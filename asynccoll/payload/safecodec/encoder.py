@@ -28,7 +28,7 @@ from asynccoll.payload.safecodec.types import (
     plain_hash,
     scalar_dtype,
 )
-from asynccoll.plan.spec import DTYPES_BY_NAME, dtype_name
+from asynccoll.plan.spec import DEQUANTIZED, DTYPES_BY_NAME, dtype_name
 
 _U64 = struct.Struct("<BQ")
 _F64 = struct.Struct("<Bd")
@@ -366,7 +366,9 @@ def _tensor(to: _Encoder, x: torch.Tensor) -> None:
     if to.again(x):
         return
     x, given = plain_tensor("the default codec", x), x
-    if x.layout is not torch.strided or x.device.type == "meta" or dtype_name(x.dtype) not in DTYPES_BY_NAME:
+    if dtype_name(x.dtype) not in DTYPES_BY_NAME:
+        raise PayloadTypeError(f"cannot encode a quantized tensor ({dtype_name(x.dtype)}), {DEQUANTIZED}")
+    if x.layout is not torch.strided or x.device.type == "meta":
         raise PayloadTypeError(
             f"cannot encode a {x.dtype} tensor ({x.layout}) on {x.device}; pass a dense one"
         )
