@@ -12,6 +12,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll.order import operation
+from asynccoll.runtime.process import current
 from asynccoll.transport import Promise
 from asynccoll.waiting import work as module
 from patience import patient
@@ -112,3 +113,13 @@ def test_later_waiters_are_told_though_the_first_was_struck(monkeypatch: pytest.
     work.add_done_callback(lambda done: told.append(done.result()))
     future.set_result(3)
     assert told == [3]
+
+
+def test_a_lane_goes_on_where_who_drives_its_queue_was_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it had begun to: nobody else drives meanwhile."""
+    queue = current().world.lane().queue
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "lock", Struck(1))
+        with pytest.raises(KeyboardInterrupt):
+            queue.drive()
+    assert ac.all_reduce(torch.ones(2)).wait(timeout=patient(5)).tolist() == [1.0, 1.0]

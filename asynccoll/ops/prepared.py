@@ -106,8 +106,8 @@ class Prepared(Generic[T]):
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
                     f"{self!r} is bound to its tensors' memory, and one of them has other memory than when "
-                    "it was prepared (x.data = y, set_, resize_, t_): x.copy_(y) writes into it; or prepare it "
-                    "again"
+                    "it was prepared (x.data = y, set_, resize_, t_): x.copy_(y) writes into it; or prepare "
+                    "it again"
                 )
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(

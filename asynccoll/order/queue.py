@@ -163,15 +163,17 @@ class Queue:
 
     def drive(self) -> None:
         """Issue queued operations as far as possible; or have the thread do it that is driving already."""
-        with self.lock:
-            if self._driving:
-                self._kicked = True
-                return
-            self._driving = True
+        mine = False
         try:
+            with self.lock:
+                if self._driving:
+                    self._kicked = True
+                    return
+                mine = self._driving = True
             self._issue_queued()
-        except BaseException:  # Ctrl-C, where a waiter drives
-            self._stop_driving()
+        except BaseException:  # Ctrl-C, where a waiter drives; also as the lock is left
+            if mine:
+                self._stop_driving()
             raise
 
     def _stop_driving(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["SYNCHRONIZING", "Alignment", "Clock", "align"]
 
-#: Those that end nowhere before they have begun everywhere. (In an all_to_all a rank may send nothing to one.)
+#: Those that end nowhere before they have begun everywhere. In an all_to_all a rank may send one nothing.
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
 
 
