@@ -171,6 +171,7 @@ MOVED: dict[str, Callable[[torch.Tensor], object]] = {
     "data": lambda x: setattr(x, "data", torch.full((2,), 7.0)),
     "set_": lambda x: x.set_(torch.full((2,), 7.0)),  # type: ignore[call-overload]  # torch's stub lacks it
     "resize_": lambda x: x.resize_(3),
+    "strides": lambda x: x.as_strided_((2,), (0,)),
 }
 
 
