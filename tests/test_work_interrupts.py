@@ -6,11 +6,13 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
+import types
 
 import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.ops import anysource
 from asynccoll.order import operation
 from asynccoll.runtime.process import current
 from asynccoll.transport import Promise
@@ -123,3 +125,28 @@ def test_a_lane_goes_on_where_who_drives_its_queue_was_struck(monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             queue.drive()
     assert ac.all_reduce(torch.ones(2)).wait(timeout=patient(5)).tolist() == [1.0, 1.0]
+
+
+def test_a_message_from_any_source_stays_the_first() -> None:
+    def strike(frame: types.FrameType, event: str, _: object) -> object:
+        nonlocal lines
+        if frame.f_code is not taking:
+            return strike if event == "call" else None
+        lines -= event == "line"
+        if lines == 0:
+            raise KeyboardInterrupt
+        return strike
+
+    taking = anysource.AnySource._taken.__wrapped__.__code__  # type: ignore[attr-defined]  # of the generator
+    for struck_at in range(1, 20):
+        messages = anysource.AnySource(lambda source: ac.all_reduce(float(source)), range(3))
+        lines = struck_at
+        sys.settrace(strike)
+        try:
+            first = [next(messages)]
+        except KeyboardInterrupt:
+            first = []
+        finally:
+            sys.settrace(None)
+        assert [*first, *messages] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert first, "no line was left to strike at"

@@ -99,18 +99,17 @@ class AnySource(Generic[T]):
 
         If the block is cancelled, the message stays the first.
         """
-        source = self._arrivals.sources.popleft()
+        source = self._arrivals.sources[0]
         try:
             yield source
         except Exception:
-            del self._works[source]
+            self._take_off()
             self._let_go()
             raise
-        except BaseException:
-            self._arrivals.sources.appendleft(source)
-            raise
-        else:
-            del self._works[source]
+        self._take_off()
+
+    def _take_off(self) -> None:
+        del self._works[self._arrivals.sources.popleft()]
 
     def _seconds_left(self) -> float:
         deadlines = [operation.deadline for work in self._works.values() for operation in work.operations]

@@ -102,7 +102,8 @@ class GradientReducer(Companion):
     - **Start.** When the reducer is made, all ranks get the parameters of the first rank (and buffers, of a
       module). That waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
     - **Later parameters**, added or unfrozen on every rank alike, take part from the next await on; so do
-      those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``.
+      those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``. Their values are not sent:
+      begin with the same on every rank.
     - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
       ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
       ``InvalidArgumentError``, as does an optimizer's step. The await raises the errors of a collective;

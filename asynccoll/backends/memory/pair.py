@@ -371,7 +371,8 @@ class Pair(Mover):
             self._receiving[message.number] = receive
             self._replies[_CTS, message.number] = None
         else:
-            into.copy_(message.data)
+            if not receive.finished:  # else this is done again, and the memory is the user's
+                into.copy_(message.data)
             self._acknowledge(message.number, receive, None)
 
     def _misfit(self, message: _Unexpected, receive: Incoming) -> CollectiveError:
@@ -393,7 +394,8 @@ class Pair(Mover):
         if receive is None:
             return  # this was the last part, and was taken already, before an interrupt
         end = start + data.numel()
-        receive.data.narrow(0, start, data.numel()).copy_(data)
+        if not receive.finished:  # else this is done again, and the memory is the user's
+            receive.data.narrow(0, start, data.numel()).copy_(data)
         if end == receive.data.numel():
             self._acknowledge(number, receive, None)
             self._receiving.pop(number, None)
