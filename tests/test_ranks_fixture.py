@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +41,12 @@ async def failing(rank: int) -> None:
 def dying(rank: int) -> None:
     if rank == 1:
         os._exit(3)
+    ac.barrier().wait()
+
+
+def hanging(rank: int) -> None:
+    if rank == 1:
+        threading.Event().wait()
     ac.barrier().wait()
 
 
@@ -103,6 +111,27 @@ def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
     with pytest.raises(RankError, match=r"rank \d has ended since the last run: rank 1 "):
         pair.run(total)
     assert pair.run(total) == [1, 1]
+
+
+def test_a_run_that_is_not_done_says_for_whom_ranks_wait_and_where_they_are(pair: World) -> None:
+    """A time limit alone names no culprit."""
+    assert pair.run(total) == [1, 1]  # the ranks are there, and the lane is open
+    with pytest.raises(RankError, match="hanging failed") as told:
+        pair.run(hanging, timeout=patient(3))
+    says = (
+        "World of 2 on gloo>: rank 1 has not called barrier #",
+        " on lane 'default', in which rank 0 has waited ",
+        "rank 0: not done after",
+        f"it is in hanging ({Path(__file__).name}:{_line('ac.barrier().wait()')})",
+        f"it is in hanging ({Path(__file__).name}:{_line('threading.Event().wait()')})",
+    )
+    assert all(text in str(told.value) for text in says), told.value
+
+
+def _line(text: str) -> int:
+    """That of ``hanging`` which has this text."""
+    lines, first = inspect.getsourcelines(hanging)
+    return first + next(index for index, line in enumerate(lines) if text in line)
 
 
 @pytest.mark.parametrize("case", [leaving, timing_out, finalizing])

@@ -33,6 +33,7 @@ from asynccoll.launch.calling import complete
 from asynccoll.launch.folding import folded
 from asynccoll.launch.spawn import known_backend, spawn
 from asynccoll.runtime.process import current, get_rank
+from asynccoll.trace.whereabouts import find_jobs
 from asynccoll.world.context import Context
 
 __all__ = ["RankError", "World", "world"]
@@ -101,8 +102,9 @@ class World:
         are started by the next run, whose calls would be paired with those.
 
         Raises:
-            RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds. The
-                ranks are ended, and others are started by the next run.
+            RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds: the text
+                says for whom ranks wait, and where each one is. The ranks are ended, and others are started
+                by the next run.
             PayloadTypeError: ``function`` cannot be found by its name.
         """
         __tracebackhide__ = True
@@ -193,13 +195,15 @@ class World:
         __tracebackhide__ = True
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        verdict = ""
         waiting = {connection: rank for rank, connection in self._ranks.items()}
         deadline = time.monotonic() + timeout
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = "when another had failed" if failures else f"after {timeout:g} s"
-                failures |= dict.fromkeys(waiting.values(), f"not done {late}")
+                verdict, stands = self._whereabouts()
+                failures |= {rank: f"not done {late}{stands.get(rank, '')}" for rank in waiting.values()}
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -215,9 +219,18 @@ class World:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
             told = "\n".join(f"--- rank {rank}: {failures[rank].rstrip()}" for rank in sorted(failures))
-            raise RankError(f"{name} failed on {self!r}\n{told}")
+            raise RankError(f"{name} failed on {self!r}{verdict}\n{told}")
         both = [results[rank] for rank in range(self.size)]
         return [result for result, _ in both], [made for _, made in both]
+
+    def _whereabouts(self) -> tuple[str, dict[int, str]]:
+        """For whom the ranks wait, and where each of them stands; nothing where that cannot be looked into."""
+        ours = (job for job in find_jobs(str(os.getpid())) if self._pids & {one.peer.pid for one in job.ranks})
+        job = next(ours, None)
+        if job is None:
+            return "", {}
+        stands = {one.rank: f"; it is in {one.account.stands}" for one in job.ranks if one.account.stands}
+        return f": {job.hang}" if job.hang else "", stands
 
     def _send(self, task: bytes) -> None:
         for rank, connection in self._ranks.items():
