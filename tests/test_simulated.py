@@ -178,6 +178,7 @@ def test_a_deadlock_is_told_with_everybodys_stack() -> None:
     assert "rank 1, MainThread" in report.deadlock
     assert "test_simulated.py" in report.deadlock
     lines = report.deadlock.splitlines()
+    assert lines[0] == "all wait until after the end of the simulation (timeout=):"
     assert re.fullmatch(r"rank 0 waits in barrier #1 on lane 'default' at .*test_simulated.py:\d+", lines[1])
     assert "asynccoll-" not in report.deadlock, "threads of the library say nothing"
     with pytest.raises(AssertionError, match="seed 0"):

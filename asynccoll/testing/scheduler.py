@@ -338,7 +338,7 @@ class Scheduler:
                 self._ring()
             elif self.threads:
                 self._give_up(
-                    "nobody can go on" if not self._timers else "everybody waits for longer than it lasts"
+                    "nobody can go on" if not self._timers else "all wait until after the end of the simulation (timeout=)"
                 )
             else:
                 self.current = None
