@@ -225,7 +225,9 @@ class World:
 
     def _whereabouts(self) -> tuple[str, dict[int, str]]:
         """For whom the ranks wait, and where each of them stands; nothing where that cannot be looked into."""
-        ours = (job for job in find_jobs(str(os.getpid())) if self._pids & {one.peer.pid for one in job.ranks})
+        ours = (
+            job for job in find_jobs(str(os.getpid())) if self._pids & {one.peer.pid for one in job.ranks}
+        )
         job = next(ours, None)
         if job is None:
             return "", {}

@@ -338,7 +338,9 @@ class Scheduler:
                 self._ring()
             elif self.threads:
                 self._give_up(
-                    "nobody can go on" if not self._timers else "all wait until after the end of the simulation (timeout=)"
+                    "nobody can go on"
+                    if not self._timers
+                    else "all wait until after the end of the simulation (timeout=)"
                 )
             else:
                 self.current = None
