@@ -102,9 +102,9 @@ class World:
         are started by the next run, whose calls would be paired with those.
 
         Raises:
-            RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds: the text
-                says for whom ranks wait, and where each one is. The ranks are ended, and others are started
-                by the next run.
+            RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds: the
+                text says for whom ranks wait, and where each one is. The ranks are ended, and others are
+                started by the next run.
             PayloadTypeError: ``function`` cannot be found by its name.
         """
         __tracebackhide__ = True
@@ -224,7 +224,7 @@ class World:
         return [result for result, _ in both], [made for _, made in both]
 
     def _whereabouts(self) -> tuple[str, dict[int, str]]:
-        """For whom the ranks wait, and where each of them stands; nothing where that cannot be looked into."""
+        """For whom the ranks wait, and where each of them stands; nothing if that is not known."""
         ours = (
             job for job in find_jobs(str(os.getpid())) if self._pids & {one.peer.pid for one in job.ranks}
         )
