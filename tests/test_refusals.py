@@ -11,6 +11,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,36 @@ def test_a_program_that_breaks_off(
     """
     label = f"breaks off {next(_labels)}"
     several.run(breaks_off, label, kind, own, runner=runner, timeout=patient(30))
+
+
+class Loaded:
+    """What a future gives, which raises the same exception each time that it is sent."""
+
+    def __init__(self, batch: Future[str]) -> None:
+        self._batch = batch
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return str, (self._batch.result(),)
+
+
+async def raises_the_same_again(me: Rank, name: str) -> None:
+    batch: Future[str] = Future()
+    batch.set_exception(OSError("no disk"))
+    for turn in range(3):
+        if me.rank == 0:
+            with raising(OSError, "no disk"):
+                ac.all_gather_object(Loaded(batch), codec="pickle", lane=name)
+        else:
+            with raising(ac.PeerRefusedError, "no disk"):
+                await me.get(ac.all_gather_object(f"{turn}", codec="pickle", lane=name))
+    mine = [f"of rank {rank}" for rank in range(me.size)]
+    await me.check("after", ac.all_gather_object, mine[me.rank], codec="pickle", lane=name, expect=mine)
+    ac.close_lane(name)
+
+
+def test_a_call_refused_for_the_same_exception_as_one_before(several: World, runner: str) -> None:
+    """Its peers are told of each call: else their call meets a later one of this rank."""
+    several.run(raises_the_same_again, f"same {runner}", runner=runner, timeout=patient(30))
 
 
 # ---------------------------------------------------------------- what is left behind

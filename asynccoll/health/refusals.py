@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from asynccoll.transport.completion import Completion
     from asynccoll.waiting.children import Unmade
 
-__all__ = ["Refusals"]
+__all__ = ["Refusals", "leaves_its_call"]
 
 #: Asking the store is cheap; these only bound how late a rank learns that the last peer answered.
 _FIRST_PAUSE_SECONDS = 0.001
@@ -121,9 +121,10 @@ class Refusals:
         """Refuse the call at ``place`` (None: the next one) on ``lane`` for ``reason``, and tell the peers.
 
         ``part`` is the first part of it that is refused (None: the one after the last accepted). Each
-        ``reason`` is told once, however many layers it passes through. The operation with the completion
-        ``spare`` is not failed, as its waiter gets another error. ``name`` is the name of a call made just
-        now, for the record. ``until``: the calls from ``place`` to below this place are refused as well.
+        ``reason`` is told once, however many layers of a call it passes through, until ``leaves_its_call``.
+        The operation with the completion ``spare`` is not failed, as its waiter gets another error. ``name``
+        is the name of a call made just now, for the record. ``until``: the calls from ``place`` to below this
+        place are refused as well.
         """
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
@@ -330,6 +331,15 @@ class Refusals:
         """Wait a bounded time for the threads here, which end as the context is closed."""
         for thread in list(self._settling):
             thread.join(_CLOSE_SECONDS)
+
+
+def leaves_its_call(error: BaseException) -> None:
+    """Note that ``error`` is now passed on to the user: raised anew, it is the reason of another refusal.
+
+    A future, for example, raises the same exception each time that its result is asked for.
+    """
+    with contextlib.suppress(AttributeError):  # a rank alone has told nobody
+        delattr(error, _TOLD)
 
 
 def _written(store: dist.Store, keys: Sequence[str]) -> list[Any]:

@@ -51,6 +51,7 @@ from asynccoll.errors import (
     DiscardedResultWarning,
     InvalidArgumentError,
 )
+from asynccoll.health.refusals import leaves_its_call
 from asynccoll.host import misfits
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
@@ -200,6 +201,7 @@ def _start(
             context.refusals.refuse(at, error, name=name_of(start))
         else:
             block.refuse(at, error, name_of(start))
+        leaves_its_call(error)
         raise
 
 
