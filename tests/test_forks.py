@@ -152,6 +152,27 @@ def test_locks_that_were_held_by_other_threads() -> None:
     worlds.world("gloo", 2).run(with_locks_held, timeout=40)
 
 
+async def while_a_lane_closes(me: Rank) -> None:
+    if me.rank == 0:
+        mine = ac.all_reduce(1, lane="closing")
+        ac.close_lane("closing")
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(patient(20)))
+            os._exit(0 if error_of(lambda: mine.wait(patient(5))) == "ForkedProcessError" else 9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    await me.get(ac.all_reduce(1, lane="afterwards"))
+    if me.rank > 0:
+        mine = ac.all_reduce(1, lane="closing")
+        ac.close_lane("closing")
+    assert await me.get(mine) == me.size
+
+
+def test_what_is_in_flight_on_a_lane_that_is_being_closed() -> None:
+    """A child does not wait for it, nor ask the peers in the name of its parent."""
+    worlds.world("gloo", 2).run(while_a_lane_closes, timeout=patient(60))
+
+
 ENDS = """
     import gc, os, signal, sys, torch, asynccoll as ac
     import torch.distributed as dist

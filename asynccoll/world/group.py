@@ -270,7 +270,7 @@ class Group:
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child, fail the parent's operations; returns completions that must not be destroyed."""
         self._lock = host.Lock()
-        return [completion for lane in self.opened.values() for completion in lane.disown(error)]
+        return [completion for lane in self.lanes() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:
         """Close the lanes and their start order. The context is marked closed already, which ends closers."""
