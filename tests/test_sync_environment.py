@@ -12,6 +12,7 @@ from ignite.distributed.comp_models.native import _NativeDistModel
 import asynccoll.sync as ours
 import worlds
 from asynccoll.sync.environment import Environment
+from ranks import raising
 
 TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {
@@ -120,6 +121,22 @@ def alone(me, port):
 def test_what_a_program_finds_in_between():
     with worlds.fresh("gloo", 1, bare=True) as world:
         world.run(alone, worlds.free_port())
+
+
+def twice(me):
+    before = dict(os.environ)
+    ours.initialize("gloo")
+    during = dict(os.environ)
+    with raising(ValueError, "already initialized"):
+        ours.initialize("gloo")
+    assert dict(os.environ) == during != before
+    ours.finalize()
+    assert dict(os.environ) == before
+
+
+def test_a_second_initialize_that_is_refused_changes_nothing():
+    with worlds.fresh("gloo", 1, bare=True) as world:
+        world.run(twice)
 
 
 def launched(me, port, other, local_rank, local_world_size):

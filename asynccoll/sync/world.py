@@ -93,12 +93,13 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
         return
     if backend == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("Nccl backend is required but no cuda capable devices")
-    if refresh() == "adopted":
+    state = refresh()
+    if state == "adopted":
         raise InvalidArgumentError(
             "trying to initialize the default process group twice! It was made with torch, and is in use "
             "without asynccoll.sync.initialize"
         )
-    if _joined.environment is not None:  # of a world that was destroyed with torch
+    if state == "none" and _joined.environment is not None:  # of a world that was destroyed with torch
         _joined.environment.restore()
     environment = Environment(kwargs.pop("rank", None), kwargs.pop("world_size", None))
     init_method = kwargs.get("init_method")
