@@ -114,6 +114,11 @@ def beyond(me):
     if me.size > 1:
         with raising(Exception, "dasum"):
             ours.all_reduce(torch.ones(2), "ADASUM")
+        if me.rank == 0:  # alone in its group: it must not wait for the others
+            with raising(ac.UnsupportedOpError, "ADASUM runs over the world"):
+                ours.all_reduce(torch.ones(2), "ADASUM", group=ac.new_group([0]))
+        else:
+            ac.new_group([0])
 
 
 @pytest.mark.parametrize("case", [queries, reductions, moves, groups, beyond], ids=lambda c: c.__name__)

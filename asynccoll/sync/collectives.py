@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 import asynccoll as ac
-from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.ops.collectives import refuse
 from asynccoll.order.stepping import waiting
 from asynccoll.sync import compiled, horovod
@@ -81,6 +81,8 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike =
             warnings.warn(f"Running all_reduce on {where}", stacklevel=2)
             return _plain(tensor)
     if ours == "adasum":
+        if group is not None and ac.get_world_size(group) < ac.get_world_size():
+            raise UnsupportedOpError("ADASUM runs over the world; leave group= out")  # on each of its ranks
         return horovod.adasum(tensor)
     if isinstance(tensor, torch.Tensor):
         return _all_reduce_tensor(tensor, ours, group, in_place=now.in_place)
