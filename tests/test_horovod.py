@@ -138,8 +138,11 @@ def added_while_asked(me: Rank) -> None:
     from asynccoll.backends.horovod import completion
 
     told, watched = threading.Event(), []
+    poll, clear, ours = completion.poll, completion.clear, -1  # the thread asks for others meanwhile
 
-    def ends(_handle: int) -> bool:
+    def ends(handle: int) -> bool:
+        if handle != ours:
+            return poll(handle)
         other = threading.Thread(target=work.add_callback, args=(told.set,))
         other.start()
         other.join()
@@ -147,11 +150,12 @@ def added_while_asked(me: Rank) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(completion, "poll", ends)
-        patch.setattr(completion, "clear", lambda _handle: None)
+        patch.setattr(completion, "clear", lambda handle: handle == ours or clear(handle))
         patch.setattr(completion.progress, "watch", watched.append)  # the thread has not come to it yet
-        work = completion.HorovodCompletion(0, None, completion.Common())
+        work = completion.HorovodCompletion(ours, None, completion.Common())
         assert work.done()
-    completion.progress.watch(*watched)
+    for one in watched:
+        completion.progress.watch(one)
     assert told.wait(patient(10))
 
 
