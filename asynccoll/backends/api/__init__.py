@@ -30,6 +30,7 @@ from asynccoll.plan.trees import flatten
 from asynccoll.transport.backend import Backend
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
 from asynccoll.transport.completion import READY, AllOf, Callback, Completion, Promise, Ready
+from asynccoll.transport.polled import Polled
 from asynccoll.transport.progress import (
     GRACE_SECONDS,
     LONGEST_NAP_SECONDS,
@@ -63,6 +64,7 @@ __all__ = [
     "Meeting",
     "Op",
     "Opening",
+    "Polled",
     "Promise",
     "Ready",
     "ReduceOp",

@@ -16,7 +16,7 @@ from time import monotonic
 
 from horovod.torch.mpi_ops import mpi_lib
 
-from asynccoll.backends.api import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Callback, Completion, progress
+from asynccoll.backends.api import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Callback, Polled, progress
 from asynccoll.errors import (
     AbortedError,
     CollectiveError,
@@ -41,11 +41,8 @@ class Common:
         self.abandoned: bool = False
 
 
-class HorovodCompletion(Completion):
-    """One handle of Horovod's, and what is to be done with its result.
-
-    Made for every operation, so what most never change is the class's, not the instance's.
-    """
+class HorovodCompletion(Polled):
+    """One handle of Horovod's, and what is to be done with its result."""
 
     over: bool = False
     attended: bool = False
@@ -53,8 +50,6 @@ class HorovodCompletion(Completion):
     #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
     lateness: float | None = 1 / 32
     _watched = False
-    _callbacks: list[Callback] | None = None
-    _error: CollectiveError | None = None
 
     def __init__(
         self, handle: int, buffers: object, common: Common, finish: Callable[[], object] | None = None
@@ -65,15 +60,6 @@ class HorovodCompletion(Completion):
         self._finish = finish
         self._started = monotonic()
         self._lock = threading.Lock()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the thread has nothing more to do with it, callbacks included.
-
-        One that was added while ``done`` found the end is left to the thread: it may take locks that the
-        caller of ``done`` holds.
-        """
-        return self.over and not self._callbacks
 
     def expected(self) -> float:
         return 0.0
@@ -124,16 +110,6 @@ class HorovodCompletion(Completion):
             self._tell()
         return True
 
-    def _tell(self) -> None:
-        """Call the callbacks, each once, even if another thread is doing so."""
-        callbacks = self._callbacks or []
-        while callbacks:
-            try:
-                callback = callbacks.pop(0)
-            except IndexError:  # another thread has taken the last one
-                return
-            callback()
-
     def wait(self, seconds: float) -> bool:
         if self.poll():
             return self.over
@@ -164,9 +140,6 @@ class HorovodCompletion(Completion):
             self._watched = True
             progress.watch(self)
             progress.rouse()
-
-    def error(self) -> CollectiveError | None:
-        return self._error
 
     def writing(self) -> bool:
         # Horovod takes back nothing that was given up.

@@ -4,7 +4,7 @@ MPI moves data only while a thread is inside it, and has no descriptor to wait o
 tests and yields the processor in turns for as long as the operation is expected to take, then naps
 between tests; what nobody waits for is tested by the progress thread (``asynccoll.transport.progress``).
 
-A request must not be tested by two threads at once: the lock is only ever tried, never waited for.
+A request must not be tested by two threads at once: where the lock is taken, nobody waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asynccoll.backends.api import (
     LONGEST_NAP_SECONDS,
     SHORTEST_NAP_SECONDS,
     Callback,
-    Completion,
+    Polled,
     give_way,
     progress,
 )
@@ -78,11 +78,8 @@ class Common:
         self.left: LeftToThread | None = None
 
 
-class MpiCompletion(Completion):
-    """One request (or ``Many``), and the memory it works on.
-
-    Made for every operation, so what most never change is the class's, not the instance's.
-    """
+class MpiCompletion(Polled):
+    """One request (or ``Many``), and the memory it works on."""
 
     over: bool = False
     attended: bool = False
@@ -90,8 +87,6 @@ class MpiCompletion(Completion):
     lateness: float | None = None
     _abandoned = False
     _since = 0.0  # when a large one was issued
-    _callbacks: list[Callback] | None = None
-    _error: CollectiveError | None = None
 
     def __init__(self, request: Any, buffers: object, size_bytes: int, common: Common) -> None:
         self._request = request
@@ -110,15 +105,6 @@ class MpiCompletion(Completion):
         watch(self)
         if self.urgent:
             progress.rouse()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the thread has nothing more to do with it, callbacks included.
-
-        One that was added while ``done`` found the end is left to the thread: it may take locks that the
-        caller of ``done`` holds.
-        """
-        return self.over and not self._callbacks
 
     def expected(self) -> float:
         return GRACE_SECONDS + self._size_bytes * SECONDS_PER_BYTE
@@ -161,16 +147,6 @@ class MpiCompletion(Completion):
                 return False
         self._tell()
         return True
-
-    def _tell(self) -> None:
-        """Call the callbacks, each once, even if another thread is doing so."""
-        callbacks = self._callbacks or []
-        while callbacks:
-            try:
-                callback = callbacks.pop(0)
-            except IndexError:  # another thread has taken the last one
-                return
-            callback()
 
     def wait(self, seconds: float) -> bool:
         self.attended = True  # the thread leaves it alone, unless it is testing just now
@@ -221,9 +197,6 @@ class MpiCompletion(Completion):
         else:
             self.urgent = True
             progress.rouse()
-
-    def error(self) -> CollectiveError | None:
-        return self._error
 
     def abandon(self) -> None:
         self._abandoned = True
