@@ -97,7 +97,6 @@ class SimulatedHub:
         self.crowded: bool = scheduler.chance(rank).random() >= _UNCROWDED
         self._host = shared
         self._rank = rank
-        self._fences = scheduler.fences.setdefault(rank, [])
         shared.hubs[rank] = self
 
     def region(self, opening: Opening) -> tuple[SimulatedRegion, Parking]:
@@ -105,7 +104,6 @@ class SimulatedHub:
         assert opening.clients is not None
         opening.clients.meet(opening.name, opening.rank, opening.size, opening.meeting, opening.given_up)
         memory = self._host.memory(opening)
-        self._fences.append(partial(memory.fence, opening.rank))
         called = lambda text: self._host.delivery.called(self._rank, f"{text} on {opening.name}")  # noqa: E731  # what it says
         return SimulatedRegion(memory, opening.rank, called), Parking(memory, opening.rank)
 

@@ -101,11 +101,13 @@ def _exchange(kept: list[object], contents: list[dict[Any, object]]) -> list[dic
     """Give them these contents; what they had."""
     before: list[dict[Any, object]] = []
     for one, content in zip(kept, contents, strict=True):
-        if isinstance(one, dict):
+        if not isinstance(one, dict):
+            before.append(one.__dict__)
+            one.__dict__ = content
+        elif one or content:
             before.append(dict(one))
             one.clear()
             one.update(content)
         else:
-            before.append(one.__dict__)
-            one.__dict__ = content
+            before.append(content)
     return before

@@ -57,8 +57,6 @@ class Scheduler:
         #: what happened: when, to whom
         self.events: list[Event] = []
         self.entered: Callable[[int], object] = lambda rank: None  # another rank's thread goes on
-        #: by rank: lets others see what it has stored in memory that they share
-        self.fences: dict[int, list[Callable[[], object]]] = {}
         self._seed = seed
         self._chances: dict[int, random.Random] = {}
         self._order = _drawing(f"{seed} order")
@@ -66,6 +64,7 @@ class Scheduler:
         self._most_steps = most_steps
         self._turn = 0
         self._held: dict[SimulatedThread, None] = {}  # who could go on, but for being held
+        self._fences: dict[int, list[Callable[[], object]]] = {}  # by rank
         self._holds: list[tuple[float, Callable[[SimulatedThread], bool]]] = []
         self._runnable: dict[SimulatedThread, None] = {}
         self._timers: list[tuple[float, int, SimulatedThread]] = []
@@ -262,11 +261,16 @@ class Scheduler:
             self._hand(chosen)
             self._take(me)
 
+    def at_fence(self, store: Callable[[], object]) -> None:
+        """Have it called as soon as the running thread's rank lets others see what it has stored."""
+        assert self.current is not None
+        self._fences.setdefault(self.current.rank, []).append(store)
+
     def fence(self) -> None:
         """The running thread has taken or released a lock: its stores are visible to all."""
-        if self.current is not None:
-            for fence in self.fences.get(self.current.rank, ()):
-                fence()
+        if self._fences and self.current is not None:
+            for store in self._fences.pop(self.current.rank, ()):
+                store()
 
     def park(self, until: float = math.inf) -> bool:
         """Wait to be woken, until this time at the latest; whether somebody did."""

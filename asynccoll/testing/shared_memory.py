@@ -61,6 +61,8 @@ class Memory:
         assert scheduler.current is not None
         chance = scheduler.chance(scheduler.current.rank)
         late = 0.0 if chance.random() < _SEEN_AT_ONCE else chance.random() * _BUFFERED_SECONDS
+        if not stored:
+            scheduler.at_fence(partial(self.fence, index))
         stored.append((max(scheduler.now + late, stored[-1][0] if stored else 0.0), place, value))
         self._settle(scheduler.now)
 
