@@ -25,7 +25,11 @@ REDUCED = ("float32", "float64 matrix", "int64", "int32", "0-d")
 GATHERED = (*REDUCED, "uint8", "float16", "large")
 
 
-@pytest.fixture(params=[1, 2, 4], ids=lambda size: f"horovod-{size}", scope="module")
+@pytest.fixture(
+    params=[1, 2, pytest.param(4, marks=pytest.mark.nightly)],
+    ids=lambda size: f"horovod-{size}",
+    scope="module",
+)
 def world(request):
     """Without a torch group beside it: ignite would take that for the world."""
     return worlds.world("horovod", request.param, torch_group=False)

@@ -854,6 +854,7 @@ def test_the_loop_turns_while_one_awaits(pair: World, loop: str) -> None:
 
 async def many_small(me: Rank) -> None:
     turns, over = 0, False
+    count = 60 if me.backend == "horovod" else 300  # one takes a cycle or more there, however small
 
     async def heartbeat() -> None:
         nonlocal turns
@@ -864,12 +865,12 @@ async def many_small(me: Rank) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(heartbeat)
         start = time.monotonic()
-        for _ in range(300):
+        for _ in range(count):
             await ac.all_reduce(torch.ones(1))
         took = time.monotonic() - start
         over = True
     wanted = min(20, int(took / 0.005))  # where all of them take 20 ms there are few turns to give
-    assert turns >= wanted, f"{turns} turns of the loop during 300 small operations in {took:.3f} s"
+    assert turns >= wanted, f"{turns} turns of the loop during {count} small operations in {took:.3f} s"
 
 
 def test_a_stream_of_small_operations_lets_others_run(pair: World, loop: str) -> None:
