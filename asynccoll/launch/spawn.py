@@ -133,39 +133,59 @@ def _one_node(task: Job, kwargs: dict[str, object]) -> None:
 
 
 def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
-    import torch.multiprocessing as mp  # heavy, and only for this
-
     nodes = Nodes(ranks, **{name: kwargs.pop(name, None) for name in _NODES})
     how, join = _start_options(kwargs), kwargs.pop("join", True)
     if how["start_method"] != "fork":
         task = replace(task, function=portable(task.function))
     variables, store = _meeting(nodes)
     with _reporting(replace(task, options=kwargs)) as told:
-        start: Any = mp.start_processes
-        rank = _forked_rank if how["start_method"] == "fork" else _rank
         named = naming(told.directory, alone=nodes.nnodes == 1)
         witness = Witness(Path(told.directory))
-        context = _kept(lambda: start(rank, (told, nodes, variables, named), ranks, join=False, **how))
-        if not join:
-            witness.ended()
-            context.asynccoll_store = store  # the ranks meet there for as long as they live
-            return context
-        witness.watch()
         try:
-            while not context.join():
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
-            here = range(nodes.first, nodes.first + ranks)
-            raise failed(told, here, codes, str(error), witness.flights()) from None
-        except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
-            end(context.processes)
-            raise
+            context = _kept(lambda: _started(ranks, (told, nodes, variables, named), how))
+            if join:
+                _joined(context, told, nodes, witness.watch())
+                return None
         finally:
             witness.ended()
-            for left in getattr(context, "error_files", ()):  # by the ranks that failed, for torch to read
-                Path(left).unlink(missing_ok=True)
-    return None
+        context.asynccoll_store = store  # the ranks meet there for as long as they live
+        return context
+
+
+def _started(ranks: int, told: tuple[object, ...], how: Mapping[str, Any]) -> Any:
+    """torch's context of all ranks. If one cannot be started, all end: the others would wait for it."""
+    import torch.multiprocessing as mp  # heavy, and only for this
+
+    start: Any = mp.start_processes
+    program = _forked_rank if how["start_method"] == "fork" else _rank
+    started: list[Any] = []
+    try:
+        started.extend(start(program, (rank, *told), 1, join=False, **how) for rank in range(ranks))
+    except BaseException:
+        end([process for one in started for process in one.processes])
+        raise
+    of_all: Any = mp.ProcessContext
+    processes = [process for one in started for process in one.processes]
+    return of_all(processes, [file for one in started for file in one.error_files])
+
+
+def _joined(context: Any, told: Job, nodes: Nodes, witness: Witness) -> None:
+    """Wait until all ranks have ended, and raise what one failed with."""
+    import torch.multiprocessing as mp
+
+    try:
+        while not context.join():
+            pass
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
+        here = range(nodes.first, nodes.first + nodes.nproc_per_node)
+        raise failed(told, here, codes, str(error), witness.flights()) from None
+    except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
+        end(context.processes)
+        raise
+    finally:
+        for left in context.error_files:  # by the ranks that failed, for torch to read
+            Path(left).unlink(missing_ok=True)
 
 
 def _kept(start: Callable[[], Any]) -> Any:
@@ -237,7 +257,12 @@ def _forked_rank(*told: Any) -> None:
 
 
 def _rank(
-    local_rank: int, task: Job, nodes: Nodes, variables: Mapping[str, object], named: Mapping[str, str]
+    _index: int,
+    local_rank: int,
+    task: Job,
+    nodes: Nodes,
+    variables: Mapping[str, object],
+    named: Mapping[str, str],
 ) -> None:
     """The program of one rank."""
     parent = parent_process()
