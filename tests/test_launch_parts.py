@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -26,12 +27,14 @@ from torch.distributed.launcher.api import LaunchConfig
 
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
+from asynccoll.host import handing
 from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, planned_rank, spawn
 from asynccoll.launch.job import Job
 from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 from jobs import on_linux
+from patience import patient
 
 
 class Started:
@@ -56,6 +59,28 @@ def is_of(descriptor: int, other: int) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.fstat(other))
     except OSError:
         return False
+
+
+def test_where_a_rank_cannot_be_started_those_before_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for it. Nor does anything listen for them any more."""
+    ranks = [Started(), Started()]
+    left, listening = list(ranks), []
+
+    def start(*_: object, **__: object) -> SimpleNamespace:
+        if not left:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return SimpleNamespace(processes=[left.pop()], error_files=[""])
+
+    def listen(directory: Path) -> socket.socket:
+        listening.append(socket.socket())
+        return listening[-1]
+
+    monkeypatch.setattr(mp, "start_processes", start)
+    monkeypatch.setattr(handing, "listen", listen)
+    with pytest.raises(OSError, match=os.strerror(errno.EAGAIN)):
+        ac.spawn("gloo", print, nproc_per_node=3)
+    assert all(rank.ended for rank in ranks)
+    assert [one.fileno() for one in listening] == [-1]
 
 
 def test_who_spawns_on_a_thread_hears_that_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +134,7 @@ def test_an_empty_secret_is_none(
 
     def start(_rank: object, args: tuple[Any, ...], *_: object, **__: object) -> SimpleNamespace:
         told.append(args)
-        return SimpleNamespace(processes=[])
+        return SimpleNamespace(processes=[], error_files=[])
 
     monkeypatch.setattr(mp, "start_processes", start)
     where = {"nnodes": 2, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 1}
@@ -187,14 +212,14 @@ def test_spawned_ranks_have_no_place_but_their_own(
             environ.clear()
             environ |= {**OUTER[outer], "PATH": "/bin"}
             task: Any = Task()
-            spawn._rank(rank, task, Nodes(ranks), where, {})
+            spawn._rank(0, rank, task, Nodes(ranks), where, {})
             assert task.place == LaunchInfo("torchrun", rank, ranks, rank, ranks, 0, 1, "127.0.0.1", 1234)
             assert environ["PATH"] == "/bin"
             assert environ.get("SLURM_JOB_ID") == OUTER[outer].get("SLURM_JOB_ID")
             assert not [name for name in environ if name.startswith("TORCHELASTIC_")]
     environ |= OUTER[outer]
     task = Task()
-    spawn._rank(0, task, Nodes(2, 2, 1, "n1", 1234), where, {})
+    spawn._rank(0, 0, task, Nodes(2, 2, 1, "n1", 1234), where, {})
     assert task.place == LaunchInfo("torchrun", 2, 4, 0, 2, 1, 2, "127.0.0.1", 1234)
 
 
@@ -287,6 +312,28 @@ def test_a_rank_that_goes_on_alone_is_told_who_has_started_it(
     assert len(set(said.split()[:2])) == 1, "it does not say that of the one who has started it"
 
 
+@on_linux
+def test_what_waits_for_other_ranks_ends_when_the_job_is_stopped(tmp_path: Path) -> None:
+    """One of those that it waits for was killed, say, and never says that its rank has ended."""
+    program = tmp_path / "program.py"
+    program.write_text("print('here', flush=True); import signal; signal.pause()")
+    (tmp_path / "0").mkdir()
+    told = {"TORCHELASTIC_ERROR_FILE": tmp_path / "0" / "error.json", "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    keeper = str(Path(child.__file__).with_name("keeper.py"))
+    with subprocess.Popen(
+        [sys.executable, "-S", keeper, str(program)],
+        env={**os.environ, **{name: str(value) for name, value in told.items()}},
+        stdout=subprocess.PIPE,
+    ) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == b"here\n"
+        waiting.terminate()
+        try:
+            assert waiting.wait(patient(20)) == -signal.SIGTERM
+        finally:
+            waiting.kill()
+
+
 def test_each_launcher_says_which_process_it_is(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +366,7 @@ def test_a_spawned_rank_whose_parent_died_before_it_began_ends(
     task: Any = Task()
     ended = contextlib.nullcontext() if alive else pytest.raises(SystemExit, match="137")
     with ended:
-        spawn._rank(0, task, Nodes(1), {}, {})
+        spawn._rank(0, 0, task, Nodes(1), {}, {})
     assert (task.place is not None) == alive
 
 

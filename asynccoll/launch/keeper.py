@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -37,24 +38,30 @@ def main() -> None:
     # The launcher knows this process alone, and the other ranks that one.
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(PID_FILE).write_text(str(rank.pid))
 
+    stopped: list[int] = []
+
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        stopped.append(number)
         rank.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, pass_on)
     code = rank.wait()
-    _await_others()
+    _await_others(stopped)
     if code < 0:
         _end_by(-code)
     sys.exit(code)
 
 
-def _await_others() -> None:
-    """Return once each rank of this host has ended. The directory of an attempt is torch elastic's."""
+def _await_others(stopped: Sequence[int]) -> None:
+    """Return once each rank of this host has ended. The directory of an attempt is torch elastic's.
+
+    Or once the job was ``stopped``, as it is where another of these processes was killed, which says nothing.
+    """
     attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
     ended = [attempt / f"{rank}.ended" for rank in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
     ended[int(os.environ["LOCAL_RANK"])].touch()
-    while not all(one.exists() for one in ended):
+    while not stopped and not all(one.exists() for one in ended):
         time.sleep(_LOOK_SECONDS)
 
 
