@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -112,3 +113,19 @@ def test_worlds_of_threads_come_and_go() -> None:
     for _ in range(10):
         threads.run(2, many_times)
     assert threading.active_count() <= before + 1
+
+
+def leaves_in_a_task(me: Rank) -> None:
+    async def leave() -> None:
+        ac.finalize()
+
+    asyncio.run(leave())
+    assert not ac.is_initialized()
+    ac.finalize()  # there is nothing to leave
+    with raising(ac.InvalidArgumentError, "rank"):  # and nothing that keeps it from joining
+        ac.initialize("gloo", store=dist.HashStore(), rank=me.size, world_size=me.size)
+
+
+def test_a_rank_that_leaves_in_a_task_has_left() -> None:
+    """The task has a copy of the thread's variables."""
+    threads.run(2, leaves_in_a_task)

@@ -15,7 +15,7 @@ from asynccoll.backends.api.request import of_torch
 from asynccoll.backends.api.tcpstore import served
 from asynccoll.errors import ForkedProcessError
 from asynccoll.host import forks
-from asynccoll.runtime.state import of_thread, process, torch_group
+from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
 from asynccoll.world.context import Context
 
 __all__ = ["forked", "parent", "refused"]
@@ -26,7 +26,7 @@ def _in_child() -> None:
     before = copy.copy(process)
     process.__init__()  # type: ignore[misc]  # the same object, in another process
     adopted = before.adopted[1] if before.adopted else None
-    mine = of_thread.get() or before.context or adopted or before.parent
+    mine = rank_here() or before.context or adopted or before.parent
     process.left = before.left
     of_thread.set(None)
     forks.keep(before, served)
@@ -71,4 +71,4 @@ def parent() -> Context | None:
 
 def forked() -> bool:
     """Whether this is a forked child without a world of its own, which only knows its parent's place."""
-    return of_thread.get() is None and parent() is not None
+    return rank_here() is None and parent() is not None

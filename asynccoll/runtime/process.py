@@ -32,7 +32,7 @@ from asynccoll.host import exits as exiting
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.runtime.forked import forked, parent, refused
-from asynccoll.runtime.state import of_thread, process, torch_group
+from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
 from asynccoll.waiting import forgotten
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike
@@ -86,7 +86,7 @@ def existing() -> Context | None:
 
 def known() -> Context:
     """The context that says who this is: the one a call would run in, or the parent's in a forked child."""
-    if of_thread.get() is None and (before := parent()) is not None:
+    if rank_here() is None and (before := parent()) is not None:
         return before
     return current()
 
@@ -213,7 +213,7 @@ def initialize(
     stall = stall_seconds(stall_warning)
     check_timeout(timeout, optional=False)
     with process.lock:
-        if of_thread.get() is not None or process.context is not None:
+        if rank_here() is not None or process.context is not None:
             here = current()
             raise InvalidArgumentError(f"asynccoll is already initialized ({here!r}): {here.instead}")
         if backend is None:
@@ -284,9 +284,7 @@ def finalize(*, abort: bool = False) -> None:
 
 def leave(error: BaseException | None, *, abort: bool) -> None:
     """``finalize`` for a program that leaves because of ``error``, of which its peers are told."""
-    context = of_thread.get()
-    if context is None:
-        context = process.context or (process.adopted[1] if process.adopted else None)
+    context = rank_here() or process.context or (process.adopted[1] if process.adopted else None)
     if context is None:
         return
     stuck = [] if abort else context.drain(context.timeout)
@@ -319,7 +317,7 @@ def refresh() -> str:
     Returns the kind of world that this process is in: ``"ours"`` (``initialize`` was called), ``"adopted"``
     or ``"none"``.
     """
-    context = of_thread.get() or process.context
+    context = rank_here() or process.context
     if context is not None:
         if not context.backend.orphaned():
             return "ours"
@@ -358,7 +356,7 @@ def is_initialized() -> bool:
 
     In a forked child: whether that was so in its parent.
     """
-    if of_thread.get() is not None or process.context is not None or forked():
+    if rank_here() is not None or process.context is not None or forked():
         return True
     return not process.thread_ranks and torch_group() is not None
 

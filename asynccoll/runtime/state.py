@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from asynccoll.world.context import Context, Identity
 
-__all__ = ["Process", "of_thread", "process", "torch_group"]
+__all__ = ["Process", "of_thread", "process", "rank_here", "torch_group"]
 
 #: The context of the calling thread's or task's rank, where ranks are threads of one process.
 of_thread: ContextVar[Context | None] = ContextVar("asynccoll_context", default=None)
@@ -40,6 +40,15 @@ class Process:
 
 
 process: Process = host.per_process(Process)
+
+
+def rank_here() -> Context | None:
+    """The context of the calling thread's or task's rank, where ranks are threads, until it is closed.
+
+    A task that calls ``finalize`` clears the variable in its own copy only.
+    """
+    context = of_thread.get()
+    return None if context is None or context.closed else context
 
 
 def torch_group() -> object:
