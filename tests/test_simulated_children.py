@@ -12,6 +12,8 @@ import torch
 import asynccoll as ac
 from asynccoll.testing import simulate
 from asynccoll.testing.report import leaves
+from asynccoll.waiting import children
+from asynccoll.waiting.children import Children
 
 STEPS = 5
 #: In which a child fails on rank 1.
@@ -161,6 +163,31 @@ PROGRAMS: dict[Callable[[int], Any], list[tuple[list[list[str]], list[list[str]]
     first_unopened: [([LOST, [], [], [], []], [REFUSED, [], [], [], []])],
     often: [([[], LOST, [], [], []], [[], [], [], [], []])],
 }
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_name_that_had_as_many_children_as_there_are_numbers_for_is_new(
+    program: Callable[[int], Any], most: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of them may be one that failed, or the next."""
+    monkeypatch.setattr(children, "MOST_CHILDREN", most)
+    report = simulate(program, world_size=2, transport=transport, timeout=60.0)
+    report.check()
+    assert (report.results[0], report.results[1]) in PROGRAMS[program]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_the_last_child_that_there_are_numbers_for_can_call(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Children, "ended_on", lambda *_: children.MOST_CHILDREN - 1)
+
+    async def main(_rank: int) -> None:
+        await summed(1)
+
+    simulate(main, world_size=2, transport=transport, timeout=60.0).check()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -7,6 +7,8 @@ own name, and on what the one task does that leaves the groups:
 
 - When the first child of a name ends, its lane is closed, as it may well be the only one.
 - From the second child on the lane is kept: opening it again at every step would cost milliseconds each time.
+  When so many have ended that there are no numbers for another's places (``MOST_CHILDREN``), it is closed,
+  and the name counts as new.
 - When a task leaves a group, and the groups that it has left had many names in total, the lanes of all these
   names are closed, and the names count as new.
 
@@ -43,6 +45,8 @@ __all__ = ["Children", "Unmade"]
 
 #: Lanes of names used again are kept while the groups that a task has left have at most this many names.
 MANY_NAMES = 8
+#: A name counts as new after this many children: a place has 63 bits (``backends.memory.engine``).
+MOST_CHILDREN = (1 << 62) // CHILD
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +125,27 @@ class Children:
         why = _not_called(name, error)
         lanes = list(self._lanes(name))
         with self._lock:
-            is_first = not self._ended[name]
             number, kin = self._ended[name], "~".join(filter(None, (name, self.times(name))))
+            is_last = number + 1 == MOST_CHILDREN
+            closes = is_last or not number
             unmade = Unmade(number, number + 1, why) if why else None
-            if unmade is not None and not is_first:
+            if unmade is not None and number:
                 before = self._unmade.get(name, unmade)
                 unmade = self._unmade[name] = Unmade(before.first, number + 1, why)
-            closed = [name] if is_first else []
+            closed = [name] if closes else []
             for below in [each for child in self._below.pop(name, {}) for each in self._forget(child)]:
                 closed.append(below)
                 del self._in_all[below], self._closed[below]
-            self._closed[name] += is_first
+            self._closed[name] += closes
             self._ended[name] += 1
+            if is_last:
+                del self._ended[name]
+                self._unmade.pop(name, None)
             self._in_all[name] += 1
             self._below.setdefault(_parent(name), {})[name] = None
         for one in closed:
             self._close(one, why)
-        for lane in () if is_first else lanes:
+        for lane in () if closes else lanes:
             lane.next_child(AbortedError(why) if why else None)
         if unmade is not None:
             self._note(kin, unmade, lanes)
