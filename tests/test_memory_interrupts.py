@@ -175,6 +175,26 @@ def _struck_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def test_a_difference_that_ctrl_c_kept_from_being_told_is_found_again(engines: list[Engine]) -> None:
+    """Where calls have several parts another thread tells of it, and nothing moves any more from then on."""
+    mine, theirs = engines
+    jobs: list[Callable[[], object]] = []
+
+    def later(job: Callable[[], object]) -> None:
+        mine._bells.later = jobs.append  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    mine._bells.later = later  # type: ignore[method-assign]
+    call = mine.start(Barrier(mine, (7, b"a call", 1, True, lambda place, error: None)))
+    theirs.start(Barrier(theirs, (8, b"another", 1, True, lambda place, error: None)))
+    with pytest.raises(KeyboardInterrupt):
+        call.wait(0.0)
+    call.wait(0.0)
+    (job,) = jobs
+    job()
+    assert isinstance(call.error(), ac.CollectiveMismatchError)
+
+
 @pytest.fixture(params=["engine", "pair"])
 def waited_for(request: pytest.FixtureRequest, engines: list[Engine]) -> tuple[Any, list[Any]]:
     """A rank's engine or messages, and calls there that the other rank does not make."""

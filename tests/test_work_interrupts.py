@@ -150,3 +150,32 @@ def test_a_message_from_any_source_stays_the_first() -> None:
             sys.settrace(None)
         assert [*first, *messages] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert first, "no line was left to strike at"
+
+
+def test_a_message_from_any_source_is_taken_off_as_a_whole() -> None:
+    def strike(frame: types.FrameType, event: str, _: object) -> object:
+        nonlocal instructions
+        if frame.f_code is not taking_off:
+            return strike if event == "call" else None
+        frame.f_trace_opcodes = True
+        instructions -= event == "opcode"
+        if instructions == 0:
+            raise KeyboardInterrupt
+        return strike
+
+    taking_off = anysource.AnySource._take_off.__code__
+    for struck_at in range(1, 100):
+        messages = anysource.AnySource(lambda source: ac.all_reduce(float(source)), range(3))
+        instructions = struck_at
+        sys.settrace(strike)
+        try:
+            done = next(messages)
+        except KeyboardInterrupt:
+            done = None
+        finally:
+            sys.settrace(None)
+        assert sorted(messages._arrivals.sources) == sorted(messages.sources), f"at instruction {struck_at}"
+        assert list(messages)[-2:] == [(1, 1.0), (2, 2.0)]
+        if done:
+            break
+    assert done, "there are more instructions to strike at"

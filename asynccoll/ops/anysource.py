@@ -109,7 +109,8 @@ class AnySource(Generic[T]):
         self._take_off()
 
     def _take_off(self) -> None:
-        del self._works[self._arrivals.sources.popleft()]
+        # Within one call of C, so that an interrupt takes it off both or neither.
+        list(map(self._works.pop, map(deque.popleft, (self._arrivals.sources,))))
 
     def _seconds_left(self) -> float:
         deadlines = [operation.deadline for work in self._works.values() for operation in work.operations]

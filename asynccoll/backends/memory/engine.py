@@ -232,12 +232,13 @@ class Engine(Mover):
         """
         if self._queue[0] is not exchange:
             return
-        self._halted = shared
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
         error = mismatch(self._where, self._ranks, texts)
         if shared:
+            # First, so that an interrupt before it leaves all to the next look.
             self._bells.later(partial(self._end_halted, exchange, error))
+            self._halted = True
         else:
             self._end(exchange, error)
 
