@@ -218,3 +218,18 @@ def test_a_peer_to_which_there_is_no_way_has_not_been_reached(
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, at: number)
     assert ask({1: ("127.0.0.1", 9, SECRET)}, "who", 0.2) == {}
     assert lines.connect({1: ("127.0.0.1", 9)}, 0.2) == ({}, [1])
+
+
+def test_a_peer_that_cannot_be_connected_to_from_here_has_not_been_reached() -> None:
+    """For other reasons: here there are several links, and its address does not say which."""
+    there = ("fe80::1", 9)
+    with socket.socket(socket.AF_INET6) as refused:
+        assert refused.connect_ex(there) == errno.EINVAL
+    assert ask({1: (*there, SECRET)}, "who", 0.2) == {}
+    assert lines.connect({1: there}, 0.2) == ({}, [1])
+
+
+def test_a_peer_that_refuses_at_once_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some systems do where it is on the same host."""
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda self, at: errno.ECONNREFUSED)
+    assert lines.connect({1: ("127.0.0.1", 9)}, 0.2) == ({}, [])

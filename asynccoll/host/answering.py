@@ -217,7 +217,7 @@ def ask(
             with contextlib.suppress(OSError):
                 line = socket.socket(lines.family(address), socket.SOCK_STREAM)
                 line.setblocking(False)
-                if line.connect_ex((address, port)) in lines.NO_WAY:
+                if line.connect_ex((address, port)) not in lines.UNDER_WAY:
                     line.close()
                     continue
                 selector.register(line, _ANYTHING, (peer, secret, bytearray()))

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from asynccoll import host
 
-__all__ = ["NO_WAY", "Line", "connect", "family", "is_open", "listen"]
+__all__ = ["UNDER_WAY", "Line", "connect", "family", "is_open", "listen"]
 
 K = TypeVar("K", bound=Hashable)
 Line = socket.socket
@@ -27,8 +27,9 @@ _KEEPALIVE = {
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
-#: The answers to a connection for which this host has no way there just now; the socket itself keeps none.
-NO_WAY = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN})
+#: The answers to a connection of which the socket will tell. After any other (no way there, no port left) it
+#: has no error, and looks connected.
+UNDER_WAY = frozenset({0, errno.EINPROGRESS})
 
 
 def listen(address: str) -> tuple[Line, int]:
@@ -69,9 +70,9 @@ def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K,
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():  # so that the line also ends if the peer's host is gone
                 attempt.setsockopt(socket.IPPROTO_TCP, option, value)
-            if attempt.connect_ex(at) in NO_WAY:
+            if (answer := attempt.connect_ex(at)) not in UNDER_WAY:
                 attempt.close()
-                unreachable.append(peer)
+                unreachable += [peer] * (answer != errno.ECONNREFUSED)
                 continue
             selector.register(attempt, selectors.EVENT_WRITE, peer)
         deadline = host.monotonic() + seconds
