@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import anyio
 import pytest
@@ -115,3 +118,25 @@ def test_of_many_tasks_three_are_told() -> None:
         "and 2 more tasks"
     )
     assert summary([Stack("", ("select (selectors.py:1)",), "", False)]) == ""
+
+
+def test_where_modules_are_imported_the_modules_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the import system's frames between them, and packages by their names."""
+    (tmp_path / "heavy").mkdir()
+    (tmp_path / "heavy" / "__init__.py").write_text("import heavy.inner\n")
+    (tmp_path / "heavy" / "inner.py").write_text(
+        "import test_standing as here, threading\nhere.FOUND[:] = here.stacks(threading.get_ident())"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "test_standing", sys.modules[__name__])
+    importlib.import_module("heavy")
+    ((_, frames, at, _),) = FOUND
+    first = frames.index("<module> (inner.py:2)")
+    assert frames[first + 1] == "<module> (heavy/__init__.py:1)"
+    assert frames[first + 2].startswith("import_module (")
+    assert at == frames[first]
+
+
+FOUND: list[Stack] = []

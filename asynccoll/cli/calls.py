@@ -61,7 +61,10 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
     elif not parts:
         show("less than two ranks are known: nothing to compare")
     if unknown:
-        show(f"of {listed(unknown)} nothing is known: ended, or on a host that does not answer")
+        show(
+            f"of {listed(unknown)} nothing is known: not in ac.initialize() yet, ended, or on a host that "
+            "does not answer"
+        )
     return parts
 
 

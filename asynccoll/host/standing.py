@@ -28,6 +28,9 @@ _LOOPS = (_ASYNCIO, "/site-packages/anyio/", "/site-packages/trio/")
 #: The files of a simulated host, whose frames are left out: they stand for the kernel.
 _SIMULATED = f"{Path(__file__).parent.parent / 'testing'}/"
 
+#: The files of the import system, whose frames are left out: they say nothing of what is imported.
+_IMPORTS = "<frozen importlib"
+
 _Line = tuple[CodeType, int]
 
 
@@ -79,7 +82,7 @@ def _of(one: object, *names: str) -> Any:
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_SIMULATED):
+        if not frame.f_code.co_filename.startswith((_SIMULATED, _IMPORTS)):
             yield frame
         frame = frame.f_back
 
@@ -146,5 +149,6 @@ def _stack(who: str, lines: list[_Line]) -> Stack:
 
 
 def _said(code: CodeType, line: int) -> str:
-    name = getattr(code, "co_qualname", code.co_name)
-    return f"{name} ({Path(code.co_filename).name}:{line})"
+    name, path = getattr(code, "co_qualname", code.co_name), Path(code.co_filename)
+    file = f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
+    return f"{name} ({file}:{line})"
