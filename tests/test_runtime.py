@@ -19,6 +19,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
+from asynccoll.backends import table
 from asynccoll.backends.memory import sharing
 from asynccoll.host.store import Exchange
 from ranks import Rank, raising
@@ -518,3 +519,12 @@ def no_network(*_: object, **__: object) -> NoReturn:
 def test_a_rank_that_could_not_connect_meets_the_others_the_next_time(bare: World, tmp_path: Path) -> None:
     """torch counts the groups that it names, those included that could not be made."""
     bare.run(fails_to_connect, str(tmp_path / "meet"), timeout=40.0)
+
+
+def test_a_thread_of_the_world_that_has_ended_is_kept_no_longer() -> None:
+    context, ends = table.alone(), threading.Event()
+    context._apart(ends.wait, "until then")
+    (thread,) = context._helpers
+    ends.set()
+    thread.join()
+    assert not context._helpers

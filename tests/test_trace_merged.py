@@ -528,8 +528,10 @@ async def written(me: Rank) -> None:
     assert read.spans == recorder.spans
     assert not read.is_whole
     path.write_text(whole)
-    Writer(recorder, context, path).end()
+    writer = Writer(recorder, context, path)
+    writer.end()
     assert read_part(path).is_whole
+    assert writer._file.closed
 
 
 def test_a_file_can_be_read_at_any_moment(pair: World) -> None:

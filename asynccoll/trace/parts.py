@@ -141,7 +141,7 @@ class Writer:
         self.write()
         with self._lock:
             self._line({"is_whole": True})
-            self._file.flush()
+            self._file.close()
 
     def write(self) -> None:
         """What has happened since the last time."""

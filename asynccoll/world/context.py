@@ -611,18 +611,19 @@ class Context:
 
     def _apart(self, action: Callable[[], object], name: str) -> None:
         """Run ``action`` on a thread of its own, which ``close`` waits for."""
-        thread = host.Thread(target=_quietly, args=(action,), name=name, daemon=True)
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                action()
+            self._helpers.pop(host.current_thread(), None)
+
+        thread = host.Thread(target=run, name=name, daemon=True)
         self._helpers[thread] = None
         thread.start()
 
 
 def _farewell(rank: int) -> str:
     return f"farewell/{rank}"
-
-
-def _quietly(action: Any) -> None:
-    with contextlib.suppress(Exception):
-        action()
 
 
 def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
