@@ -445,7 +445,7 @@ def test_who_sends_before_it_receives_is_told_which_call_is_missing(transport: s
         assert f"send to rank {then} (tag 3) on lane 'default' of the world" in text
         assert f"pid {1000 + then}) has not called recv from rank {rank} (tag 3)" in text
         assert f"its last call was send to rank {after} (tag 3) on lane 'default'" in text
-        assert f"This rank's send to rank {then} (tag 3) is still in flight" in text
+        assert f"This rank's send to rank {then} (tag 3) is still pending" in text
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])

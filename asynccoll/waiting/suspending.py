@@ -56,7 +56,7 @@ def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""
     return CollectiveTimeoutError(
         f"{operation} is not ready after {waited:.3f} s{who}{why}. "
-        f"This rank's {operation.title} is still in flight{behind}; await the same work again "
+        f"This rank's {operation.title} is still pending{behind}; await the same work again "
         f"to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
         operation=operation.name,
