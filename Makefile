@@ -54,6 +54,7 @@ test: ## everything: lint, types, docs, then all tests on a built wheel; what ra
 
 # Of cases that differ in what matters little, those that tests/by_day.py lets through; by night all.
 tests memory mpi horovod xla: export ASYNCCOLL_TEST_CASES ?= day
+BY_DAY = $(filter day,$(ASYNCCOLL_TEST_CASES))
 
 tests:
 	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) $(CURDIR)/tests $(ARGS))
@@ -88,15 +89,15 @@ mpi: ## the tests that run on any backend, on mpi: with MPICH, then with Open MP
 system: ## install the Debian packages that some tests need (SLURM), where this runs as root
 	@$(PYTHON) $(CURDIR)/tools/system.py
 
-# The same on Horovod, which has no messages: under horovodrun, and a few collectives again by horovod.run, which
-# differs in how ranks are started only; by night all of them, on more ranks.
+# The same on Horovod, which has no messages: under horovodrun, and objects again by horovod.run, which
+# differs in how ranks are started only; by night all collectives, on more ranks.
 HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod)
-# Jobs of four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most of
-# a second, so these go one by one.
+# By night with four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most
+# of a second, so these then go one by one.
 HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,five_ranks horovod_launch horovod_wheel sync_horovod)
-HVD_RUN_FEW := $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather groups objects)
-HVD_RUN_ALL := $(HVD_RUN_FEW) $(patsubst %,$(CURDIR)/tests/test_%.py,all_reduce all_to_all barrier broadcast \
-	gather reduce reduce_scatter scaling scatter)
+HVD_RUN_FEW := $(CURDIR)/tests/test_objects.py
+HVD_RUN_ALL := $(HVD_RUN_FEW) $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier \
+	broadcast gather groups reduce reduce_scatter scaling scatter)
 HVD_RUN   := ASYNCCOLL_TEST_HOROVOD_START=horovod.run
 # The ten training loops take 18 seconds on two ranks, and 100 on three.
 HVD_WAYS := -k "horovod and not (horovod-3 and comes_to_what_one_process_does)"
@@ -104,8 +105,8 @@ HVD_WAYS := -k "horovod and not (horovod-3 and comes_to_what_one_process_does)"
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
-	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(ARGS))
-	@$(call TWICE,$(HVD) $(PYTEST) $(HVD_JOBS) $(ARGS))
+	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(if $(BY_DAY),$(HVD_JOBS)) $(ARGS))
+	@$(if $(BY_DAY),true,$(call TWICE,$(HVD) $(PYTEST) $(HVD_JOBS) $(ARGS)))
 	@$(call TWICE,$(HVD) env $(HVD_RUN) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) $(HVD_RUN_FEW) $(ARGS))
 
 # Replicas are threads. Those files that are about torch_xla each have a process of their own, which may abort or

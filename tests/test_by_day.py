@@ -69,14 +69,26 @@ def test_gloo_has_all_ways_on_two_ranks_and_one_on_each_other_number() -> None:
     ]
 
 
-def test_another_backend_has_two_of_them_and_no_two_tests_need_have_the_same() -> None:
+@pytest.mark.parametrize(("backend", "several"), [("memory", 2), ("mpi", 1)])
+def test_another_backend_has_few_of_them_and_no_two_tests_need_have_the_same(
+    backend: str, several: int
+) -> None:
     found = set()
     for number in range(40):
-        kept = stay(cases(f"test_x.py::test_{number}", "mpi"))
+        kept = stay(cases(f"test_x.py::test_{number}", backend))
         assert kept[0] == (1, "asyncio")
-        assert len(kept) == 3
+        assert len(kept) == 1 + several
         found.update(kept)
     assert len(found) == 6
+
+
+def test_backends_need_not_have_the_same() -> None:
+    found = [
+        tuple(stay(cases(f"test_x.py::test_{number}", backend)[3:]))
+        for number in range(10)
+        for backend in ("mpi", "horovod")
+    ]
+    assert any(one != other for one, other in zip(found[::2], found[1::2], strict=True))
 
 
 def test_by_night_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
