@@ -13,6 +13,7 @@ import torch.distributed as dist
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.tensors.fusing import DIRECT_BYTES
 from ranks import Rank, raising
 from worlds import World
 
@@ -176,6 +177,29 @@ def test_sparse_sums(world: World, runner: str) -> None:
     """Indices and their number may differ between ranks; rows of values too; nothing at all."""
     if world.backend != "xla-tpu":  # which refuses them: test_errors
         world.run(sparse, runner=runner)
+
+
+async def sparse_beside_large(me: Rank) -> None:
+    """In a tree that is too large for its caller to pack."""
+    size = me.size
+    rows = torch.sparse_coo_tensor([[me.rank]], [[1.0, 2.0]], (size, 2), check_invariants=True)
+    numel = DIRECT_BYTES // 4 + 1
+    tree = {
+        "bias": torch.full((3,), me.rank + 1),
+        "rows": rows,
+        "weight": torch.full((numel,), me.rank + 1.0),
+    }
+    assert "bucket" in str(ac.explain("all_reduce", tree))
+    got = await me.get(ac.all_reduce(tree))
+    oracle.same(got["rows"].to_dense(), torch.tensor([[1.0, 2.0]] * size))
+    oracle.same(got["bias"], torch.full((3,), sum(range(size + 1))))
+    oracle.same(got["weight"], torch.full((numel,), float(sum(range(size + 1)))))
+
+
+def test_sparse_leaves_of_large_trees(several: World) -> None:
+    """Their size is no part of what decides on the buckets: it differs between ranks."""
+    if several.backend != "xla-tpu":
+        several.run(sparse_beside_large)
 
 
 async def uneven(me: Rank) -> None:

@@ -14,7 +14,7 @@ from asynccoll.payload.scaling import Scaling
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology, equal_nodes
 from asynccoll.plan.trees import flatten, is_tree
-from asynccoll.tensors.bucketing import BUCKET_BYTES, buckets
+from asynccoll.tensors.bucketing import BUCKET_BYTES, buckets, dense_bytes
 from asynccoll.tensors.fusing import direct_buckets
 
 __all__ = ["explain_call", "explain_offline"]
@@ -24,7 +24,7 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     """Return the plan of the collective ``name`` for ``x`` on ``lane``; ``call`` has its other arguments."""
     op = Op.parse(name)
     if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
-        largest = max(leaves, key=lambda leaf: leaf.nbytes)
+        largest = max(leaves, key=dense_bytes)
         chosen = explain_call(lane, name, largest, call)
         how = fusion_of(lane, leaves) if op in FUSED else "its tensors are sent one by one"
         return replace(chosen, why=(f"of a tree of {len(leaves)} tensors: {how}", *chosen.why))
@@ -43,7 +43,7 @@ FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
 
 def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
     """Say into how many buckets the tensors of a tree are packed, and by which measured costs."""
-    total_bytes = sum(leaf.nbytes for leaf in leaves)
+    total_bytes = sum(map(dense_bytes, leaves))
     if direct_buckets(lane, leaves) is not None:
         return f"{total_bytes} bytes are sent packed, in a bucket for each dtype"
     cost = lane.cost or lane.group.cost

@@ -17,7 +17,17 @@ from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.aligned import Layout
 from asynccoll.modes.captured import uncast
 
-__all__ = ["BUCKET_BYTES", "Bucket", "buckets", "fill", "kind_of", "pack", "repack", "unpack"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Bucket",
+    "buckets",
+    "dense_bytes",
+    "fill",
+    "kind_of",
+    "pack",
+    "repack",
+    "unpack",
+]
 
 #: As DDP's: large enough to reach the bandwidth, small enough to overlap.
 BUCKET_BYTES = 25 << 20
@@ -36,6 +46,11 @@ class Bucket(NamedTuple):
     """The leaves (by position) that are sent together."""
 
     indices: tuple[int, ...]
+
+
+def dense_bytes(x: torch.Tensor) -> int:
+    """Its size in bytes; 0 of a sparse one, which holds another number of elements on each rank."""
+    return x.nbytes if x.layout is torch.strided else 0
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:

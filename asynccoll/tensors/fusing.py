@@ -19,7 +19,7 @@ from asynccoll.health.checks import checked, signature
 from asynccoll.order import costs
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import ReduceOp, dtype_name
-from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, fill, pack, repack, unpack
+from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, dense_bytes, fill, pack, repack, unpack
 from asynccoll.tensors.common import Call, deliver, in_thread, kept
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import AllOf, Completion
@@ -151,7 +151,7 @@ def fused(
         operations = tuple(operation for one in started for operation in one.operations)
         return Started(operations, lambda: _collected(len(xs), parcels))
     parcels = []
-    total_bytes = sum(x.nbytes for x in xs)
+    total_bytes = sum(map(dense_bytes, xs))
     program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
     if lane.compares_calls:
         shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
