@@ -22,7 +22,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from asynccoll.trace import words
+from asynccoll.host import words
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "build" / "bench"

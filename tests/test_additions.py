@@ -111,8 +111,8 @@ ADDITIONS = {
         {
             "backends/table.py": (
                 (
-                    "_TABLE: dict[str, _Entry] = {",
-                    '    "mailbox": _Entry("asynccoll.backends.mailbox:create", lambda: True, ""),',
+                    "ROWS: dict[str, Row] = {",
+                    '    "mailbox": Row("asynccoll.backends.mailbox:create", lambda: True, ""),',
                 ),
             )
         },

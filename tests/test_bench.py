@@ -17,7 +17,7 @@ from asynccoll.bench import operations, picture, sizes, starting
 from asynccoll.bench.request import BenchRequest, Row
 from asynccoll.bench.sidebyside import Series
 from asynccoll.cli import main
-from asynccoll.trace import words
+from asynccoll.host import words
 from test_pages import fields_on
 
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 
@@ -548,6 +549,26 @@ def test_help_tells_the_flags_in_one_spelling(capsys):
     assert "--nproc-per-node" in output
     assert "--rdzv-endpoint" in output
     assert "--nproc_per_node" not in output
+
+
+_LIGHT = """
+import contextlib, sys
+from asynccoll.cli import main
+with contextlib.suppress(SystemExit):
+    main(sys.argv[1:])
+sys.exit("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["where"], ["top"], ["run", "--backend", "mpi", "-n", "2", "nowhere.py"]]
+)
+def test_what_starts_ranks_and_what_looks_at_them_does_not_load_torch(words):
+    """It takes two seconds of a processor."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LIGHT, *words], capture_output=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_the_version(capsys):

@@ -15,8 +15,8 @@ import pytest
 from asynccoll.cli import calls, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Parting, Progress
 from asynccoll.health.accounts import Account, Peer
-from asynccoll.trace.live import Snapshot, hangs, survey
-from asynccoll.trace.whereabouts import Job, Whereabouts
+from asynccoll.jobs.live import Snapshot, hangs, survey
+from asynccoll.jobs.whereabouts import Job, Whereabouts
 from patience import patient
 
 # --- info -----------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):
 def test_top_prints_a_document_in_each_line(monkeypatch, capsys):
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=lambda _seconds: None))
     snapshots = moment(2.0, flight(0, [call(1, called=1.0)], {"default": 1}))
-    monkeypatch.setattr("asynccoll.trace.live.snapshot", lambda _root: snapshots)
+    monkeypatch.setattr("asynccoll.jobs.live.snapshot", lambda _root: snapshots)
     assert main(["top", "-n", "2", "--json"]) == 0
     assert [json.loads(line)[0]["rank"] for line in capsys.readouterr().out.splitlines()] == [0, 0]
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynccoll.backends import table
+from asynccoll.backends import choosing
 from asynccoll.environment.slurm import (
     MAX_HOSTS,
     expand_hostlist,
@@ -481,7 +481,7 @@ def test_nccl_is_chosen_where_each_rank_has_a_gpu(monkeypatch, launch, gpus, bac
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert table._choose(launch) == backend
+    assert choosing._choose(launch) == backend
 
 
 def test_detection_leaves_the_environment_alone_and_asks_the_given_expander():

@@ -23,7 +23,7 @@ import oracle
 import worlds
 from asynccoll.backends.api.assembly import Member
 from asynccoll.backends.api.rendezvous import nodes_of
-from asynccoll.backends.table import capabilities_of
+from asynccoll.backends.choosing import capabilities_of
 from asynccoll.ops.explaining import explain_offline
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import (

@@ -18,10 +18,10 @@ from asynccoll.bench.request import Row
 from asynccoll.cli import main
 from asynccoll.flight import Call, Hang, Parting, Unmet
 from asynccoll.health.accounts import Account, Peer
+from asynccoll.jobs.live import RankNow
+from asynccoll.jobs.whereabouts import Job, Whereabouts
 from asynccoll.trace import findings
-from asynccoll.trace.live import RankNow
 from asynccoll.trace.stragglers import Straggling
-from asynccoll.trace.whereabouts import Job, Whereabouts
 
 DOCS = Path(__file__).parent.parent / "docs"
 #: They say where a group is kept, or what a build of torch has, and are nobody's calls.

@@ -19,7 +19,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
-from asynccoll.backends import table
+from asynccoll.backends import choosing
 from asynccoll.backends.memory import sharing
 from asynccoll.host.store import Exchange
 from ranks import Rank, raising
@@ -522,7 +522,7 @@ def test_a_rank_that_could_not_connect_meets_the_others_the_next_time(bare: Worl
 
 
 def test_a_thread_of_the_world_that_has_ended_is_kept_no_longer() -> None:
-    context, ends = table.alone(), threading.Event()
+    context, ends = choosing.alone(), threading.Event()
     context._apart(ends.wait, "until then")
     (thread,) = context._helpers
     ends.set()

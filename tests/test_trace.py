@@ -19,13 +19,13 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
+from asynccoll.host import words
 from asynccoll.host.call_site import NOWHERE
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.plan.spec import Op, ReduceOp
 from asynccoll.runtime.process import current
 from asynccoll.tensors.common import Call, plan_for
 from asynccoll.trace import recorder as recorder_module
-from asynccoll.trace import words
 from asynccoll.trace.spans import Span, covered, intersection, stack
 from asynccoll.transport.completion import Promise, Ready
 from patience import patient

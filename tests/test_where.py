@@ -21,9 +21,9 @@ from asynccoll.flight import Call, Flight, Progress, dumps, hang_of, partings, u
 from asynccoll.flight.layout import GIVEN_UP, REFUSED
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.host import shared_memory
-from asynccoll.trace import live, whereabouts
+from asynccoll.jobs import live, whereabouts
+from asynccoll.jobs.whereabouts import Job, Whereabouts, find_jobs
 from asynccoll.trace.stragglers import by_line, load_stragglers
-from asynccoll.trace.whereabouts import Job, Whereabouts, find_jobs
 
 # Where ranks part
 

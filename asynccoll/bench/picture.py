@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.trace import words
+from asynccoll.host import words
+from asynccoll.trace.figures import figure_type
 
 __all__ = ["check_drawable", "draw"]
 
@@ -31,7 +32,7 @@ def check_drawable(path: Path) -> None:
         BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
         InvalidArgumentError: it cannot write such a file.
     """
-    kinds = words.figure_type(*_NEEDS)().canvas.get_supported_filetypes()
+    kinds = figure_type(*_NEEDS)().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
         raise InvalidArgumentError(f"{str(path)!r} has to end in one of .{', .'.join(sorted(kinds))}")
 
@@ -42,11 +43,11 @@ def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path) 
     Raises:
         BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
     """
-    figure_type = words.figure_type(*_NEEDS)
+    made = figure_type(*_NEEDS)
     import matplotlib as mpl
 
     operations = list(dict.fromkeys(row["operation"] for row in rows))
-    figure = figure_type(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
+    figure = made(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
     pairs = figure.subplots(max(1, len(operations)), 2, squeeze=False)
     how = f"{header['backend']}{' (ours: memory)' if header['memory'] else ''}"
     where = f"{words.plural(header['ranks'], 'rank')} on {how}"

@@ -206,7 +206,7 @@ class _Shown:
 
 
 def _heading(header: dict[str, Any]) -> Iterator[str]:
-    from asynccoll.trace.words import plural
+    from asynccoll.host.words import plural
 
     place = f"{plural(header['ranks'], 'rank')} on {plural(header['nodes'], 'host')}"
     how = f"{header['backend']}{', ours through memory' * header['memory']}"
@@ -239,7 +239,7 @@ def _table(operation: str, rows: list[dict[str, object]]) -> Table:
 
 
 def _line(row: dict[str, Any]) -> list[str]:
-    from asynccoll.trace.words import size
+    from asynccoll.host.words import size
 
     ratio, wrong = row["over_torch"], row["wrong"]
     line = [

@@ -16,7 +16,7 @@ from asynccoll.host.call_number import call_name
 
 if TYPE_CHECKING:
     from asynccoll.flight import Hang
-    from asynccoll.trace.live import RankNow
+    from asynccoll.jobs.live import RankNow
 
 __all__ = ["add"]
 
@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
 
 def _top(given: argparse.Namespace) -> int:
     from asynccoll.errors import InvalidArgumentError
-    from asynccoll.trace.live import check_running
+    from asynccoll.jobs.live import check_running
 
     if given.pid is not None:
         check_running(given.pid)
@@ -69,7 +69,7 @@ def _watch(given: argparse.Namespace, live: bool) -> int:
 
 
 def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None], *, live: bool) -> int:
-    from asynccoll.trace.live import hangs, is_running, snapshot, survey
+    from asynccoll.jobs.live import hangs, is_running, snapshot, survey
 
     before, turn = snapshot(given.pid), 0
     while True:
@@ -111,8 +111,7 @@ _COLUMNS = (
 
 
 def _table(ranks: list[RankNow]) -> Table:
-    from asynccoll.host.words import duration
-    from asynccoll.trace.words import size
+    from asynccoll.host.words import duration, size
 
     one_job = len({one.job for one in ranks}) == 1
     table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "calls/s", "lane"))

@@ -258,9 +258,8 @@ def _tell_later(directory: Path, *, kept: bool) -> None:
 
 
 def _print(trace: Trace) -> None:
-    from asynccoll.host.words import duration
+    from asynccoll.host.words import duration, plural
     from asynccoll.trace.advice import advice, breaks_off, summary
-    from asynccoll.trace.words import plural
 
     found = trace.findings
     whole = (
@@ -323,8 +322,7 @@ def _lateness(found: Findings) -> Table:
 
 
 def _waits(found: Findings) -> Table:
-    from asynccoll.host.words import duration
-    from asynccoll.trace.words import size
+    from asynccoll.host.words import duration, size
 
     columns = ("operation", "lane", "calls", "size", "waited for", "longest", "on rank", "line")
     table = Table(

@@ -12,7 +12,7 @@ from asynccoll.cli.output import Table, add_json, print_json, show
 from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from asynccoll.trace.whereabouts import Job
+    from asynccoll.jobs.whereabouts import Job
 
 __all__ = ["add", "overview", "same_stacks"]
 
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 
 
 def _where(given: argparse.Namespace) -> int:
-    from asynccoll.trace.whereabouts import find_jobs
+    from asynccoll.jobs.whereabouts import find_jobs
 
     if given.calls < 0:
         raise InvalidArgumentError(f"--calls must be at least 0, got {given.calls}")

@@ -1,10 +1,10 @@
-"""Times, ranks and lanes as text for people."""
+"""Times, sizes, counts, ranks and lanes as text for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["duration", "lane_name", "listed", "shortened"]
+__all__ = ["duration", "lane_name", "listed", "plural", "shortened", "size"]
 
 
 def duration(seconds: float) -> str:
@@ -41,3 +41,16 @@ def shortened(text: str, most: int) -> str:
     if at < most // 2:
         at = kept.rfind(" ")
     return f"{kept[: at + 1] if at > 0 else kept} ..."
+
+
+def size(size_bytes: float) -> str:
+    """``1.5 MiB``."""
+    amount, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
+    while round(amount) >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
+
+
+def plural(count: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {what}{'s' * (count != 1)}"

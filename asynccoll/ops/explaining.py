@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.table import capabilities_among
+from asynccoll.backends.choosing import capabilities_among
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.order.lane import Lane
 from asynccoll.payload.scaling import Scaling

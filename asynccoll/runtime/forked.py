@@ -10,7 +10,7 @@ import os
 
 import torch.distributed as dist
 
-from asynccoll.backends import table
+from asynccoll.backends import choosing
 from asynccoll.backends.api.request import of_torch
 from asynccoll.backends.api.tcpstore import served
 from asynccoll.errors import ForkedProcessError
@@ -64,7 +64,9 @@ def parent() -> Context | None:
         return None
     if process.parent is None and process.inherited is not None and dist.is_initialized():
         # The parent had no context of ours: rank and world size are those of torch's group.
-        process.parent = table.adopt(of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off")
+        process.parent = choosing.adopt(
+            of_torch(), None, dist.get_rank(), dist.get_world_size(), 1800.0, "off"
+        )
         process.parent_adopted = True
     return process.parent
 

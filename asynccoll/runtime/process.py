@@ -7,6 +7,7 @@ the *embedded* world of one, unless a launcher says that this process is one of 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import weakref
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from asynccoll import host
-from asynccoll.backends import table
+from asynccoll.backends import choosing, table
 from asynccoll.backends.api.request import of_torch
 from asynccoll.environment.detection import detect
 from asynccoll.errors import (
@@ -122,7 +123,7 @@ def _implicit() -> Context:
         )
     with process.lock:
         if process.embedded is None:
-            process.embedded = table.alone()
+            process.embedded = choosing.alone()
         process.said = said
         return process.embedded
 
@@ -149,7 +150,7 @@ def _adopt() -> Context:
                 return process.adopted[1]
             _abandon(process.adopted[1])
         store = dist.distributed_c10d._get_default_store()
-        context = table.adopt(
+        context = choosing.adopt(
             of_torch(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
         context.begin()
@@ -218,7 +219,7 @@ def initialize(
             raise InvalidArgumentError(f"asynccoll is already initialized ({here!r}): {here.instead}")
         if backend is None:
             backend = os.environ.get(BACKEND_VARIABLE) or None
-    context = table.create(
+    context = choosing.create(
         backend,
         init_method=init_method,
         store=store,
@@ -243,6 +244,9 @@ def initialize(
             process.context = context
         process.left = None
         _install_exit_hook()
+    importlib.import_module(
+        "asynccoll.public"
+    )  # who is to be told of worlds is above, and says so when imported
     for renew in _renewed:
         renew(context)
     actors.current()  # recorded now, so that tasks which this one starts are known to descend from it

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from asynccoll import host
-from asynccoll.backends.table import lazy
+from asynccoll.backends.choosing import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.health.checks import checked, signature
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory

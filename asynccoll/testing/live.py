@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 from asynccoll.errors import PayloadTypeError
 from asynccoll.host.misfits import check_count, fitting
+from asynccoll.jobs.whereabouts import find_jobs
 from asynccoll.launch.calling import complete
 from asynccoll.launch.folding import folded
 from asynccoll.launch.spawn import known_backend, spawn
 from asynccoll.runtime.process import current, get_rank
-from asynccoll.trace.whereabouts import find_jobs
 from asynccoll.world.context import Context
 
 __all__ = ["RankError", "World", "world"]

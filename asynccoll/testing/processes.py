@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import asynccoll.public  # noqa: F401  # before the host is exchanged, whatever a simulated program imports
 from asynccoll import host
 from asynccoll.flight import dumps
 from asynccoll.host import answering, forks, lines, primitives, shared_memory, state

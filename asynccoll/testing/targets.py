@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from asynccoll.backends import table
+from asynccoll.backends import choosing
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.testing.processes import exchanged
 
@@ -79,7 +79,7 @@ def _load(file: str, name: str) -> Callable[..., Any]:
         sys.path.insert(0, str(where.parent))
     if "." in where.stem:
         raise InvalidArgumentError(f"{where.name} cannot be imported, with a dot in its name; rename it")
-    with exchanged(table, ("create",), SimpleNamespace(create=partial(_joins, where.name))):
+    with exchanged(choosing, ("create",), SimpleNamespace(create=partial(_joins, where.name))):
         module = importlib.import_module(where.stem)
     imported = getattr(module, "__file__", None) or "a part of Python"
     if Path(imported).resolve() != where:

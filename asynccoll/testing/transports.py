@@ -22,7 +22,7 @@ from asynccoll.backends.api import (
     Waiters,
     progress,
 )
-from asynccoll.backends.table import capabilities_of
+from asynccoll.backends.choosing import capabilities_of
 from asynccoll.testing.device import Device
 
 __all__ = ["TRANSPORTS", "Transport"]

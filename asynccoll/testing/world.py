@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends import table
+from asynccoll.backends import choosing
 from asynccoll.backends.api import Backend
 from asynccoll.backends.memory.sharing import Sharing
 from asynccoll.runtime import process as runtime
@@ -120,7 +120,7 @@ class World:
             worker_threads(),
             ordered_cancel_scopes(),
             self._installed(),
-            exchanged(table, ("create",), SimpleNamespace(create=self._create)),
+            exchanged(choosing, ("create",), SimpleNamespace(create=self._create)),
         ):
             scheduler.entered = enter
             for rank in range(size):

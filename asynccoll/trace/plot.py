@@ -10,7 +10,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from asynccoll.trace import words
+from asynccoll.host import words
+from asynccoll.trace.figures import figure_type
 from asynccoll.trace.spans import Span, covered, intersection, stack
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ class Drawn(Protocol):
 
 def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
     """Draw ``timeline`` into ``path``."""
-    figure_type = words.figure_type("timeline.plot", "timeline.to_chrome needs nothing")
+    made = figure_type("timeline.plot", "timeline.to_chrome needs nothing")
     rows = stack(timeline.spans)
     tracks = sum(len(stacked) for _, stacked in rows)
     track_inches = min(TRACK_INCHES, MOST_INCHES / max(1, tracks))
     height = 1.5 + track_inches * tracks + 0.12 * len(rows)
-    figure: Figure = figure_type(figsize=(WIDTH_INCHES, height), layout="constrained")
+    figure: Figure = made(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()
     picture = _Picture(timeline, axes, legible=track_inches >= LABELLED_INCHES)
     picture.add_rows(rows)

@@ -13,9 +13,12 @@ import os
 import threading
 from concurrent.futures import Future
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import LaunchInfo
 from asynccoll.errors import BackendNotFoundError, CollectiveTimeoutError, LaunchEnvironmentError
+
+if TYPE_CHECKING:
+    from asynccoll.backends.api import LaunchInfo  # which loads torch
 
 __all__ = ["INSTALL", "load", "present", "start"]
 

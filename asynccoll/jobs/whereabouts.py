@@ -19,7 +19,7 @@ from asynccoll.flight.plain import plain_call
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Peer, ask, with_answer
 from asynccoll.health.blame import ending
 from asynccoll.host import shared_memory
-from asynccoll.trace.live import STATES, check_running, command_of, snapshot
+from asynccoll.jobs.live import STATES, check_running, command_of, snapshot
 
 __all__ = ["Job", "Whereabouts", "find_jobs"]
 

@@ -1,0 +1,190 @@
+"""Which backend is meant, and its context: made, with memory that ranks share, or beside torch's group."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from asynccoll.backends.api.request import Request
+from asynccoll.backends.table import C10D, ROWS, check_usable, is_of_torch, normal, row
+from asynccoll.environment.detection import LaunchInfo, detect
+from asynccoll.environment.slurm import expand_with_scontrol
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
+from asynccoll.host.misfits import check_count
+
+if TYPE_CHECKING:
+    from asynccoll.plan.spec import Capabilities
+    from asynccoll.world.context import Context
+
+__all__ = ["adopt", "alone", "capabilities_among", "capabilities_of", "create", "lazy"]
+
+
+def create(
+    backend: str | None,
+    *,
+    init_method: str | None,
+    store: dist.Store | None,
+    rank: int | None,
+    world_size: int | None,
+    timeout: float,
+    check: str,
+    memory: bool,
+    options: Mapping[str, object],
+) -> Context:
+    """The context that ``initialize`` asks for."""
+    explicit = _check_place(init_method, store, rank, world_size)
+    launch = None if explicit else detect(os.environ, expand_hosts=expand_with_scontrol)
+    name = _choose(launch) if backend is None else normal(backend)
+    request = Request(name, launch, init_method, store, rank, world_size, timeout, check, memory, options)
+    context = _factory(name)(request)
+    try:
+        _complete(context, memory=memory)
+    except BaseException:
+        context.close(abort=True, patience=0.0)
+        raise
+    return context
+
+
+def _complete(context: Context, *, memory: bool) -> None:
+    """Let ranks of one host meet in memory, and open what the backend opens early."""
+    if context.backend.shares_memory and context.has_peers:
+        if not memory:
+            context.backend.without_memory = "memory=False"
+        elif context.thread_rank:
+            context.backend.without_memory = "ranks are threads of one process"
+        else:
+            _share_memory(context)
+    if context.backend.opens_early:
+        context.world.lane().open()
+
+
+def _share_memory(context: Context) -> None:
+    """Let ranks of one host meet in memory, beside the backend."""
+    from asynccoll.backends.memory.sharing import share
+
+    assert context.clients is not None
+    nodes = context.nodes or (0,) * context.world_size
+    context.backend = share(context.backend, context.clients, nodes, context.rank, context.timeout)
+
+
+def _check_place(
+    init_method: str | None, store: dist.Store | None, rank: int | None, world_size: int | None
+) -> bool:
+    """Whether the caller says where the world is, instead of the launcher's environment."""
+    if store is not None and init_method is not None:
+        raise InvalidArgumentError("pass init_method or store, not both: each says where the ranks meet")
+    if store is not None and (rank is None or world_size is None):
+        raise InvalidArgumentError("store= needs rank= and world_size=: a store does not know them")
+    if (rank is None) != (world_size is None) and init_method not in (None, "env://"):
+        raise InvalidArgumentError(
+            f"rank and world_size go together, got rank={rank!r} and world_size={world_size!r}"
+        )
+    if world_size is not None:
+        check_count("world_size", world_size)
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise InvalidArgumentError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+    return store is not None or (rank is not None and world_size is not None)
+
+
+def _choose(launch: LaunchInfo | None) -> str:
+    """The backend for a launcher, when the user names none."""
+    if launch is not None:
+        for name, entry in ROWS.items():
+            if launch.launcher in entry.launchers:
+                return name
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        ranks_here = 1 if launch is None or launch.own_gpus else launch.local_world_size
+        if torch.cuda.device_count() >= ranks_here:
+            return "nccl"
+    return "gloo"
+
+
+def _factory(name: str) -> Callable[[Request], Context]:
+    check_usable(name)
+    if is_of_torch(name):
+        return _load(C10D)
+    entry = row(name)
+    try:
+        return _load(entry.factory)
+    except (ImportError, AttributeError) as error:
+        cure = f"; install it anew: {entry.install}" if entry.install else ""
+        raise BackendNotFoundError(f"backend {name!r} does not load: {error}{cure}") from error
+
+
+def _load(path: str) -> Callable[[Request], Context]:
+    module, _, attribute = path.partition(":")
+    return cast("Callable[[Request], Context]", getattr(importlib.import_module(module), attribute))
+
+
+def capabilities_of(name: str, device: str) -> Capabilities:
+    """What backend ``name`` does for tensors on ``device``, without opening it.
+
+    Raises:
+        BackendNotFoundError: it does not load.
+        InvalidArgumentError: it is another package's, which does not tell.
+    """
+    name = normal(name)
+    path = C10D if is_of_torch(name) else row(name).factory
+    try:
+        module = importlib.import_module(path.partition(":")[0])
+    except ImportError as error:
+        raise BackendNotFoundError(f"backend {name!r} does not load: {error}") from error
+    told = getattr(module, "capabilities", None)
+    if told is None:
+        raise InvalidArgumentError(
+            f"backend {name!r} does not tell what it can do before it is opened: {module.__name__} has no "
+            "function capabilities(name, device) -> asynccoll.backends.api.Capabilities; ask ac.explain in "
+            "its world"
+        )
+    return cast("Capabilities", told(name, device))
+
+
+def capabilities_among(
+    name: str, device: str, *, world_size: int, nodes: int, memory: bool
+) -> tuple[Capabilities, str]:
+    """What a world on so many hosts would do for tensors on ``device``, and which way they would go."""
+    known = capabilities_of(name, device)
+    if device != "cpu" or world_size == 1 or normal(name) not in ("gloo", "nccl"):
+        return known, ""
+    from asynccoll.backends.memory.parking import supported
+    from asynccoll.backends.memory.tables import MEMORY, NEAR
+
+    if not memory:
+        return known, f"{known.backend}: memory=False"
+    if not supported():
+        return known, f"{known.backend}: memory between processes is used on Linux and x86-64 alone"
+    if nodes == 1:
+        return MEMORY, "through memory that ranks share"
+    return replace(known, near=NEAR, hop_bytes=0), f"{known.backend}: these ranks are on {nodes} hosts"
+
+
+#: Devices whose tensors are computed later and have no memory that could be read: who computes them.
+_LAZY = {"xla": "asynccoll.backends.xla.device"}
+
+
+def lazy(device: torch.device) -> Any:
+    """What knows the lazy tensors of ``device``: ``compute(x)`` and ``settled(x)``."""
+    return importlib.import_module(_LAZY[device.type])
+
+
+def alone() -> Context:
+    """The world of one that is there where nobody has made any."""
+    return _factory("serial")(Request("serial", None))
+
+
+def adopt(
+    name: str, store: dist.Store | None, rank: int, world_size: int, timeout: float, check: str
+) -> Context:
+    """A context beside the default group that the user made with torch; without a store only a place."""
+    from asynccoll.backends.c10d import backend as c10d
+
+    context = c10d.adopt(name, store, rank, world_size, timeout, check)
+    if context.backend.shares_memory and world_size > 1:
+        context.backend.without_memory = "torch's default group was adopted; ac.initialize() shares memory"
+    return context
