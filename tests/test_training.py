@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -482,7 +482,7 @@ async def added(me: Rank) -> None:
         ac.overlap_gradients(model) as gradients,
         ac.async_optim(torch.optim.SGD(plain, lr=1.0), lane="added") as awaited,
     ):
-        later = scalar(float(me.rank))
+        later = scalar()
         awaited.add_param_group({"params": [later]})
         for turn in range(2):
             model["frozen"].requires_grad_(True)
@@ -494,6 +494,60 @@ async def added(me: Rank) -> None:
             for parameter in (*model.values(), *plain, later):
                 assert parameter.grad.tolist() == [(me.size + 1) / 2] * 2
                 parameter.grad = None
+
+
+def two(values: Sequence[float], order: Sequence[str]) -> nn.ParameterDict:
+    """Parameters of one shape, made in this order."""
+    made = dict(zip("ab", map(scalar, values), strict=True))
+    model = nn.ParameterDict({"first": scalar()})
+    for name in order:
+        model[name] = made[name].requires_grad_(False)
+    return model
+
+
+async def added_unlike(me: Rank) -> None:
+    """What was summed were two different parameters, and what stepped had different values."""
+    last = me.rank == me.size - 1
+    for case, order, value, says in (
+        ("order", "ba" if last else "ab", 1.0, ("'a'", f"and rank {me.size - 1} has", "'b'")),
+        ("number", "a" if last else "ab", 1.0, ("'b'", "no other one")),
+        ("values", "ab", 2.0 if last else 1.0, ("'b'", "checksum")),
+    ):
+        with me.case(case):
+            model = two((1.0, 1.0), order if case == "order" else "ab")
+            with ac.overlap_gradients(model) as gradients:
+                for name in order:
+                    model[name].requires_grad_(True).data.fill_(value if name == "b" else 1.0)
+                for _ in range(1 if case == "number" else 2):  # later steps would go on wrongly
+                    sum(model.values()).sum().backward()
+                    with raising(ac.CollectiveMismatchError, "added or unfrozen", *says):
+                        await me.get(gradients)
+                    assert model["first"].grad is not None
+
+
+def test_parameters_that_come_later_and_differ_are_told_by_name(pair: World) -> None:
+    pair.run(added_unlike)
+
+
+async def added_with_other_values(me: Rank) -> None:
+    model = two((1.0, float(me.rank)), "ab")
+    with ac.overlap_gradients(model, init_sync=False) as gradients:
+        model.requires_grad_(True)
+        (sum(model.values()) * (me.rank + 1)).sum().backward()
+        await me.get(gradients)
+        for parameter in model.values():
+            assert parameter.grad.tolist() == [(me.size + 1) / 2] * 2
+    plain = [scalar()]
+    with ac.async_optim(torch.optim.SGD(plain, lr=1.0), lane="added") as awaited:
+        awaited.add_param_group({"params": [scalar(float(me.rank))]})
+        plain[0].sum().backward()
+        with raising(ac.CollectiveMismatchError, "added or unfrozen", "shape [2]") as caught:
+            await me.get(awaited.step())
+        assert "different steps" not in str(caught.error)
+
+
+def test_values_of_later_parameters_are_compared_if_the_first_ones_were_sent(pair: World) -> None:
+    pair.run(added_with_other_values)
 
 
 def test_parameters_that_come_later(pair: World) -> None:

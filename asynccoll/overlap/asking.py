@@ -62,5 +62,7 @@ class AskingReducer(GradientReducer):
             try:
                 yield works
             except CollectiveMismatchError as error:
+                if any(error is one.exception() for one in self._compared):
+                    raise  # it says which parameters differ
                 self.rounds = 0
                 raise CollectiveMismatchError(f"{_OUT_OF_STEP}. {error}") from error

@@ -25,7 +25,7 @@ from asynccoll.overlap.parameters import named_tensors
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
-__all__ = ["ParameterChecker", "check_parameters"]
+__all__ = ["ParameterChecker", "check_parameters", "checksum"]
 
 
 class ParameterChecker(Companion):
@@ -130,14 +130,14 @@ def check_parameters(
 def _compared(model: torch.nn.Module | Iterable[torch.Tensor], call: dict[str, Any]) -> Work[None]:
     names, tensors = named_tensors(model)
     sums = (
-        torch.stack([_checksum(x) for x in tensors])
+        torch.stack([checksum(x) for x in tensors])
         if tensors
         else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
     )
     return all_gather(sums[None], **call).map(lambda rows: _check_sums(rows.tolist(), names))
 
 
-def _checksum(x: torch.Tensor) -> torch.Tensor:
+def checksum(x: torch.Tensor) -> torch.Tensor:
     """Return two numbers, which differ if a bit is changed or two elements are exchanged."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
     words = x.contiguous().view(-1).view(word).to(torch.int64)

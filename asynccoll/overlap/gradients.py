@@ -57,10 +57,11 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
 from asynccoll.overlap.companion import Companion
+from asynccoll.overlap.divergence import checksum
 from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
-from asynccoll.overlap.parameters import first_rank, start_alike
+from asynccoll.overlap.parameters import first_rank, start_alike, told_alike
 from asynccoll.overlap.pending import Forgotten
 from asynccoll.overlap.scaling import before_scaling
 from asynccoll.overlap.unawaited import BY_REDUCER, Calls
@@ -102,8 +103,9 @@ class GradientReducer(Companion):
     - **Start.** When the reducer is made, all ranks get the parameters of the first rank (and buffers, of a
       module). That waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
     - **Later parameters**, added or unfrozen on every rank alike, take part from the next await on; so do
-      those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``. Their values are not sent:
-      begin with the same on every rank.
+      those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``. They are compared between
+      ranks (unless ``init_sync=False``, also their values, which are not sent): that await, and all later
+      ones, raise ``CollectiveMismatchError``, which names the first that differs.
     - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
       ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
       ``InvalidArgumentError``, as does an optimizer's step. The await raises the errors of a collective;
@@ -169,6 +171,8 @@ class GradientReducer(Companion):
         # tell whether the step that it waited for is still the current one.
         self._works: list[Work[torch.Tensor]] = []
         self._buffer_works: list[Work[None]] = []  # of this step's buffers, awaited after the buckets
+        self._compares_values = init_sync
+        self._compared: list[Work[None]] = []  # comparisons of later parameters, until they have gone well
         self._syncing = True
         #: counts changes of gradients, by backward or by ``zero_grad`` of our optimizers
         #: (``steps.Resumable``)
@@ -227,8 +231,20 @@ class GradientReducer(Companion):
             conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
             if conflict is not None:
                 raise conflict
+            if self._size > 1:
+                with on_behalf_of(self._spot):
+                    self._compared.append(told_alike([self._told_of(x) for x in new], **self._tail()))
+                self._compared[-1].detach()  # as the works of buckets
             self._add_parameters(new)
             known.update(id(x) for x in new)
+
+    def _told_of(self, parameter: torch.Tensor) -> str:
+        """Return what all ranks have to say of a later parameter."""
+        strides = ", ".join(map(str, parameter.stride()))
+        told = f"{self._named(parameter)}, {parameter.dtype}, strides ({strides})"
+        if self._compares_values:
+            told += " and values of the checksum {:x}-{:x}".format(*checksum(parameter.detach()).tolist())
+        return told
 
     def __repr__(self) -> str:
         count = sum(len(bucket.parameters) for bucket in self._buckets)
@@ -242,8 +258,7 @@ class GradientReducer(Companion):
 
     async def _reduced(self) -> None:
         with self._step() as works:
-            in_flight: list[Work[Any]] = [*works, *self._buffer_works]
-            await wait_all(in_flight)
+            await wait_all(self._in_flight(works))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait without an event loop until every ``.grad`` is the reduction of all ranks'.
@@ -251,7 +266,11 @@ class GradientReducer(Companion):
         Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the step goes on with the next wait.
         """
         with self._step() as works:
-            _wait_each([*works, *self._buffer_works], timeout)
+            _wait_each(self._in_flight(works), timeout)
+
+    def _in_flight(self, works: list[Work[torch.Tensor]]) -> list[Work[Any]]:
+        """Return all that a step waits for; errors of the earlier ones are raised."""
+        return [*self._compared, *works, *self._buffer_works]
 
     @contextmanager
     def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
@@ -277,15 +296,22 @@ class GradientReducer(Companion):
     def _send_all(self) -> list[Work[torch.Tensor]]:
         """Send the remaining buckets, and the buffers; returns the works of all buckets of this step."""
         with self._lock:
+            self._send_rest()
+            # Now, as some ranks have sent their buckets during backward, and others have not.
             self._add_new_parameters()
-            for bucket in self._buckets[len(self._works) :]:
-                self._send(bucket)
+            self._send_rest()
             if self._buffers is not None and not self._buffer_works:
                 self._buffer_works = [send_buffers(self._buffers, src=self._first_rank, **self._tail())]
             return self._works
 
+    def _send_rest(self) -> None:
+        """Send the buckets that were not sent in this step. Called with the lock held."""
+        for bucket in self._buckets[len(self._works) :]:
+            self._send(bucket)
+
     def _adopt(self) -> None:
         """Check the reduced gradients, and make them each parameter's ``.grad``."""
+        self._compared.clear()
         first = self._buckets[0]
         # Only on the CPU: reading the marks from a device would wait for it.
         if isinstance(first, FlaggedBucket) and first.flat.device.type == "cpu":

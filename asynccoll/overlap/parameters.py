@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
-__all__ = ["broadcast_buffers", "broadcast_parameters", "first_rank", "named_tensors", "start_alike"]
+__all__ = [
+    "broadcast_buffers",
+    "broadcast_parameters",
+    "first_rank",
+    "named_tensors",
+    "start_alike",
+    "told_alike",
+]
 
 
 @fitting
@@ -93,6 +101,27 @@ def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 # Compared
+
+
+def told_alike(told: list[str], **tail: Any) -> Work[None]:
+    """Start to compare what every rank says of each of its new parameters. ``tail``: group, lane and timeout.
+
+    Raises from the await:
+        CollectiveMismatchError: on every rank; it has what two ranks say of the first one that differs.
+    """
+    return all_gather("\n".join(told), **tail).map(_check_told)
+
+
+def _check_told(of_ranks: list[str]) -> None:
+    first, *others = (said.split("\n") for said in of_ranks)
+    for rank, said in enumerate(others, 1):
+        for here, there in zip_longest(first, said, fillvalue="no other one"):
+            if here != there:
+                raise CollectiveMismatchError(
+                    "the parameters that were added or unfrozen since the last await differ between ranks "
+                    f"(of the group): rank 0 has {here}, and rank {rank} has {there}. Add the same ones with "
+                    "the same values in the same order on every rank; then close() this one and make another"
+                )
 
 
 def _check_layouts(tensors: list[torch.Tensor], **tail: Any) -> None:
