@@ -634,6 +634,55 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
             oracle.same(value, state[name])
 
 
+def test_a_state_of_several_dtypes_is_loaded_exactly() -> None:
+    """What came after a tensor of half precision in its layer was rounded to that, too."""
+    layers = ac.overlap.shard_layers([nn.Linear(2, 2)])
+    state = {
+        "0.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).half(),
+        "0.bias": torch.tensor([1 / 3, 2 / 3]),
+    }
+    layers.load_full_state_dict(state)
+    loaded = layers.full_state_dict().wait()
+    oracle.same(loaded["0.bias"], state["0.bias"])
+    oracle.same(loaded["0.weight"], state["0.weight"].float())
+
+
+class Counting(nn.Module):
+    """A layer with state of its own kind."""
+
+    def __init__(self, seen: object) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.seen = seen
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+async def with_extra_state(me: Rank) -> None:
+    plain, tensors = Counting({"count": 5 + me.rank, "kinds": {"a"}}), Counting(torch.arange(me.rank + 1))
+    layers = ac.overlap.shard_layers([nn.Sequential(plain), tensors])
+    state = await me.get(layers.full_state_dict())
+    assert state["0.0._extra_state"] == {"count": 5, "kinds": {"a"}}
+    assert state["1._extra_state"].tolist() == [0]
+    whole = nn.ModuleList([nn.Sequential(Counting(None)), Counting(None)])
+    whole.load_state_dict(state)
+    assert whole[0][0].seen == state["0.0._extra_state"]
+    layers.load_full_state_dict({**state, "1._extra_state": torch.arange(7)})
+    assert plain.seen == state["0.0._extra_state"]
+    assert tensors.seen.tolist() == list(range(7))
+    with raising(ac.InvalidArgumentError, "'1._extra_state' is missing"):
+        layers.load_full_state_dict({name: x for name, x in state.items() if name != "1._extra_state"})
+
+
+def test_the_extra_state_of_modules_is_saved_and_loaded(pair: World, runner: str) -> None:
+    """It was sent as a payload, which has to be alike on all ranks, and loading it was an AttributeError."""
+    pair.run(with_extra_state, runner=runner)
+
+
 def test_an_optimizer_takes_a_state_from_before_its_first_step() -> None:
     """With it, it has none: it kept its momentum."""
     layers = ac.overlap.shard_layers([nn.Linear(2, 2)])

@@ -412,6 +412,42 @@ def test_a_state_in_memory_is_a_copy(pair: World, kind: str) -> None:
     pair.run(kept_in_memory, kind, runner="asyncio")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_state_of_another_dtype_is_loaded_as_torch_does(dtype: torch.dtype) -> None:
+    """The next step was an error from within torch: of means of one dtype and gradients of another."""
+    saved = nn.Sequential(nn.Linear(3, 3))
+    adam = torch.optim.Adam(saved.parameters())
+    saved(torch.ones(1, 3)).square().sum().backward()
+    adam.step()
+    state = adam.state_dict()
+    named = {"state": dict(zip(("0.weight", "0.bias"), state["state"].values(), strict=True))}
+    named["param_groups"] = [{**state["param_groups"][0], "params": ["0.weight", "0.bias"]}]
+    model, ours, theirs = (copy.deepcopy(saved).to(dtype) for _ in range(3))
+    x = torch.ones(1, 3, dtype=dtype)
+
+    whole = torch.optim.Adam(model.parameters())
+    whole.load_state_dict(copy.deepcopy(state))  # torch steps in what it has loaded
+    model.zero_grad()
+    model(x).square().sum().backward()
+    whole.step()
+
+    with ac.overlap.shard_optimizer(ours, torch.optim.Adam(ours.parameters())) as optimizer:
+        optimizer.load_full_state_dict(state)
+        optimizer.zero_grad()
+        ours(x).square().sum().backward()
+        optimizer.step().wait()
+    layers = ac.overlap.shard_layers(theirs)
+    raw = torch.optim.Adam(layers.parameters())
+    layers.load_full_optimizer_state(raw, named)
+    for layer in layers:
+        layer(x).square().sum().backward()
+    raw.step()
+    got = layers.full_state_dict().wait()
+    for (name, want), other in zip(model.named_parameters(), ours.parameters(), strict=True):
+        oracle.same(other.detach(), want.detach())
+        oracle.same(got[name], want.detach())
+
+
 async def of_other_groups(me: Rank) -> None:
     model = network()
     with ac.overlap.shard_optimizer(model, sgd(model.parameters())) as optimizer:
@@ -433,7 +469,11 @@ def test_a_state_of_another_model_or_of_one_rank_is_refused(pair: World) -> None
 
 async def clipped(me: Rank, dtype: torch.dtype, norm_type: float) -> None:
     def make() -> nn.Module:
-        return alike(nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.Linear(5, 2))).to(dtype)
+        made = alike(nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.Linear(5, 2))).to(dtype)
+        if dtype.is_complex:
+            for parameter in made.parameters():
+                parameter.data.mul_(0.6 + 0.8j).add_(0.1j)  # of which neither part has the norm of the whole
+        return made
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x.to(dtype)).abs().square().mean()

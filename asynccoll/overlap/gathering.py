@@ -54,7 +54,8 @@ class Shard:
         )
         self._parameters = [parameter for _, parameter in named]
         self._trained = first.requires_grad
-        whole = self.join([parameter.detach() for _, parameter in named])
+        zeros = first.detach().new_zeros(self.layout.elements)
+        whole = self.join([parameter.detach() for _, parameter in named], zeros)
         self.own: nn.Parameter = nn.Parameter(self.part(whole).clone(), requires_grad=first.requires_grad)
 
     def follow(self) -> None:
@@ -72,14 +73,13 @@ class Shard:
         self._trained = not self._trained
         self.own.requires_grad_(self._trained)
 
-    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a flat tensor of all ranks' parts with the values of ``tensors``, one per parameter."""
-        flat = tensors[0].new_zeros(self.layout.elements)
+    def join(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
+        """Put ``tensors``, one per parameter, into ``flat``, which is of all ranks' parts; return it."""
         for place, x in zip(self.layout.cut(flat), tensors, strict=True):
             place.copy_(x.reshape(-1))
         return flat
 
-    def join_like(self) -> torch.Tensor:
+    def zeros(self) -> torch.Tensor:
         """Return a flat tensor of all ranks' parts, of zeros."""
         return self.own.new_zeros(self.own.numel() * self.size)
 
@@ -240,7 +240,7 @@ class _Returning:
         """Send the rest at the end of backward, with zeros for shards to which it has not come."""
         for shard in self._expected[len(self.sent) :]:
             there = self._arrived.pop(shard, None)
-            self._send(shard, shard.join_like() if there is None else there)
+            self._send(shard, shard.zeros() if there is None else there)
 
     def _send(self, shard: Shard, gradient: torch.Tensor) -> None:
         work = reduce_scatter(gradient.contiguous(), **self._call)

@@ -250,21 +250,22 @@ class ShardedLayers(nn.Module):
 
     # Checkpoints
 
-    def full_state_dict(self) -> Pending[dict[str, torch.Tensor]]:
-        """Return parameters and buffers of the whole layers, the same on every rank; all call it together.
+    def full_state_dict(self) -> Pending[dict[str, Any]]:
+        """Return the state of the whole layers, the same on every rank; all call it together.
 
-        The names are those of an ``nn.ModuleList`` of the layers, which can load it.
+        It is what an ``nn.ModuleList`` of the layers would return, and can load: parameters, and buffers and
+        extra state (``get_extra_state``) of the group's first rank. The latter has to be plain data.
         """
         return self._methods.resumed(
             ("full_state_dict",),
             lambda: self._gathered_apart(partial(layerstates.parameters, self._layers)),
         )
 
-    def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Load this rank's parts from the parameters of whole layers, and the buffers. Nothing is sent.
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's parts of the parameters, buffers and extra state of whole layers. Nothing is sent.
 
         Raises:
-            InvalidArgumentError: a parameter or a buffer is missing, or has another shape; nothing is loaded.
+            InvalidArgumentError: one of them is missing, or has another shape; nothing is loaded.
         """
         layerstates.load_parameters(self._layers, state_dict)
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import check
-from asynccoll.ops.collectives import all_gather, broadcast
+from asynccoll.ops.collectives import all_gather, broadcast, broadcast_object
 from asynccoll.overlap.accepted import check_state
 from asynccoll.overlap.gathering import Layer, Shard
-from asynccoll.overlap.states import State, options_of, parts_of, whole_of
+from asynccoll.overlap.states import State, loaded, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps
 from asynccoll.runtime.process import get_rank
 
@@ -28,51 +28,61 @@ def _named(layers: Sequence[Layer]) -> Iterator[tuple[Shard, list[str]]]:
             yield shard, [f"{layer.name}.{name}" for name in shard.names]
 
 
-def _buffers(layer: Layer) -> dict[str, torch.Tensor]:
-    """Return the buffers that are saved, by their names in the layer."""
+def _others(layer: Layer) -> dict[str, Any]:
+    """Return the state that is saved beside parameters, by its names in the layer: buffers, extra state."""
     return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
 
 
-def _shapes(layers: Sequence[Layer]) -> Iterator[tuple[str, torch.Size]]:
-    """Yield the full name and the shape of each parameter and buffer."""
+def _is_buffer(name: str, x: object) -> bool:
+    """Whether ``x`` is a buffer. What a module's ``get_extra_state`` returns may be a tensor of any shape."""
+    return isinstance(x, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
+
+
+def _shapes(layers: Sequence[Layer]) -> Iterator[tuple[str, torch.Size | None]]:
+    """Yield the full name of each parameter, buffer and extra state, and the shape of the first two."""
     for shard, names in _named(layers):
         yield from zip(names, shard.shapes, strict=True)
     for layer in layers:
-        yield from ((f"{layer.name}.{name}", x.shape) for name, x in _buffers(layer).items())
+        for name, x in _others(layer).items():
+            yield f"{layer.name}.{name}", x.shape if _is_buffer(name, x) else None
 
 
-def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, torch.Tensor]]:
-    """Gather the whole parameters, and broadcast the buffers of the group's first rank, all by name.
+def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, Any]]:
+    """Gather the whole parameters, and broadcast the other state of the group's first rank, all by name.
 
-    Ranks may have different buffers.
+    Ranks may have different buffers, and different extra state.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for shard, names in _named(layers):
         flat = yield all_gather(shard.own.detach(), **call)
         found |= {name: x.clone() for name, x in zip(names, shard.cut(flat), strict=True)}
-    buffers = {f"{layer.name}.{name}": x for layer in layers for name, x in _buffers(layer).items()}
+    others = {f"{layer.name}.{name}": x for layer in layers for name, x in _others(layer).items()}
+    buffers = {name: x for name, x in others.items() if _is_buffer(name, x)}
+    first = 0 if call.get("group") is None or not others else (yield all_gather(get_rank(), **call))[0]
     if buffers:
-        first = 0 if call.get("group") is None else (yield all_gather(get_rank(), **call))[0]
         found |= yield broadcast(buffers, src=first, **call)
+    if extra := {name: x for name, x in others.items() if name not in buffers}:
+        found |= yield broadcast_object(extra, src=first, **call)
     for layer in layers:
         found |= {f"{layer.name}.{name}": found[f"{layer.name}.{own}"] for name, own in layer.names.items()}
     return found
 
 
-def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's parts of the parameters, and the buffers, from ``state_dict``."""
+def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, Any]) -> None:
+    """Set this rank's parts of the parameters, and the other state, from ``state_dict``."""
     check_state(state_dict)
     for name, shape in _shapes(layers):  # all, before anything is written
-        given = state_dict.get(name)
-        if given is None or given.shape != shape:
-            said = "is missing" if given is None else f"has shape {list(given.shape)}"
-            raise InvalidArgumentError(f"{name!r} {said} in the state; expected shape {list(shape)}")
+        if name not in state_dict:
+            raise InvalidArgumentError(f"{name!r} is missing in the state")
+        if shape is not None and state_dict[name].shape != shape:
+            said = f"{name!r} has shape {list(state_dict[name].shape)} in the state"
+            raise InvalidArgumentError(f"{said}; expected shape {list(shape)}")
     with torch.no_grad():
         for shard, names in _named(layers):
-            shard.own.copy_(shard.part(shard.join([state_dict[name] for name in names])))
+            shard.own.copy_(shard.part(shard.join([state_dict[name] for name in names], shard.zeros())))
         for layer in layers:
-            for name, value in _buffers(layer).items():
-                value.copy_(state_dict[f"{layer.name}.{name}"])
+            others = {name: state_dict[f"{layer.name}.{name}"] for name in _others(layer)}
+            layer.module.load_state_dict(others, strict=False)  # which leaves the emptied parameters alone
 
 
 def optimizer_state(
@@ -87,7 +97,7 @@ def optimizer_state(
         for own in given["params"]:
             shard, names = _ours(of, own)
             groups[-1]["params"] += names
-            whole = yield from whole_of(optimizer.state.get(own, {}), shard.cut, shard.join_like(), **call)
+            whole = yield from whole_of(optimizer.state.get(own, {}), shard.cut, shard.zeros(), **call)
             states |= {name: state for name, state in zip(names, whole, strict=True) if state}
     return {"state": states, "param_groups": groups}
 
@@ -108,9 +118,9 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
     parts: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for own in (own for given in optimizer.param_groups for own in given["params"]):
         shard, names = _ours(of, own)
-        whole = [state["state"].get(name, {}) for name in names]
+        whole = [loaded(state["state"].get(name, {}), own) for name in names]
         if any(whole):
-            parts[own] = parts_of(whole, shard.cut, shard.join_like(), shard.rank, shard.size)
+            parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size)
     optimizer.state = parts
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         given.update(options_of(kept))

@@ -33,7 +33,7 @@ def clip(
         raise InvalidArgumentError(
             f"norm_type must be positive (math.inf for the largest), got {norm_type!r}"
         )
-    own = [_real(part.grad) for part in parts if part.grad is not None]
+    own = [part.grad for part in parts if part.grad is not None]
     local = _local(own, norm_type)
     if math.isinf(norm_type):  # as a number: some backends' maximum of tensors loses a NaN
         norm = local.new_tensor((yield all_reduce(local.item(), op="max", **call)))
@@ -41,7 +41,7 @@ def clip(
         norm = (yield all_reduce(local, op="sum", **call)).pow(1 / norm_type)
     # clamp keeps NaN, and an infinite norm would make a factor of zero where the others see NaN
     nn.utils.clip_grads_with_norm_(parts, max_norm, norm if norm.isfinite() else norm * math.nan)
-    return norm if any(x.dtype is torch.float64 for x in own) else norm.float()
+    return norm if any(x.dtype in (torch.float64, torch.complex128) for x in own) else norm.float()
 
 
 def agree_on_overflow(parts: Sequence[nn.Parameter], **call: Any) -> Steps[None]:
@@ -72,8 +72,10 @@ def _of_pieces(x: torch.Tensor, norm_type: float) -> Iterator[torch.Tensor]:
 
     Over 3 million it is off by 6e-5, and flat parts are longer than single parameters.
     """
-    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     flat, whole = x.reshape(-1), x.numel() // PIECE * PIECE
+    if x.is_complex():
+        flat = flat.abs()
+    dtype = torch.float64 if flat.dtype is torch.float64 else torch.float32
     for pieces in (flat[:whole].view(-1, PIECE), flat[whole:].view(1, -1)):
         if pieces.numel():
             yield torch.linalg.vector_norm(pieces, norm_type, dim=1, dtype=dtype).double()

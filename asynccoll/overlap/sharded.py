@@ -48,7 +48,7 @@ from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardReducer, waiting_hooks
-from asynccoll.overlap.states import State, gathered_apart, options_of, parts_of, whole_of
+from asynccoll.overlap.states import State, gathered_apart, loaded, options_of, parts_of, whole_of
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
 from asynccoll.waiting.forgotten import warn
@@ -333,7 +333,7 @@ class ShardedOptimizer(Wrapping):
         states: dict[object, State] = {}
         for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
             numbered = zip(group, map(str, given["params"]), strict=True)
-            states |= {x: found.pop(number) for x, number in numbered if number in found}
+            states |= {x: loaded(found.pop(number), x) for x, number in numbered if number in found}
         if found:
             raise InvalidArgumentError(
                 f"the state has entries of parameters {sorted(found)}, which none of its groups has: they "

@@ -17,7 +17,7 @@ from asynccoll.ops.collectives import all_gather
 from asynccoll.ops.scopes import backward_lane, close_lane
 from asynccoll.overlap.steps import Steps
 
-__all__ = ["State", "gathered_apart", "is_of", "options_of", "parts_of", "whole_of"]
+__all__ = ["State", "gathered_apart", "is_of", "loaded", "options_of", "parts_of", "whole_of"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,16 @@ def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Step
 def options_of(group: Mapping[str, Any]) -> State:
     """Return a copy of a group's options; deep, as schedulers write to a learning rate that is a tensor."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def loaded(state: Mapping[str, object], parameter: torch.Tensor) -> State:
+    """Return a saved state of ``parameter`` in its dtype, as torch's ``Optimizer.load_state_dict`` does."""
+    if not parameter.is_floating_point():
+        return dict(state)
+    return {
+        name: value.to(parameter.dtype) if isinstance(value, torch.Tensor) and name != "step" else value
+        for name, value in state.items()
+    }
 
 
 def parts_of(
