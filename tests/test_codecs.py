@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime as dt
 import enum
+import functools
 import io
 import os
 import pathlib
@@ -16,7 +17,7 @@ import random
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ import oracle
 import payloads
 from asynccoll.payload.codecs import PICKLE, SAFE, get_codec
 from asynccoll.payload.safecodec import tags
+from ranks import raising
 
 ATOMS = st.one_of(
     st.none(),
@@ -255,6 +257,10 @@ def test_an_enum_member_cannot_be_changed() -> None:
     assert not hasattr(ac.ReduceOp.SUM, "extra")
 
 
+class WithUnit(np.ndarray):
+    """Numbers that mean something else without their unit."""
+
+
 @dataclasses.dataclass
 class WithProperty:
     """A field that is set by code."""
@@ -309,6 +315,7 @@ class Access(enum.Flag):
         (argparse.Namespace(__deepcopy__=1), "__deepcopy__ stands before a method"),
         (argparse.Namespace(run=print), "builtin_function"),
         (np.ma.masked_array([1], [True]), "MaskedArray"),
+        (np.array([1]).view(WithUnit), "WithUnit"),
         (slice(np.int64(0), np.int64(3)), "slice.*Python's own numbers"),
         (Fraction(np.int64(3), np.int64(4)), "Fraction.*Python's own numbers"),
     ],
@@ -420,6 +427,55 @@ def test_garbage_is_a_typed_error(raw: bytes) -> None:
         assert str(error), "an error that says nothing"
     else:
         assert SAFE.decode(SAFE.encode(value)) == value or value != value  # noqa: PLR0124  # NaN
+
+
+@pytest.mark.parametrize("returned", [bytearray(b"x"), "x", None])
+def test_what_a_codec_returns_are_bytes(returned: Any) -> None:
+    """Anything else was an AttributeError from within."""
+    wrong: Any = ac.Codec("wrong", lambda _: returned, lambda raw: raw)
+    with raising(ac.InvalidCallError, "codec 'wrong' returns must be bytes"):
+        ac.all_gather_object(1, codec=wrong)
+
+
+@dataclasses.dataclass
+class Derived:
+    """An attribute that is no field, and values that are computed again."""
+
+    x: Any = 1
+
+    def note(self) -> Derived:
+        self.count = 2
+        return self
+
+    @functools.cached_property
+    def twice(self) -> Any:
+        return 2 * self.x
+
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass
+class Holder(Generic[Item]):
+    """Of which Python itself notes the type."""
+
+    x: Any = 1
+
+
+def test_attributes_that_are_no_fields_are_refused_by_name() -> None:
+    """They were lost: whoever read them got an AttributeError, far from the call."""
+    with raising(ac.PayloadTypeError, "Derived", "count"):
+        ac.broadcast_object({"a": Derived().note()})
+    with raising(ac.PayloadTypeError, "Derived", "count"):
+        ac.all_reduce({"a": Derived(torch.ones(2)).note()})
+    assert SAFE.decode(SAFE.encode(Holder[int](3))).x == 3
+
+
+def test_what_follows_from_the_fields_is_computed_again() -> None:
+    given = Derived(torch.ones(2))
+    assert given.twice.tolist() == [2, 2]
+    assert ac.all_reduce(given, prescale=3.0).wait().twice.tolist() == [6, 6]
+    assert ac.broadcast_object(given).wait().twice.tolist() == [2, 2]
 
 
 def test_codecs_are_chosen_by_name_or_given() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveError, PayloadTypeError
+from asynccoll.host.misfits import check
 from asynccoll.memory.plain import plain_tensor, raw
 from asynccoll.payload.codecs import Codec
 from asynccoll.payload.kinds import KINDS, OBJECT, TENSOR, is_number, kind_of
@@ -42,7 +43,9 @@ def as_number(x: object) -> object:
 def to_message(x: object, codec: Codec | None = None) -> Message:
     """Return ``x`` as a message; with a ``codec``, ``x`` may be anything that the codec can encode."""
     if codec is not None:
-        return Message(OBJECT, codec.name.encode(), codec.encode(x))
+        encoded = codec.encode(x)
+        check(f"what encode of codec {codec.name!r} returns", encoded, bytes, "bytes")
+        return Message(OBJECT, codec.name.encode(), encoded)
     x = as_number(x)
     if isinstance(x, torch.Tensor):
         return _tensor_message(x)

@@ -4,7 +4,8 @@ Dictionary keys are sorted, never taken in insertion order: two ranks that fill 
 order must reduce the same leaves with each other. So keys need an order that is the same on all ranks:
 strings, numbers, bytes, None, enum members, paths, dtypes, devices and tuples of these have one; a frozenset
 or an object of a user's class has none, and is refused. ``None`` as a value is a part of the structure, not a
-leaf.
+leaf. Of a dataclass the fields are sent and rebuilt, without ``__init__``; an instance with other attributes
+is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import numbers
 import pathlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 
-__all__ = ["TreeSpec", "flatten", "is_tree", "unflatten"]
+__all__ = ["TreeSpec", "beside_fields", "flatten", "is_tree", "unflatten"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +106,11 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[object], Callable[[Sequenc
         make = list if isinstance(x, list) else tuple
         return cls.__name__, (), list(x), make
     names = tuple(field.name for field in dataclasses.fields(x))
+    if others := beside_fields(x, names):
+        raise PayloadTypeError(
+            f"a {cls.__name__} has attributes that are no fields ({', '.join(others)}), which "
+            "its result would lack; make them fields, or properties if they follow from the fields"
+        )
     return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
 
 
@@ -182,6 +188,18 @@ def _shell(x: dict[object, object]) -> dict[object, object]:
     raise PayloadTypeError(
         f"a {type(x).__name__} cannot be rebuilt with other values (copy.copy: {why}); pass dict(x)"
     )
+
+
+def beside_fields(x: object, names: Sequence[str]) -> list[str]:
+    """Return the attributes of a dataclass's instance that are none of its fields, ``names``.
+
+    Without those of Python itself, and what a ``cached_property`` keeps, which is computed again.
+    """
+    return [
+        name
+        for name in sorted(getattr(x, "__dict__", {}).keys() - set(names))
+        if not name.startswith("__") and not isinstance(getattr(type(x), name, None), cached_property)
+    ]
 
 
 def _dataclass_maker(x: object, names: tuple[str, ...]) -> Callable[[Sequence[object]], object]:

@@ -29,6 +29,7 @@ from asynccoll.payload.safecodec.types import (
     scalar_dtype,
 )
 from asynccoll.plan.spec import DEQUANTIZED, DTYPES_BY_NAME, dtype_name
+from asynccoll.plan.trees import beside_fields
 
 _U64 = struct.Struct("<BQ")
 _F64 = struct.Struct("<Bd")
@@ -38,6 +39,8 @@ _to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _JSON = _SCALARS | {list, dict}
 _RUNS = frozenset({str, int, float, bool})
+#: Not their subclasses, which may mean more than their elements: a mask, a unit.
+_ARRAYS = (np.ndarray, np.memmap)
 
 
 def encode(obj: object) -> bytes:
@@ -404,6 +407,8 @@ def _dataclass(to: _Encoder, x: Any) -> None:
     if not to.again(x):
         to.parts.append(_BYTE[tags.DATACLASS])
         names = to.class_name(x, "dataclass", _DATACLASS_FIELDS)
+        if others := beside_fields(x, names):
+            raise _refused(type(x), f"its attributes that are no fields would be lost: {', '.join(others)}")
         to.items([getattr(x, name) for name in names])
         to.remember(x)
 
@@ -448,11 +453,7 @@ def _other(to: _Encoder, x: Any) -> None:
         _dataclass(to, x)
     elif isinstance(x, tuple) and hasattr(x, "_fields"):
         _namedtuple(to, x)
-    elif (
-        isinstance(x, (np.ndarray, np.generic))
-        and x.dtype.kind in "biufcSUMm"
-        and not isinstance(x, np.ma.MaskedArray)
-    ):
+    elif (isinstance(x, np.generic) or type(x) in _ARRAYS) and x.dtype.kind in "biufcSUMm":
         _array(to, x)
     else:
         raise _refused(x if isinstance(x, type) else type(x), "it decodes without running code")
