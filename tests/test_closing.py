@@ -6,6 +6,7 @@ import os
 
 import anyio
 import pytest
+import torch
 
 import asynccoll as ac
 import oracle
@@ -27,6 +28,18 @@ async def many(me: Rank) -> None:
 def test_closed_lanes_make_room(several: World) -> None:
     """More lanes, one after the other, than a group may have at once."""
     several.run(many, runner="asyncio", timeout=patient(60))
+
+
+async def put_off(me: Rank) -> None:
+    with ac.coalescing():
+        works = [ac.all_reduce(torch.ones(1), lane=one) for one in ("put off", ac.backward_lane("put off"))]
+        ac.close_lane("put off")
+    assert [(await me.get(work)).item() for work in works] == [me.size, me.size]
+
+
+def test_what_a_block_has_put_off_on_both_lanes_is_sent_first(pair: World) -> None:
+    """On the lane of gradients it was sent once that was closed: a lane on which no rank met another."""
+    pair.run(put_off)
 
 
 async def anew(me: Rank) -> None:

@@ -156,8 +156,10 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
         )
     context = current()
     closed = context.world if group is None else resolve_group(context, group)
-    if (block := own_block()) is not None and (opened := closed.opened.get(name)) is not None:
-        block.flush(opened)
+    if (block := own_block()) is not None:
+        for each in (name, name + BACKWARD):
+            if (opened := closed.opened.get(each)) is not None:
+                block.flush(opened)
     closed.close_lane(name)
 
 
