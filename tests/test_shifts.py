@@ -231,6 +231,20 @@ def test_a_group_is_compared_with_its_next_member(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("ranks 0 and 2 are a call apart on lane 'default' of ranks 0, 2 since") == 1
 
 
+def test_a_neighbour_that_is_seen_only_later_is_compared_from_its_beginning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was compared from where the one before it had ended, and under that one's name."""
+    whole = repeated(1, 2)
+    memory = {rank: recorded(rank, whole if rank != 1 else without(whole, 8)) for rank in range(3)}
+    late = memory.pop(1)
+    shifts = warned(memory, 0, Members(0, 1, 2))
+    assert caplog.text == ""
+    memory[1] = late
+    shifts.look([Members(0, 1, 2)])
+    assert re.findall(r"ranks \d and \d are a call apart", caplog.text) == ["ranks 0 and 1 are a call apart"]
+
+
 # In worlds
 
 

@@ -45,7 +45,8 @@ class Shifts:
         self._seen = seen
         self._turn = 0
         self._looked: dict[int, int] = {}  # by neighbour, how much this rank had recorded at the last look
-        self._lanes: dict[tuple[str, str], Comparison | None] = {}  # None once a lane was warned of
+        #: by neighbour and lane; None once that was warned of
+        self._lanes: dict[tuple[int, str, str], Comparison | None] = {}
 
     def look(self, groups: Iterable[Members], *, at_all: bool = False) -> None:
         """Warn once of each lane on which this rank and a neighbour are a call apart.
@@ -79,11 +80,12 @@ class Shifts:
         mine, theirs = made(self._recorder.buffer), made(memory)
         shifts = []
         for lane in [lane for lane in mine if lane[0] in keys and lane in theirs]:
-            comparison = self._lanes.setdefault(lane, Comparison((self._rank, rank)))
+            key = rank, *lane  # the neighbour on a lane changes where one is seen only later
+            comparison = self._lanes.setdefault(key, Comparison((self._rank, rank)))
             found = None if comparison is None else comparison.look(mine[lane], theirs[lane])
             if found is not None:
-                self._lanes[lane] = None
+                self._lanes[key] = None
                 shifts.append(found)
-        for lane in list(self._lanes)[:-_MOST_LANES]:
-            del self._lanes[lane]
+        for key in list(self._lanes)[:-_MOST_LANES]:
+            del self._lanes[key]
         return shifts
