@@ -167,6 +167,7 @@ def test_plans_explain_themselves() -> None:
 
 def test_explain_is_the_plan_of_the_call() -> None:
     """ac.explain in the world of one names the serial backend."""
+    assert ac.explain("barrier", group=None, lane="other").native == "barrier"
     chosen = ac.explain("all_reduce", torch.ones(4), op="max")
     assert isinstance(chosen, Plan)
     assert chosen.op is Op.ALL_REDUCE

@@ -67,24 +67,29 @@ def test_of_a_resumed_epoch_each_sample_once(world: World, length: int, taken: i
         assert set(mine) <= set(range(length))
 
 
-def with_one_refused(me: Rank, rows: int, samples: int) -> str:
+def with_one_refused(me: Rank, rows: int, samples: int, keys: list[Any]) -> str:
+    given: Any = {key: torch.arange(rows if me.rank else 2) for key in (keys if me.rank else ["a"])}
     try:
-        ac.gather_for_metrics(torch.arange(rows if me.rank else 2), samples=samples if me.rank else 4).wait()
+        ac.gather_for_metrics(given, samples=samples if me.rank else 4).wait()
     except ac.AsyncCollError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 @pytest.mark.parametrize(
-    ("rows", "samples", "said"), [(4, 4, "got 4 rows, but the share"), (2, 0, "samples=0")]
+    ("rows", "samples", "keys", "said"),
+    [
+        (4, 4, ["a"], "InvalidArgumentError: gather_for_metrics got 4 rows, but the share"),
+        (2, 0, ["a"], "InvalidArgumentError: gather_for_metrics: samples=0"),
+        (2, 4, [frozenset("a"), frozenset("b")], "PayloadTypeError: a dict has a frozenset among its keys"),
+    ],
 )
 def test_what_is_not_a_share_of_the_dataset_is_refused(
-    pair: World, rows: int, samples: int, said: str
+    pair: World, rows: int, samples: int, keys: list[Any], said: str
 ) -> None:
     """All samples on each rank would be every other one twice; the other ranks are told of a refusal."""
-    there, here = pair.run(with_one_refused, rows, samples)
-    assert here.startswith("InvalidArgumentError: gather_for_metrics")
-    assert said in here
+    there, here = pair.run(with_one_refused, rows, samples, keys)
+    assert here.startswith(said)
     assert there.startswith("PeerRefusedError")
     assert said in there
 

@@ -53,7 +53,10 @@ def gather_for_metrics(
     Source: ``accelerate.Accelerator.gather_for_metrics``, for a whole epoch at once.
     """
     size = get_world_size(group)
-    wrong = _wrong(flatten(x)[0], samples, size)
+    try:
+        wrong = _wrong(flatten(x)[0], samples, size)
+    except AsyncCollError as error:  # there is no such tree
+        wrong = error
     if wrong is not None:
         refuse(wrong, group=group, lane=lane, name="all_gather")
 

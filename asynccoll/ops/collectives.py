@@ -994,7 +994,8 @@ def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """
     from asynccoll.ops.explaining import explain_call
 
-    _, *known = inspect.signature(globals()[Op.parse(name)]).parameters  # the first is ``x``
+    taken = inspect.signature(globals()[Op.parse(name)]).parameters
+    known = [each for each in taken if each not in ("x", "like")]  # those are ``x`` here
     misfits.check_options(f"explain: {name}", call, known)
     context = current()
     group = resolve_group(context, call.pop("group", None))
