@@ -33,6 +33,8 @@ class Backend:
     open_waits = True
     #: ``initialize`` opens the first lane, so that a rank which cannot connect learns it there.
     opens_early = False
+    #: A rank that leaves stays until the others do, and answers although it will not call any more.
+    leaves_together = False
     #: Tensors on the CPU may be sent through memory that the ranks of one host share.
     shares_memory = False
     #: Why tensors on the CPU are not sent through shared memory, where the backend would allow it.

@@ -464,7 +464,8 @@ class Context:
         )
         # Rank 0 may stay for the store after it has left, and a rank that has closed its connections may live
         # a little longer: they have left, although their beacons answer.
-        staying = {0}.intersection(ranks) if error is None or lost else ranks
+        may_stay = self.backend.leaves_together or (error is not None and not lost)
+        staying = ranks if may_stay else {0}.intersection(ranks)
         left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
         lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)
         if not lost:

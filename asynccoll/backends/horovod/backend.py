@@ -73,6 +73,7 @@ class HorovodBackend(Backend):
     """Horovod for one rank."""
 
     opens_early = True
+    leaves_together = True
 
     name = "horovod"
     ad_hoc_groups = False
