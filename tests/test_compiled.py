@@ -271,6 +271,71 @@ def test_a_non_member_has_no_process_group(gloo_pair: World) -> None:
     gloo_pair.run(outside, runner="blocking")
 
 
+ALONE: dict[str, Step] = {
+    "all_reduce": lambda x: ac.all_reduce(x).wait() * x,
+    "average": lambda x: ac.all_reduce(x, op="AVG").wait() * x,
+    "broadcast": lambda x: ac.broadcast(x * 2, src=0).wait() * x,
+    "all_gather": lambda x: ac.all_gather(x * x, dim=1).wait(),
+    "all_gather of a scalar": lambda x: ac.all_gather(x.sum()).wait(),
+    "reduce_scatter": lambda x: ac.reduce_scatter(x * x, dim=1, op="avg").wait(),
+    "all_to_all": lambda x: ac.all_to_all(x * x, input_split_sizes=[2], output_split_sizes=[2]).wait(),
+}
+
+
+@pytest.mark.parametrize("step", ALONE.values(), ids=ALONE)
+def test_a_graph_in_a_world_of_one(step: Step) -> None:
+    """As under `python train.py`: what it gives on one rank, which is never the memory that came in."""
+    _same_in_a_graph(step, step, 0, "aot_eager")
+
+
+def test_blocking_calls_in_a_graph_in_a_world_of_one() -> None:
+    def three(x: torch.Tensor) -> tuple[object, ...]:
+        return idist.all_reduce(x * 2), idist.all_gather(x), idist.broadcast(x * 3, src=0)
+
+    expected = [torch.full((2,), factor) for factor in (2.0, 1.0, 3.0)]
+    oracle.same(list(torch.compile(three, fullgraph=True, backend="eager")(torch.ones(2))), expected)
+
+
+def test_what_a_graph_cannot_do_is_refused_in_a_world_of_one_as_well() -> None:
+    with pytest.raises(Exception, match="leave out group="):  # dynamo's error; ours is its text
+        torch.compile(lambda x: ac.all_reduce(x, out=x).wait(), fullgraph=True, backend="eager")(
+            torch.ones(2)
+        )
+    x = torch.ones(2)
+    total = torch.compile(lambda x: ac.all_reduce(x).wait(), fullgraph=True, backend="eager")(x)
+    total.add_(1)
+    oracle.same(x, torch.ones(2))
+
+
+FIRST_ALONE = """
+    import os, torch, asynccoll as ac
+
+    rank, port = (int(os.environ[name]) for name in ("RANK", "MASTER_PORT"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def three(x):
+        return ac.all_reduce(x).wait(), ac.broadcast(x, src=0).wait(), ac.all_gather(x).wait()
+
+    def show():
+        print(*(one.tolist() for one in three(torch.full((1,), 1.0 + rank))), sep="; ")
+
+    show()
+    ac.initialize("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    show()
+    ac.finalize()
+"""
+
+
+def test_a_graph_of_another_world_is_made_anew(tmp_path: Path) -> None:
+    """Here of one rank, then two: how many there are is a constant in it."""
+    for rank, ended in enumerate(scripts.run(tmp_path, FIRST_ALONE, ranks=2)):
+        assert ended.code == 0, ended.err
+        mine = float(rank + 1)
+        assert ended.out.splitlines() == [f"[{mine}]; [{mine}]; [{mine}]", "[3.0]; [1.0]; [1.0, 2.0]"]
+
+
 TWO_LIVES = """
     import torch, asynccoll as ac
     from torch.distributed.distributed_c10d import _resolve_process_group

@@ -1,5 +1,7 @@
 """The collectives inside ``torch.compile``: torch's own functional ops on the world's process group.
 
+In a world of one, which has no such group, a copy: a program that is compiled runs unchanged on one laptop.
+
 Dynamo does not support context variables, frames and locks, so the public functions call this module before
 they use any. Everything that has to be looked up is looked up while the graph is made, and is a constant in
 it. The result's ``wait()`` orders the graph; dynamo itself refuses ``await`` there.
@@ -65,17 +67,23 @@ def have_gradients() -> bool:
 
 
 class _Graphs:
-    """Whether this process has made a graph with a collective in it."""
+    """Rank and number of ranks, which are constants in the graphs that this process has made."""
 
-    made = False
+    place: tuple[int, int] | None = None
 
 
 _graphs = host.per_process(_Graphs)
 
 
 def _renew(context: Context) -> None:
-    """After ``initialize``, make the group again that graphs of an earlier world use by name."""
-    if _graphs.made and context.world_size > 1:
+    """After ``initialize``, make the group again that graphs of an earlier world use by name.
+
+    Graphs of another place in another world would give wrong numbers: they are made anew.
+    """
+    if _graphs.place not in (None, (context.rank, context.world_size)):
+        torch.compiler.reset()
+        _graphs.place = None
+    elif _graphs.place is not None and context.world_size > 1:
         context.world.process_group()
 
 
@@ -85,14 +93,15 @@ when_joined(_renew)
 @constant_in_graphs
 def _world() -> str:
     """Return the registered name of the world's process group. The first graph makes the group."""
-    group = current().world.process_group()
-    _graphs.made = True
-    return str(group.group_name)
+    return str(current().world.process_group().group_name)
 
 
 @constant_in_graphs
 def _size() -> int:
-    return _world_size()
+    """The number of ranks. Every collective asks for it, so that it is known what is constant in graphs."""
+    context = current()
+    _graphs.place = (context.rank, context.world_size)
+    return context.world_size
 
 
 def _world_size() -> int:
@@ -195,14 +204,18 @@ class CompiledWork:
         parts: int = 1,
         divisor: int = 1,
         dtype: torch.dtype | None = None,
+        alone: bool = False,
     ) -> None:
         self.tensor = tensor
+        self.alone = alone
         self.dim = dim
         self.parts = parts
         self.divisor = divisor
         self.dtype = dtype
 
     def wait(self) -> torch.Tensor:
+        if self.alone:
+            return self.tensor
         done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
         if self.dim:
             done = torch.cat(torch.chunk(done, self.parts, dim=0), dim=self.dim)
@@ -214,11 +227,18 @@ def _work(tensor: torch.Tensor, **rest: Any) -> Work[object]:
     return cast("Work[Any]", CompiledWork(tensor, **rest))
 
 
+def _alone(x: torch.Tensor) -> Work[Any]:
+    """What every collective gives in a world of one."""
+    return _work(x.clone(), alone=True)
+
+
 def all_reduce(
     x: Any, op: ReduceOpLike, group: GroupLike, *, out: object = None, plain: bool = True
 ) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
     name, divisor = _reduction("all_reduce", op, x.dtype)
+    if _size() == 1:
+        return _alone(x)
     reduce = torch.ops._c10d_functional.all_reduce
     return _work(reduce(_wide(x, divisor).contiguous(), name, _world()), divisor=divisor, dtype=x.dtype)
 
@@ -226,6 +246,8 @@ def all_reduce(
 def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) -> Work[Any]:
     _require(group is None and out is None and not safe_mode, _tracked(x))
     ours = _is_source(src)
+    if _size() == 1:
+        return _alone(x)
     if _tracked(x):
         # torch's broadcast has no gradient, and only warns. So sum instead, with zeros on all ranks but src.
         silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
@@ -240,6 +262,8 @@ def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object)
     if x.dim() == 0 and dim in (0, -1):
         x = x.reshape(1)
     dim = _dim("all_gather", x, dim)
+    if size == 1:
+        return _alone(x)
     return _work(gather(x.contiguous(), size, _world()), dim=dim, parts=size)
 
 
@@ -251,6 +275,8 @@ def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out:
     dim = _dim("reduce_scatter", x, dim)
     if _is_known(x.shape[dim] % size != 0):
         _refuse_uneven(list(x.shape), x.dtype, dim)
+    if size == 1:
+        return _alone(x)
     if dim:
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
     return _work(
@@ -287,5 +313,7 @@ def all_to_all(
         out_splits = in_splits
     elif len(out_splits) != size:
         _refuse_received(list(out_splits))
+    if size == 1:
+        return _alone(x)
     exchange = torch.ops._c10d_functional.all_to_all_single
     return _work(exchange(x.contiguous(), list(out_splits), list(in_splits), _world()))
