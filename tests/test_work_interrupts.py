@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dis
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from asynccoll.ops import anysource
 from asynccoll.order import operation
 from asynccoll.runtime.process import current
 from asynccoll.transport import Promise
+from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting import work as module
 from patience import patient
 
@@ -150,6 +152,42 @@ def test_a_message_from_any_source_stays_the_first() -> None:
             sys.settrace(None)
         assert [*first, *messages] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert first, "no line was left to strike at"
+
+
+def test_who_was_struck_while_it_left_a_job_to_a_thread_leaves_jobs_to_it_again() -> None:
+    """Those of the same key, and in their order. Python handles signals right after a call returns."""
+
+    def strike(frame: types.FrameType, event: str, _: object) -> object:
+        nonlocal calls, called
+        if frame.f_code is not submitting:
+            return strike if event == "call" else None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            calls -= called
+            called = dis.opname[submitting.co_code[frame.f_lasti]].startswith("CALL")
+            if calls == 0:
+                raise KeyboardInterrupt
+        return strike
+
+    submitting, struck = Waiters.submit.__code__, True
+    for struck_at in range(1, 20):
+        calls, called = struck_at, False
+        waiters, ran, over = Waiters("asynccoll-struck"), [], threading.Event()
+        sys.settrace(strike)
+        try:
+            waiters.submit("key", lambda ran=ran: ran.append("first"))
+            struck = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        waiters.submit("key", lambda ran=ran: ran.append("second"))
+        waiters.submit("key", over.set)
+        assert over.wait(patient(10)), f"after Ctrl-C behind call {struck_at}"
+        assert ran in (["first", "second"], ["second"])
+        if not struck:
+            break
+    assert not struck, "there are more calls to strike behind"
 
 
 def test_a_message_from_any_source_is_taken_off_as_a_whole() -> None:

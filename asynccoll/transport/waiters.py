@@ -23,9 +23,11 @@ class Waiters:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._wake = host.Condition()
-        self._jobs: dict[Hashable, deque[Callable[[], object]]] = {}
-        self._ready: deque[Hashable] = deque()
+        self._lock = host.RLock()
+        self._wake = host.Condition(self._lock)
+        #: the jobs of each key, those without a thread in the order in which they came
+        self._ready: dict[Hashable, deque[Callable[[], object]]] = {}
+        self._served: dict[Hashable, deque[Callable[[], object]]] = {}
         self._idle = 0
         _pools[self] = None
 
@@ -35,17 +37,17 @@ class Waiters:
 
     def submit(self, key: Hashable, job: Callable[[], object]) -> None:
         """Run ``job``, which must not raise, after those of the same ``key``."""
-        with self._wake:
-            queue = self._jobs.get(key)
-            if queue is not None:
-                queue.append(job)
-                return
-            self._jobs[key] = deque([job])
-            self._ready.append(key)
-            if self._idle >= len(self._ready):  # enough idle threads for the keys without one
+        with self._lock:  # not the condition, which an interrupt may leave locked
+            for of_keys in (self._served, self._ready):
+                if key in of_keys:
+                    of_keys[key].append(job)
+                    return
+            if self._idle > len(self._ready):  # enough idle threads for the keys without one
                 self._wake.notify()
-                return
-        host.Thread(target=self._serve, name=self._name, daemon=True).start()
+            else:
+                host.Thread(target=self._serve, name=self._name, daemon=True).start()
+            # Last, and by one store, so that an interrupt (Ctrl-C) leaves no job that nobody serves.
+            self._ready[key] = deque([job])
 
     def _serve(self) -> None:
         while (key := self._next_key()) is not None:
@@ -58,16 +60,18 @@ class Waiters:
             try:
                 if not self._wake.wait_for(lambda: self._ready, _IDLE_SECONDS):
                     return None
-                return self._ready.popleft()
+                key = next(iter(self._ready))
+                self._served[key] = self._ready.pop(key)
+                return key
             finally:
                 self._idle -= 1
 
     def _next_job(self, key: Hashable) -> Callable[[], object] | None:
         with self._wake:
-            queue = self._jobs[key]
+            queue = self._served[key]
             if queue:
                 return queue.popleft()
-            del self._jobs[key]
+            del self._served[key]
             return None
 
 
