@@ -484,7 +484,9 @@ async def clipped(me: Rank, dtype: torch.dtype, norm_type: float) -> None:
         norm = await optimizer.clip_grad_norm_(0.01, norm_type)
         await optimizer.step()
     on_all_data(twin, me.size, 0, loss)
-    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.01, norm_type)
+    # torch's own: torch_xla puts one in its place that takes no complex gradients.
+    clip = getattr(nn.utils.clip_grad_norm_, "_orig", nn.utils.clip_grad_norm_)
+    expected = clip(twin.parameters(), 0.01, norm_type)
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert torch.allclose(
         norm.double(), expected.double(), rtol=1e-5 if dtype is not torch.bfloat16 else 0.02
