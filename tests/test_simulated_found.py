@@ -15,7 +15,7 @@ from asynccoll import host
 from asynccoll.testing import PCT, Fail, Interrupt, Kill, RandomWalk, Stop, StoreLost, explore, simulate
 from asynccoll.world.group import MAX_LANES
 from compositions import from_json
-from simulated import complaints
+from simulated import complaints, unwaited
 
 
 def test_one_call_of_two_steps_is_over_before_its_recorder_hears_of_it() -> None:
@@ -275,3 +275,13 @@ def test_the_order_of_starts_waits_for_a_lane_that_is_one_too_many() -> None:
         report = simulate(makes_room, world_size=2, seed=seed, transport="nccl")
         report.check()
         assert report.results == dict.fromkeys(range(2), [2.0] * (MAX_LANES + 2))
+
+
+def test_a_device_that_gives_up_names_the_rank_that_was_killed() -> None:
+    """Its error is of no kind that is known, and named nobody."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": [{}]}, {"calls": [{"pauses": 2}]}, {"calls": [{"coalesced": true, '
+        '"wait": "cut short", "pauses": 2}]}], "start": "task group"}'
+    )
+    found, _ = complaints(unwaited(program), 16087, [Kill(1, after_call=2)], transport="nccl", schedule=PCT())
+    assert not found, found

@@ -435,11 +435,11 @@ class Context:
         storeless = self.clients is not None and self.clients.is_gone and is_of_store(error.__cause__)
         if storeless and not error.ranks:
             return self._without_store(lane, error)
-        if not isinstance(error, PeerLostError) or error.ranks:
+        if error.ranks or type(error) not in (PeerLostError, CollectiveError):
             return error
         lost = self.loss(lane, error)
-        if lost is not None:
-            return lost
+        if lost is not None or type(error) is CollectiveError:  # its text tells of no peer
+            return lost or error
         refused = self.refusals.published(lane)  # after ``loss``: the store may be gone with rank 0
         if refused is not None:
             refused.__cause__ = error
