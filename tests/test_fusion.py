@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -280,3 +281,43 @@ async def gradients(me: Rank) -> None:
 def test_gradients_travel_together_too(pair: World) -> None:
     """Of all tensors of a tree at once, on the backward lane; those without one come along."""
     pair.run(gradients)
+
+
+def _elsewhere(odd: bool) -> dict[str, Any]:
+    """Calls whose parts are as many and as large on each rank, but not of the same leaves."""
+    one, two, few = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3)
+    dtypes = [one, two, few] if odd else [one, few, two]
+    numbers = {"loss": one, "count": 5} if odd else {"loss": 5, "count": one}
+    rows = [torch.eye(3), torch.eye(3).to_sparse()]
+    large = [torch.ones(DIRECT_BYTES), *(rows if odd else rows[::-1])]
+    return {
+        "dtypes": lambda: ac.all_reduce(dtypes),
+        "dtypes in a block": lambda: _in_a_block(dtypes),
+        "dtypes prepared": lambda: ac.prepare("all_reduce", like=dtypes).start(),
+        "layouts": lambda: ac.all_reduce(rows if odd else rows[::-1]),
+        "layouts of a large tree": lambda: ac.all_reduce(large),
+        "numbers": lambda: ac.all_reduce(numbers),
+        "numbers gathered": lambda: ac.all_gather(numbers),
+    }
+
+
+def _in_a_block(xs: list[torch.Tensor]) -> ac.Work[torch.Tensor]:
+    with ac.coalescing():
+        *others, last = [ac.all_reduce(x) for x in xs]
+    for other in others:
+        other.detach()
+    return last
+
+
+async def placed_elsewhere(me: Rank) -> None:
+    for label, call in _elsewhere(me.rank == me.size - 1).items():
+        if "layouts" in label and me.backend == "xla-tpu":  # which refuses sparse tensors
+            continue
+        with me.case(label), raising(ac.CollectiveMismatchError):
+            await me.get(call())
+        await me.check(f"after {label}", ac.all_reduce, 1, expect=me.size)
+
+
+def test_leaves_meet_only_their_like(several: World) -> None:
+    """A tensor where others hold a number, or one of another dtype: each would get another leaf's sum."""
+    several.run(placed_elsewhere)

@@ -91,8 +91,11 @@ def over_tree(
             raise refuse(name, leaf)
         check(leaf)
     outs = None if out is None else tree_out(name, leaves, spec, out)
-    with lane.together(what=(name, spec), name=name):
-        compared = compare(lane, lambda: signature(name, detail=f"of the tree {spec}"))
+    what = name, spec, *_placed(leaves)
+    with lane.together(what=what, name=name):
+        compared = compare(
+            lane, lambda: signature(name, detail=f"of the tree {' '.join(map(str, what[1:]))}")
+        )
         leaf_results = _start_leaves(leaves, outs, of_tensors, of_value)
 
     def whole(parts: list[Any]) -> Any:
@@ -132,6 +135,17 @@ def nothing_to_send(name: str, x: object) -> PayloadTypeError:
 
 def _only_tensors(leaves: list[object]) -> bool:
     return all(issubclass(kind, torch.Tensor) for kind in set(map(type, leaves)))
+
+
+def _placed(leaves: list[object]) -> tuple[str, ...]:
+    """Which leaves are tensors, where some are and some are not: the parts of the call do not say.
+
+    If it differed between ranks, a tensor would meet that of another leaf, and a number, too.
+    """
+    if _only_tensors(leaves):
+        return ()
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return (f"tensors are leaves {places}",) if places else ()
 
 
 def _one_of_each(leaves: list[Any]) -> list[Any]:

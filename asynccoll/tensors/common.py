@@ -160,7 +160,7 @@ class Call:
     def _run(self, lane: Lane, timeout: float | None, program: Program, called: float) -> Started[object]:
         name, wire = self.plan.name, self.wire
         if lane.compares_calls:
-            text = signature(name, self._dtype(), self.shape, self._detail())
+            text = signature(name, self._dtype(), self.shape, self.detail_text())
             program = checked(lane, text, program=program)
         what = self._what()
         operation = lane.run(name, program, wire.nbytes, timeout, what=what, of=self, called=called)
@@ -175,13 +175,14 @@ class Call:
         """By its name; "" of a barrier, which has none."""
         return "" if self.plan.op is Op.BARRIER else dtype_name(self.wire.dtype)
 
-    def _detail(self) -> str:
+    def detail_text(self) -> str:
+        """What it does beyond its name: the reduction, the root."""
         return "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
 
     def described(self) -> str:
         """What it is of: ``float32[4, 8] sum``."""
         shape = "" if self.shape is None else shown(list(self.shape))
-        return f"{self._dtype()}{shape} {self._detail()}".strip()
+        return f"{self._dtype()}{shape} {self.detail_text()}".strip()
 
     def steps(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
         """It as a program, or as a part of a larger one."""

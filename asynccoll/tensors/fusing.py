@@ -50,7 +50,7 @@ class Fuse(NamedTuple):
 class Parcel:
     """A bucket on its way: tensors packed into one, the call that carries it, and the results."""
 
-    __slots__ = ("call", "indices", "like", "outs", "packed", "started", "views")
+    __slots__ = ("_of", "call", "indices", "like", "outs", "packed", "started", "views")
 
     def __init__(
         self, bucket: Bucket, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
@@ -59,6 +59,8 @@ class Parcel:
         self.like: list[torch.Tensor] = [xs[i] for i in bucket.indices]
         self.outs: list[torch.Tensor] | None = None if outs is None else [outs[i] for i in bucket.indices]
         self.packed: bool = len(self.like) > 1
+        #: which leaves these are, if not all: of another dtype there may be as many elsewhere
+        self._of: str = "" if len(self.like) == len(xs) else f" of leaves {list(bucket.indices)}"
         self.call: Call | None = None
         self.views: list[torch.Tensor] = []
         self.started: Completion | None = None
@@ -68,13 +70,19 @@ class Parcel:
         if self.packed:
             self.call = self._make(make, pack(self.like).detach())
         else:
-            self.call = make(self.like[0], None if self.outs is None else self.outs[0])
+            self.call = self._told(make(self.like[0], None if self.outs is None else self.outs[0]))
         return self.call
 
     def _make(self, make: MakeCall, flat: torch.Tensor) -> Call:
         """The call for all of them packed, which says what they are: ranks must agree on that, too."""
         call = make(flat, flat)
         call.shape = tuple(x.shape for x in self.like)
+        return self._told(call)
+
+    def _told(self, call: Call) -> Call:
+        """The call, which says of which leaves it is: others must not meet them."""
+        if self._of:
+            call.detail = f"{call.detail_text()}{self._of}"
         return call
 
     def keep(self, make: MakeCall) -> Call:
@@ -86,7 +94,7 @@ class Parcel:
             self.call.refill = _both(self.pack_again, self.call.refill)
             return self.call
         x = self.like[0]
-        self.call = make(x, torch.empty_like(x) if self.outs is None else self.outs[0])
+        self.call = self._told(make(x, torch.empty_like(x) if self.outs is None else self.outs[0]))
         return self.call
 
     def results(self) -> list[torch.Tensor]:
@@ -154,12 +162,16 @@ def fused(
     total_bytes = sum(map(dense_bytes, xs))
     program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
     if lane.compares_calls:
-        shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}" for x in xs)
+        shapes = " ".join(f"{dtype_name(x.dtype)}{list(x.shape)}{''.join(_layout_of(x))}" for x in xs)
         program = checked(lane, signature(fuse.name, detail=f"{fuse.detail} {shapes}"), program=program)
     sent = lambda: [parcel.started for parcel in parcels if parcel.started is not None]  # noqa: E731
-    what = fuse.name, fuse.detail, tuple((x.dtype, x.shape) for x in xs)
+    what = fuse.name, fuse.detail, tuple((x.dtype, x.shape, *_layout_of(x)) for x in xs)
     operation = lane.run(fuse.name, program, total_bytes, timeout, what=what, sent=sent)
     return Started((operation,), lambda: _collected(len(xs), parcels))
+
+
+def _layout_of(x: torch.Tensor) -> tuple[str, ...]:
+    return () if x.layout is torch.strided else ("sparse",)
 
 
 def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:
