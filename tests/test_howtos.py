@@ -54,7 +54,10 @@ def appended() -> str:
 def programs() -> list[str]:
     """As a reader puts them into files."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return [code if "asyncio.run(" in code else f"{code}\n{appended()}" for code in blocks]
+    return [
+        code if re.search(r"asyncio\.run\(|ac\.finalize\(", code) else f"{code}\n{appended()}"
+        for code in blocks
+    ]
 
 
 def written(found: list[str], script: Callable[..., str]) -> list[str]:

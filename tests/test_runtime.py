@@ -19,6 +19,7 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
+from asynccoll import host
 from asynccoll.backends import choosing
 from asynccoll.backends.memory import sharing
 from asynccoll.host.store import Exchange
@@ -528,3 +529,17 @@ def test_a_thread_of_the_world_that_has_ended_is_kept_no_longer() -> None:
     ends.set()
     thread.join()
     assert not context._helpers
+
+
+def test_a_thread_of_the_world_is_joined_only_once_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ended just then was told that a thread cannot be joined, and left the rest as it was."""
+    context, joined = choosing.alone(), []
+
+    class Starting(host.Thread):
+        def start(self) -> None:
+            joined.extend(context._helpers)
+            super().start()
+
+    monkeypatch.setattr(host, "Thread", Starting)
+    context._apart(lambda: None, "starting")
+    assert not joined

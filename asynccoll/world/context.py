@@ -349,7 +349,9 @@ class Context:
         self.confirmations.close()
         if not abort:
             self._say_how_far()
-        for thread in list(self._helpers):
+        with self._lock:
+            helpers = list(self._helpers)
+        for thread in helpers:
             thread.join(ABORT_SECONDS)
         for group in self._sorted_groups():
             group.close(abort=abort)
@@ -616,11 +618,13 @@ class Context:
         def run() -> None:
             with contextlib.suppress(Exception):
                 action()
-            self._helpers.pop(host.current_thread(), None)
+            with self._lock:
+                self._helpers.pop(host.current_thread(), None)
 
         thread = host.Thread(target=run, name=name, daemon=True)
-        self._helpers[thread] = None
-        thread.start()
+        with self._lock:  # so that ``close`` joins no thread that is yet to start
+            thread.start()
+            self._helpers[thread] = None
 
 
 def _farewell(rank: int) -> str:
