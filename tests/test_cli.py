@@ -194,7 +194,7 @@ def test_the_first_failure_is_shown_not_what_followed_from_it(tmp_path, start, s
     assert code == 1
     assert errors.count("Traceback") == 1
     assert "ValueError: the reason" in errors
-    assert "rank 0 failed too: ConnectionError: peer is gone" in errors
+    assert re.search(r"rank 0 failed too at \S*program.py:7: ConnectionError: peer is gone", errors), errors
 
 
 @pytest.mark.slow

@@ -208,7 +208,9 @@ def report(
     lines += _alike(program, first, alike)
     for way in ways.values():
         told = _shortened(way[0].message) or way[0].how
-        lines.append(f"{program}: {listed([one.rank for one in way])} failed too: {told}")
+        (place, *others) = {_line(one) for one in way}
+        there = f" at {place}" if place and not others else ""
+        lines.append(f"{program}: {listed([one.rank for one in way])} failed too{there}: {told}")
     if stopped:
         lines.append(f"{program}: stopped {listed(stopped)}")
     return "\n".join(lines)
