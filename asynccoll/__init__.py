@@ -44,9 +44,10 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
         if PathFinder.find_spec(f"{__name__}.{name}", sys.modules[__name__].__path__) is not None:
             return importlib.import_module(f"{__name__}.{name}")
         names = _public()
-        globals().update(names, __all__=tuple(names))
-        if name in globals():
-            return globals()[name]
+        there = globals()  # where somebody may have put another, as tests do
+        there.update({one: names[one] for one in names if one not in there}, __all__=tuple(names))
+        if name in there:
+            return there[name]
         parts = (one for one in ("overlap", "trace") if name in names[one].__all__)
         if meant := next((f"ac.{one}.{name}" for one in parts), elsewhere.called_here(name)):
             raise AttributeError(f"asynccoll has no {name!r}: write {meant}", name=name)

@@ -263,6 +263,13 @@ def test_what_others_call_otherwise_is_told(name: str) -> None:
     assert not hasattr(ac, name)
 
 
+def test_what_was_put_in_place_of_a_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names come with the first one used; the look for another does not bring them again."""
+    monkeypatch.setattr(ac, "all_reduce", "another")
+    assert not hasattr(ac, "no_such_name")
+    assert ac.all_reduce == "another"
+
+
 def test_what_is_told_is_there() -> None:
     """Each name of ours in the table, and none of the others': that one would be found."""
     for name, told in elsewhere._HERE.items():

@@ -222,14 +222,14 @@ class CompiledWork:
         return (done / self.divisor).to(self.dtype) if self.divisor > 1 else done
 
 
-def _work(tensor: torch.Tensor, **rest: Any) -> Work[object]:
-    """Return a ``CompiledWork``. Type checkers see a ``Work``, whose ``wait()`` it has."""
-    return cast("Work[Any]", CompiledWork(tensor, **rest))
+def _started(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: object, **rest: Any) -> Work[Any]:
+    """Return the work of torch's functional ``op``. Type checkers see a ``Work``, whose ``wait()`` it has.
 
-
-def _alone(x: torch.Tensor) -> Work[Any]:
-    """What every collective gives in a world of one."""
-    return _work(x.clone(), alone=True)
+    In a world of one there is no group: every collective gives a copy.
+    """
+    if _size() == 1:
+        return cast("Work[Any]", CompiledWork(x.clone(), alone=True))
+    return cast("Work[Any]", CompiledWork(op(x.contiguous(), *args, _world()), **rest))
 
 
 def all_reduce(
@@ -237,22 +237,18 @@ def all_reduce(
 ) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
     name, divisor = _reduction("all_reduce", op, x.dtype)
-    if _size() == 1:
-        return _alone(x)
     reduce = torch.ops._c10d_functional.all_reduce
-    return _work(reduce(_wide(x, divisor).contiguous(), name, _world()), divisor=divisor, dtype=x.dtype)
+    return _started(reduce, _wide(x, divisor), name, divisor=divisor, dtype=x.dtype)
 
 
 def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) -> Work[Any]:
     _require(group is None and out is None and not safe_mode, _tracked(x))
     ours = _is_source(src)
-    if _size() == 1:
-        return _alone(x)
     if _tracked(x):
         # torch's broadcast has no gradient, and only warns. So sum instead, with zeros on all ranks but src.
         silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
         return all_reduce(x.masked_fill(silent, 0), "sum", None)
-    return _work(torch.ops._c10d_functional.broadcast(x.contiguous(), src, _world()))
+    return _started(torch.ops._c10d_functional.broadcast, x, src)
 
 
 def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object) -> Work[object]:
@@ -261,10 +257,7 @@ def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object)
     size = _size()
     if x.dim() == 0 and dim in (0, -1):
         x = x.reshape(1)
-    dim = _dim("all_gather", x, dim)
-    if size == 1:
-        return _alone(x)
-    return _work(gather(x.contiguous(), size, _world()), dim=dim, parts=size)
+    return _started(gather, x, size, dim=_dim("all_gather", x, dim), parts=size)
 
 
 def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: object) -> Work[Any]:
@@ -275,13 +268,9 @@ def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out:
     dim = _dim("reduce_scatter", x, dim)
     if _is_known(x.shape[dim] % size != 0):
         _refuse_uneven(list(x.shape), x.dtype, dim)
-    if size == 1:
-        return _alone(x)
     if dim:
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
-    return _work(
-        reduce_scatter(_wide(x, divisor).contiguous(), name, size, _world()), divisor=divisor, dtype=x.dtype
-    )
+    return _started(reduce_scatter, _wide(x, divisor), name, size, divisor=divisor, dtype=x.dtype)
 
 
 def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -313,7 +302,5 @@ def all_to_all(
         out_splits = in_splits
     elif len(out_splits) != size:
         _refuse_received(list(out_splits))
-    if size == 1:
-        return _alone(x)
     exchange = torch.ops._c10d_functional.all_to_all_single
-    return _work(exchange(x.contiguous(), list(out_splits), list(in_splits), _world()))
+    return _started(exchange, x, list(out_splits), list(in_splits))

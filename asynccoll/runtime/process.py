@@ -71,11 +71,7 @@ when_joined: Callable[[Callable[[Context], object]], None] = _renewed.append
 
 def current() -> Context:
     """The context a call runs in; ``NotInitializedError`` if there is none."""
-    context = of_thread.get()
-    if context is not None and not context.closed:
-        return context
-    context = process.context
-    return context if context is not None else _implicit()
+    return rank_here() or process.context or _implicit()
 
 
 def existing() -> Context | None:
