@@ -208,9 +208,9 @@ def _kept(start: Callable[[], Any]) -> Any:
                 end(context.processes)
                 raise
         except BaseException as error:
-            started.set_exception(error)
             for copy in left:
                 os.close(copy)
+            started.set_exception(error)
             return
         started.set_result(context)
         while left:
