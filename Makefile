@@ -19,7 +19,8 @@ ARGS   ?=
 
 # Tests of processes have deadlines, and a crowded machine can miss one: `make test` waits four times as
 # long as `make quick`, and what failed runs once more, by itself, with both results printed. A second failure
-# is one. With ASYNCCOLL_TEST_ONCE=1 a test that fails once has failed: a second run would hide leaks and races.
+# is one. With ASYNCCOLL_TEST_ONCE=1, as in CI, a test that fails once has failed: a second run would hide
+# leaks and races.
 export ASYNCCOLL_TEST_PATIENCE ?= 4
 TWICE = $(if $(ASYNCCOLL_TEST_ONCE),$(1),$(call AGAIN,$(1)))
 AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed ===" && $(1) -n 0 --lf --lfnf=none; }
@@ -68,8 +69,9 @@ memory: ## the tests that run on any backend, between ranks that share memory
 	@$(call TWICE,$(WHEEL) env ASYNCCOLL_TEST_BACKENDS=memory $(PYTEST) $(AT_ONCE) \
 		-k memory $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks) $(ARGS))
 
-MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
-	mpi_launch spawn parallel slurm_mpi)
+# That which starts whole jobs takes longest, and goes first: at the end it would leave one core idle.
+MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,mpi_launch $(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
+	spawn parallel slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 # The ten training loops on two ranks and, as a world that is no power of two, on three.
@@ -94,7 +96,7 @@ system: ## install the Debian packages that some tests need (SLURM), where this 
 HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod)
 # By night with four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most
 # of a second, so these then go one by one.
-HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,five_ranks horovod_launch horovod_wheel sync_horovod)
+HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,horovod_launch sync_horovod five_ranks horovod_wheel)
 HVD_RUN_FEW := $(CURDIR)/tests/test_objects.py
 HVD_RUN_ALL := $(HVD_RUN_FEW) $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier \
 	broadcast gather groups reduce reduce_scatter scaling scatter)
@@ -105,7 +107,7 @@ HVD_WAYS := -k "horovod and not (horovod-3 and comes_to_what_one_process_does)"
 horovod: export ASYNCCOLL_TEST_BACKENDS := horovod
 horovod: export ASYNCCOLL_TEST_WORLD_SIZES := 1,2,3
 horovod: ## the tests that run on any backend, on Horovod, which is compiled on the first run
-	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(HVD_TESTS) $(if $(BY_DAY),$(HVD_JOBS)) $(ARGS))
+	@$(call TWICE,$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_WAYS) $(if $(BY_DAY),$(HVD_JOBS)) $(HVD_TESTS) $(ARGS))
 	@$(if $(BY_DAY),true,$(call TWICE,$(HVD) $(PYTEST) $(HVD_JOBS) $(ARGS)))
 	@$(call TWICE,$(HVD) env $(HVD_RUN) $(TWO_RANKS) $(PYTEST) $(AT_ONCE) $(HVD_RUN_FEW) $(ARGS))
 
@@ -186,12 +188,17 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 1000
 	@$(MAKE) --no-print-directory kills
 
-# Those of files that start whole programs are left to `make test`.
-PROGRAMS := cli cli_ends cli_hosts compiled endings examples exit faults faults_matrix hosts launchers meeting memory_hosts nodes notebook packaging parallel slurm spawn sync_launch where
-INNER    := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS))
+# Those of files that start whole programs, or run many schedules, are left to `make test`.
+PROGRAMS  := cli cli_ends cli_hosts compiled endings examples exit faults faults_matrix hosts howtos launchers leaving meeting \
+	memory_containers memory_hosts meshes nodes notebook packaging parallel ranks_fixture slurm spawn sync_environment sync_launch \
+	settings trace_page where
+SCHEDULES := confirming memory_soak shifts simulated_found simulated_memory simulated_messages training_generated \
+	training_simulated xla_training
+INNER     := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS) $(SCHEDULES))
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1
-quick: ## the inner loop: what is quick, on two ranks and asyncio; three to four minutes (or all of ARGS=tests/test_x.py)
+quick: export ASYNCCOLL_TEST_CASES ?= $(if $(ARGS),all,day)
+quick: ## the inner loop: what is quick, on two ranks and asyncio; four to five minutes (or all of ARGS=tests/test_x.py)
 	@$(TEST) $(if $(ARGS),,env $(TWO_RANKS)) python -m pytest -q $(or $(ARGS),$(AT_ONCE) $(INNER))
 
 lint: ## formatting, lint rules, and who may import whom
