@@ -1000,6 +1000,27 @@ def test_who_waits_for_long_is_warned_once(capsys: pytest.CaptureFixture[str], c
     assert len(expected.findall(capsys.readouterr().err)) == 1
 
 
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_what_the_whole_job_waits_for_is_warned_of_once(nodes: int, caplog: Any) -> None:
+    """Not by each rank of the circle, all of which are told of their own wait."""
+
+    async def main(rank: int) -> None:
+        with pytest.raises(ac.CollectiveError):
+            await ac.all_reduce(torch.ones(2), lane="ab"[rank % 2], timeout=9.0)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ASYNCCOLL_STALL_WARNING", "4")
+        simulate(main, world_size=4, seed=SEED, nodes=nodes, transport="gloo")
+    warned = [one for one in caplog.messages if "has waited for" in one]
+    assert [one.partition(" has waited")[0] for one in sorted(warned)] == [
+        f"rank {rank}" for rank in range(4)
+    ]
+    assert sum("ranks wait in a circle" in one for one in warned) == 1
+    elsewhere = "; what the whole job waits for is in the warning of another rank"
+    assert sum(one.endswith(elsewhere) for one in warned) == 3
+    assert all("has not called all_reduce #1 on lane" in one for one in warned)
+
+
 @pytest.mark.parametrize("said", ["-1", "soon", "nan"])
 def test_when_to_warn_is_a_number_of_seconds(said: str) -> None:
     with pytest.raises(ac.InvalidArgumentError, match="ASYNCCOLL_STALL_WARNING must be a number of seconds"):

@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure collectives beside the peers",
+        example="asynccoll bench all_reduce -n 2",
         description=_TEXT,
         epilog=_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["USAGE_ERROR", "Commands"]
+__all__ = ["USAGE_ERROR", "Commands", "Parser"]
 
 #: The exit code of what was typed wrong.
 USAGE_ERROR = 2
 
-Commands: TypeAlias = (
-    "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
-)
+
+class Parser(argparse.ArgumentParser):
+    """A parser that ends its help, and what it says of a wrong command line, with an example."""
+
+    def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
+        """``example``: a command line that can be typed as it is, or with other names."""
+        super().__init__(*args, **options)
+        self._example = f"\nexample: {example}\n" if example else ""
+
+    def format_help(self) -> str:
+        """Return the help, with the example at its end."""
+        return super().format_help() + self._example
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, how it is written and an example, and exit."""
+        self.exit(USAGE_ERROR, f"{self.format_usage()}{self.prog}: error: {message}{self._example}\n")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it

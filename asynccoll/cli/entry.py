@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from asynccoll import __version__
 from asynccoll.cli import bench, explain, explore, info, run, top, trace, where
-from asynccoll.cli.common import USAGE_ERROR
+from asynccoll.cli.common import USAGE_ERROR, Parser
 from asynccoll.errors import AsyncCollError
 
 __all__ = ["main"]
@@ -38,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="asynccoll",
+        example="asynccoll run -n 2 train.py",
         description="Awaitable collectives for PyTorch.",
         allow_abbrev=False,
     )

@@ -12,7 +12,11 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("explain", help="show what a collective would do on a backend, and why")
+    parser = commands.add_parser(
+        "explain",
+        help="show what a collective would do on a backend, and why",
+        example="asynccoll explain all_reduce --shape 4,4 --dtype bfloat16 --backend mpi",
+    )
     parser.add_argument("operation", help="all_reduce, all_gather, reduce_scatter ...")
     parser.add_argument("--shape", default="", metavar="N,N,...", help="empty: a single number")
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="default float32")

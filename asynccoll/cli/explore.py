@@ -31,6 +31,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explore",
         help="run a function on simulated ranks, in many orders, until one goes wrong",
+        example="asynccoll explore test_loop.py::main --seeds 500 -n 3",
         description="Runs main(rank), or main(), on simulated ranks, in one process for each job. Each seed "
         "is another order of threads, tasks and messages. The first that goes wrong is made smaller, and "
         "shown as a program.",

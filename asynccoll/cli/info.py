@@ -15,6 +15,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "info",
         help="versions, launcher, devices, and which backends work here",
+        example="asynccoll info --no-try",
         description="Each backend whose parts are here is tried: a world of one, in a process of its own.",
     )
     parser.add_argument("--no-try", action="store_true", help="only look which packages are there")

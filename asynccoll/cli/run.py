@@ -78,6 +78,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "run",
         help="start the ranks of a program",
+        example="asynccoll run -n 4 train.py --epochs 3",
         usage="asynccoll run [options] script.py [args ...]",
         description=_RUN_TEXT,
         epilog=_RUN_NOTES,

@@ -30,6 +30,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "top",
         help="watch the ranks of this host: what each has in flight, how fast it is, who is behind",
+        example="asynccoll top --interval 0.5",
         description="Reads what the ranks' flight recorders hold, and asks nothing of the ranks, so it shows "
         "those that hang as well. On a terminal until Ctrl-C; in a pipe once.",
     )

@@ -42,7 +42,9 @@ launcher, start the program with ASYNCCOLL_TRACE=DIR, and see it with `asynccoll
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
-        "trace", help="record a program on all its ranks, and show what they did when"
+        "trace",
+        help="record a program on all its ranks, and show what they did when",
+        example="asynccoll trace run -n 2 train.py",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     for kind in KINDS:
@@ -53,6 +55,7 @@ def _add_run(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "run",
         help="start a program, and record it",
+        example="asynccoll trace run -n 2 -o trace train.py",
         usage="asynccoll trace run [-o DIR] [--json] [options of asynccoll run] script.py [args ...]",
         description=_RUN_TEXT,
         epilog=_RUN_NOTES,
@@ -65,7 +68,9 @@ def _add_run(kinds: Commands) -> None:
 
 
 def _add_merge(kinds: Commands) -> None:
-    parser = kinds.add_parser("merge", help="show what ranks have left in a directory")
+    parser = kinds.add_parser(
+        "merge", help="show what ranks have left in a directory", example="asynccoll trace merge trace"
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE named, or -o")
     _add_output(parser)
     parser.set_defaults(carry_out=_merge)
@@ -75,6 +80,7 @@ def _add_diff(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "diff",
         help="where the ranks part, by what they had recorded at a failure",
+        example="asynccoll trace diff /tmp/asynccoll-0/6f0ae5c67fed",
         description="Aligns the last calls of all ranks, lane by lane. The ranks need not be there any more. "
         "The exit code is 1 if they part.",
     )
@@ -85,7 +91,9 @@ def _add_diff(kinds: Commands) -> None:
 
 def _add_stragglers(kinds: Commands) -> None:
     parser = kinds.add_parser(
-        "stragglers", help="of each operation, who called it last, and how long the others waited"
+        "stragglers",
+        help="of each operation, who called it last, and how long the others waited",
+        example="asynccoll trace stragglers trace",
     )
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE or `trace run -o` named, or dumps"

@@ -25,6 +25,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "where",
         help="ask a running or hung job from outside where each rank is",
+        example="asynccoll where --calls 5",
         description="Ranks of this host are read from their flight recorders, so it tells of those that are "
         "stopped or stuck in native code as well; those of other hosts are asked. Stacks are told by ranks "
         "that answer. The exit code is 1 if there is no rank.",

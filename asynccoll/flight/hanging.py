@@ -27,10 +27,7 @@ __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 #: and a call made within this time after a timeout may have been made only because of that.
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
-_FEWER_BATCHES = (
-    ". Fewer batches on a rank? Without data for a step it awaits the gradients (or optimizer.step()) all "
-    "the same"
-)
+_WITHOUT_DATA = "without data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
 #: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
 _OF_BACKWARD = "/backward"
 
@@ -147,9 +144,28 @@ class Hang:
         lanes = {turn.lane for turn in self.circle}
         if len(lanes) == 1:
             return _CLOSED
-        if told := advice(lanes):
-            return told
-        return _SAME_ORDER + _FEWER_BATCHES * any(_OF_BACKWARD in lane for lane in lanes)
+        return advice(lanes) or self._of_backward() or _SAME_ORDER
+
+    def _of_backward(self) -> str:
+        """What may have happened if some wait for gradients, and others in another call; else "".
+
+        From the calls alone it cannot be told whether those have left out the other call, or these a step.
+        """
+        sending = next((turn for turn in self.circle if _OF_BACKWARD in turn.lane), None)
+        other = next((turn for turn in self.circle if _OF_BACKWARD not in turn.lane), None)
+        if sending is None or other is None:
+            return ""
+        call = f"{call_name(other.operation, other.sequence)} on lane {other.lane!r}"
+        return (
+            f"either {listed(other.ranks)} left out {call}, as under an `if` that is not true on every rank, "
+            f"or {listed(sending.ranks)} had fewer batches: leave no call out; {_WITHOUT_DATA}"
+        )
+
+    @property
+    def key(self) -> str:
+        """A name for the wait that is the same whichever rank asks, and whenever."""
+        waits = self.circle or (self,)
+        return ", ".join(sorted(f"{one.operation} #{one.sequence} {one.lane}" for one in waits))
 
 
 def _has(ranks: Sequence[int]) -> str:

@@ -74,16 +74,26 @@ class Awaited:
 class Blame:
     """The ``ranks`` that an operation waits for (global, in order), and for each a sentence that says why.
 
-    If there are no ranks, ``sentences`` say what else is known. ``str()`` joins the sentences.
+    If there are no ranks, ``sentences`` say what else is known. ``str()`` joins the sentences. ``verdict`` is
+    that of the sentences, if any, which tells what the whole job waits for; ``verdict_key`` is a name for it
+    that is the same on all ranks.
     """
 
     operation: str
     lane: str
     ranks: tuple[int, ...]
     sentences: tuple[str, ...]
+    verdict: str = ""
+    verdict_key: str = ""
 
     def __str__(self) -> str:
         return "; ".join(self.sentences)
+
+    @property
+    def without_verdict(self) -> str:
+        """As ``str()``, for a rank whose peer has told what the job waits for."""
+        own = [one for one in self.sentences if one != self.verdict]
+        return "; ".join([*own, "what the whole job waits for is in the warning of another rank"])
 
 
 def blame(
@@ -110,14 +120,16 @@ def blame(
     if len(found) > _MOST_TOLD:
         sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
     told = advice([awaited.lane])
+    origin, key = "", ""
     if not found:
         sentences = _nobody(awaited, accounts, own)
-    elif own is not None and (origin := _origin(tuple(found), [own, *accounts.values()])):
+    elif own is not None and (verdict := _origin(tuple(found), [own, *accounts.values()])):
         # A circle explains the wait, so it comes first; another wait only may explain it, so it comes last.
+        origin, key = verdict
         sentences.insert(len(sentences) if origin.startswith(_MAYBE) else 0, origin)
     elif told or (told := _strayed(awaited, found, accounts, own)):
         sentences.append(told)
-    return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences))
+    return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences), origin, key)
 
 
 def _strayed(
@@ -133,22 +145,22 @@ def _strayed(
     return where.hint if where and where.comes_late else ""
 
 
-def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> str:
-    """The ranks that all wait for, or the circle in which they wait; "" if these are ``ranks``, or unknown.
+def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> tuple[str, str] | None:
+    """The ranks that all wait for, or the circle in which they wait, and the wait's key.
 
-    ``accounts`` begin with that of the rank that asks.
+    None if these are ``ranks``, or unknown. ``accounts`` begin with that of the rank that asks.
     """
     flights = {one.rank: one.flight for one in accounts if one.flight is not None and one.now}
     if len(flights) < len(accounts):
-        return ""
+        return None
     found = hang_of(flights, {one.rank: one.now for one in accounts})
     if found is None or found.ranks == ranks:
-        return ""
+        return None
     if ranks and accounts[0].rank in found.ranks and not found.circle:  # a consequence of this wait
-        return ""
+        return None
     if not found.ranks and any(accounts[0].rank in turn.waiting for turn in found.circle):
-        return str(found)
-    return f"{_MAYBE}{found}"
+        return str(found), found.key
+    return f"{_MAYBE}{found}", found.key
 
 
 def _why(awaited: Awaited, account: Account, lost: bool) -> str:
@@ -295,8 +307,8 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | No
     said = ", ".join([f"{who} called it", *told[:_MOST_TOLD]])
     if not any(before for _, before in late.values()):
         return [f"{said}: it is slow, or stuck in the network"]
-    origin = "" if own is None else _origin((), [own, *accounts.values()])
-    return [said, origin] if origin else [said]
+    verdict = None if own is None else _origin((), [own, *accounts.values()])
+    return [said, verdict[0]] if verdict else [said]
 
 
 def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tuple[str, Call | None]]:

@@ -574,8 +574,20 @@ class Context:
                 self.refuse(lane, error, part.sequence, part=part.part)
 
     def tell_of_stall(self, operation: Operation) -> None:
-        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault."""
-        warn(self.rank, operation, host.monotonic() - operation.started, self.blame(operation))
+        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault.
+
+        What the whole job waits for is told by the first rank that finds it.
+        """
+        found = self.blame(operation)
+        why = str(found) if self._tells_first(found.verdict_key) else found.without_verdict
+        warn(self.rank, operation, host.monotonic() - operation.started, why)
+
+    def _tells_first(self, verdict: str) -> bool:
+        """Whether no other rank has told ``verdict``, as far as is known; from now on this one has."""
+        if verdict and self.clients is not None and self.store_answers():
+            with contextlib.suppress(RuntimeError), self.clients.borrow() as store:  # it may go with rank 0
+                return store.add(f"asynccoll/told/{verdict}", 1) == 1
+        return True
 
     def look_for_shifts(self, *, at_all: bool = False) -> None:
         """Warn of lanes on which this rank and the next one are a call apart (``Shifts.look``)."""
