@@ -6,9 +6,10 @@ autograd records the result, and where an error is due.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -308,22 +309,39 @@ def _refused(call: Call, x: Any) -> tuple[Any, Any]:
     return [(x, None), ({1, 2}, None), (x, torch.ones(5))][call.seed % 3]
 
 
+class Whole(NamedTuple):
+    """What all ranks must get out of a call, by rank."""
+
+    want: list[Any]
+    weights: list[list[Tensor]]
+    gradients: list[list[Tensor]]
+
+
+# Simulated in one process, the same program is run in many orders, by all ranks. What comes of this is only
+# compared with; inputs are made anew.
+@functools.lru_cache(256)
+def whole(call: Call, size: int) -> Whole:
+    """Let one process that has it all make the call."""
+    xs = [
+        oracle.tree_map(lambda found: _detached(found[0]), [made(call, each, size)]) for each in range(size)
+    ]
+    want = model(call, xs)
+    if call.form == "in place twice":
+        want = [model(call, [one] * size)[rank] for rank, one in enumerate(want)]
+    if tracked(call) and has_gradient(call):
+        return Whole(want, *_gradients(call, size))
+    return Whole(want, [[]] * size, [[]] * size)
+
+
 def case(call: Call, rank: int, size: int) -> Case:
     """The call as the rank at this position of a group of so many makes it."""
-    xs = [made(call, each, size) for each in range(size)]
     must_raise, may_raise = _errors(call, rank, size)
-    x, out = xs[rank], None
+    x, out = made(call, rank, size), None
     want: Any = None
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     if not must_raise and not call.payload.startswith("wrong"):
-        detached = [oracle.tree_map(lambda found: _detached(found[0]), [each]) for each in xs]
-        want = model(call, detached)[rank]
-        if call.form == "in place twice":
-            want = model(call, [want] * size)[rank]
-        if tracked(call) and has_gradient(call):
-            all_weights, all_gradients = _gradients(call, size)
-            weights, gradients = all_weights[rank], all_gradients[rank]
+        want, weights, gradients = (of_all[rank] for of_all in whole(call, size))
     if call.payload.endswith("None elsewhere") and rank != call.root:
         x = None
     if (call.operation == "scatter" or call.form == "safe") and rank != call.root:
