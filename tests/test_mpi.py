@@ -5,6 +5,7 @@ Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -12,16 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import asynccoll as ac
 import needs
 import oracle
 import worlds
+from asynccoll.backends.mpi.opening import Opener
 from asynccoll.transport import progress
 from patience import patient
 from ranks import Rank
@@ -342,6 +345,42 @@ def gives_up(me: Rank) -> None:
 def test_who_comes_when_another_rank_has_given_up_is_told(pair: worlds.World) -> None:
     """Or it would wait for that rank: in the store, or inside of MPI for ever."""
     pair.run(gives_up)
+
+
+class Dying:
+    """The store of a rank that dies when its first decision has reached it."""
+
+    def __init__(self, store: dist.HashStore) -> None:
+        self._store = store
+        self._died = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self._died:
+            raise KeyboardInterrupt
+        self._died = name == "compare_set"
+        return getattr(self._store, name)
+
+
+def opener(rank: int) -> Opener:
+    """One that makes nothing but notes."""
+    library: Any = SimpleNamespace(call=lambda make, name, members: f"{name} of {members}")
+    base = SimpleNamespace(Get_rank=lambda: rank, Get_group=lambda: None)
+    return Opener(library, base, "")
+
+
+def test_a_rank_that_dies_when_it_has_decided_leaves_the_decision_in_the_journal() -> None:
+    """There was a moment in which the others would have waited for ever, for this name and all later ones."""
+    store = dist.HashStore()
+    with contextlib.suppress(KeyboardInterrupt):
+        opener(0)._decide(Dying(store), "lane", (0, 1), "given up")  # type: ignore[arg-type]
+    other = opener(1)
+    assert not other._decide(store, "lane", (0, 1), "complete")
+    assert other._decide(store, "next", (1, 2), "complete")
+    assert not other._decide(store, "next", (1, 2), "given up")
+    other._follow(store)
+    assert str(other._made.pop("lane")) == "rank 0 had given up opening lane"
+    assert other._made == {"next": "next of [1, 2]"}
+    assert not other._decide(store, "next", (1, 2), "given up"), "it is decided, though read already"
 
 
 # ---------------------------------------------------------------- requests

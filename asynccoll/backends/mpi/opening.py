@@ -3,14 +3,16 @@
 MPI makes a communicator in a call that waits for all members, and libraries differ in what happens
 when two such calls cross. So a rank first says in the store that it is ready for a name; the last
 member to say so writes the name into a journal; and every rank makes the communicators it is a
-member of in the journal's order. A waiter sleeps, outside of MPI, and can give up, for all members, who
-learn it from the journal; once the journal says that all are ready, all of them come at once, for who is
-ready cannot give up any more.
+member of in the journal's order. A name's first entry decides what becomes of it, and is one request to the
+store, so that a rank which dies leaves no decision without an entry, and no gap. A waiter sleeps, outside of
+MPI, and can give up, for all members, who learn it from the journal; once the journal says that all are
+ready, all of them come at once, for who is ready cannot give up any more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -93,16 +95,24 @@ class Opener:
         """Say that this rank is ready for ``name``; the last to say so writes that into the journal."""
         store.set(_ready(name, self._rank), "")
         if store.add(f"mpi/ready/{name}", 1) == len(ranks):
-            self._decide(store, name, ranks, _COMPLETE)
+            with self._turn:
+                self._decide(store, name, ranks, _COMPLETE)
 
     def _decide(self, store: dist.Store, name: str, ranks: tuple[int, ...], fate: str) -> bool:
-        """Write into the journal what becomes of ``name``, unless that is decided; whether this rank did."""
-        mine = f"{fate}, says rank {self._rank}"
-        if store.compare_set(f"mpi/fate/{name}", "", mine).decode() != mine:
+        """Write into the journal what becomes of ``name``, unless that is decided; whether this rank did.
+
+        Called with the turn held, for what is read of the journal meanwhile would not be seen here.
+        """
+        if name in self._made:
             return False
-        place = store.add("mpi/journal", 1)
-        store.set(_entry(place), json.dumps([name, ranks, fate, self._rank]))
-        return True
+        mine = json.dumps([name, ranks, fate, self._rank])
+        for place in itertools.count(self._read + 1):
+            entry = store.compare_set(_entry(place), "", mine).decode()
+            if entry == mine:
+                return True
+            if json.loads(entry)[0] == name:
+                return False
+        raise AssertionError("the journal has no end")
 
     def _follow(self, store: dist.Store) -> None:
         """Make what the journal says next, for whichever thread of this rank has asked for it."""
