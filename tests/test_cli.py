@@ -456,6 +456,23 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(start, script):
         os.close(end)
 
 
+@on_linux
+def test_what_a_rank_has_started_in_the_background_is_reaped_while_the_job_runs(start, script):
+    """It becomes a child of the launcher; as a zombie it would count against the limit of processes."""
+    script("""
+        import os, subprocess, time
+        import asynccoll as ac
+        ac.initialize()
+        shell = ["sh", "-c", "sleep 0.3 > /dev/null & echo $!"]
+        pid = int(subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout)
+        end = time.monotonic() + 20
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+            os.sched_yield()
+        print(os.path.exists(f"/proc/{pid}"))
+    """)
+    assert start("run", "-n", 2, "program.py").wait() == (0, "False\nFalse\n", "")
+
+
 def test_nothing_is_left_in_the_temporary_directory(tmp_path, start, script):
     script("raise ValueError")
     made = tmp_path / "tmp"

@@ -24,6 +24,8 @@ __all__ = ["Witness"]
 
 #: A rank that dies sooner after it was started, and has not joined its world, may not be seen here.
 _LOOK_SECONDS = 0.02
+#: How often what ranks have left to this process is reaped.
+_REAP_SECONDS = 1.0
 #: A change as recent as this may be followed by one with the same time: the clock of files is coarse.
 _COARSE_NS = 100_000_000
 
@@ -80,8 +82,12 @@ class Witness:
         return dict(sorted(found.items()))
 
     def _run(self) -> None:
+        reaped = time.monotonic()
         while not self._stop.is_set():
             self._look()
+            if time.monotonic() - reaped >= _REAP_SECONDS:
+                reaped = time.monotonic()
+                self._reap()
             self._see(_LOOK_SECONDS)
         self._see(0)
         for seen in self._seen.values():
@@ -100,6 +106,17 @@ class Witness:
         for note in self.directory.glob("*.pid"):
             with contextlib.suppress(OSError, ValueError):
                 self._watch(int(note.stem), int(note.read_text()))
+
+    def _reap(self) -> None:
+        """Reap what ranks had started in the background, and left to this process.
+
+        Only what is in the process group that a rank leads, and is no rank: others wait for those.
+        """
+        for seen in list(self._seen.values()):
+            with contextlib.suppress(ChildProcessError):  # there is none
+                found = os.waitid(os.P_PGID, seen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is not None and found.si_pid not in self._seen:
+                    os.waitid(os.P_PID, found.si_pid, os.WEXITED | os.WNOHANG)
 
     def _see(self, seconds: float) -> None:
         """See what ranks hand over, and who ends, for so long at most."""
