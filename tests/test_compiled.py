@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,3 +362,21 @@ def test_a_graph_outlives_its_world(tmp_path: Path) -> None:
     for ended in scripts.run(tmp_path, TWO_LIVES, ranks=2):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["2.0", "forgotten"] * 2
+
+
+def test_ranks_that_are_threads_do_not_discard_the_graphs_of_each_other(monkeypatch) -> None:
+    """Their graphs have no collectives, which are refused, so no rank is a constant in them."""
+    discarded: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: discarded.append(1))
+    monkeypatch.setattr(compiled._graphs, "place", None)
+    ranks: list[Any] = [SimpleNamespace(rank=rank, world_size=2, thread_rank=True) for rank in range(2)]
+    for rank in ranks:
+        monkeypatch.setattr(compiled, "current", lambda rank=rank: rank)
+        compiled._renew(rank)
+        assert compiled._size() == 2
+    assert not discarded
+    alone: Any = SimpleNamespace(rank=0, world_size=1, thread_rank=True)
+    monkeypatch.setattr(compiled, "current", lambda: alone)
+    assert compiled._size() == 1
+    compiled._renew(ranks[0])
+    assert discarded == [1], "a graph of a world of one is wrong in one of two"

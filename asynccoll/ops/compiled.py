@@ -100,7 +100,8 @@ def _world() -> str:
 def _size() -> int:
     """The number of ranks. Every collective asks for it, so that it is known what is constant in graphs."""
     context = current()
-    _graphs.place = (context.rank, context.world_size)
+    if context.world_size == 1 or not context.thread_rank:  # else no graph has collectives (``_world``)
+        _graphs.place = (context.rank, context.world_size)
     return context.world_size
 
 
