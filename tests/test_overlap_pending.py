@@ -57,6 +57,60 @@ def test_a_step_that_is_awaited_twice_is_one(make: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("make", [sharded, awaited])
+def test_a_step_that_has_failed_is_not_begun_anew(make: Any) -> None:
+    """By a later wait: the other ranks, whose step is over, would never take part. It gets the same error."""
+    called = []
+
+    def closure() -> torch.Tensor:
+        called.append(1)
+        raise LookupError("no batch")
+
+    async def main() -> None:
+        model, optimizer = make()
+        step = optimizer.step(closure)
+        errors = []
+        for _ in range(2):
+            with pytest.raises(LookupError, match="no batch") as caught:
+                await step
+            errors.append(caught.value)
+        with pytest.raises(LookupError) as caught:
+            step.wait()
+        assert {id(error) for error in [*errors, caught.value]} == {id(errors[0])}
+        assert "failed" in repr(step)
+        await optimizer.step()
+        optimizer.close()
+        assert model.weight.tolist() == [[0.5, 0.5]]
+
+    asyncio.run(main())
+    assert called == [1]
+
+
+def test_a_step_that_was_refused_while_another_was_waited_for_may_be_awaited_again() -> None:
+    """Nothing of it had begun."""
+
+    async def main(rank: int) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        for _ in range(2):
+            await optimizer.gathered()
+            model(torch.ones(1, 2)).sum().backward()
+            reduced, step = optimizer.reduced(), optimizer.step()
+            first = asyncio.ensure_future(reduced._awaited())
+            await asyncio.sleep(0)
+            if not first.done():
+                with pytest.raises(ac.InvalidArgumentError, match="another task waits in reduced"):
+                    await step
+                refused.append(rank)
+            await first
+            await step
+        optimizer.close()
+
+    refused: list[int] = []
+    assert not simulate(main, world_size=2, seed=3, transport="gloo").errors
+    assert refused
+
+
 @pytest.mark.parametrize(("make", "name"), [(sharded, "ShardedOptimizer"), (awaited, "AsyncOptimizer")])
 def test_a_forgotten_step_is_told(make: Any, name: str) -> None:
     """When it is dropped, and by the next call, which would be the first for the other ranks."""

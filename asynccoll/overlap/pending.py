@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 from asynccoll.waiting.forgotten import NotItsResult, warn
@@ -20,7 +21,8 @@ class Pending(NotItsResult, Generic[T]):
     """The call of a method, such as an optimizer's step, that begins when it is waited for.
 
     - ``await pending``, on asyncio or trio, or ``pending.wait()`` without an event loop, gives the method's
-      result. Later waits give the same one; a wait after a cancelled or timed-out one continues the call.
+      result, or raises its error. Later waits give the same one; a wait after a cancelled or timed-out one
+      continues the call.
     - If it is never waited for, it does nothing: it warns (``UnawaitedWorkWarning``) when it is dropped, and
       the next call on its object, or the next backward, raises ``InvalidArgumentError``. Both name the line.
     """
@@ -31,41 +33,72 @@ class Pending(NotItsResult, Generic[T]):
         "_begun",
         "_called",
         "_cure",
+        "_failure",
         "_forgotten",
+        "_is_busy",
         "_is_told",
         "_result",
         "_spot",
     )
 
-    def __init__(self, forgotten: Forgotten, called: str, cure: str, begin: Callable[[], Steps[T]]) -> None:
-        """``called``: the method, as a user writes it; ``cure``: the code that waits for it."""
+    def __init__(
+        self,
+        forgotten: Forgotten,
+        called: str,
+        cure: str,
+        begin: Callable[[], Steps[T]],
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """``called``: the method, as a user writes it; ``cure``: the code that waits for it.
+
+        ``is_busy``: whether another call is being waited for, so that this one is refused before it begins.
+        """
         self._begun = self._is_told = False
         self._forgotten = forgotten
         self._called = called
         self._cure = cure
         self._begin = begin
+        self._is_busy = is_busy
         self._result: tuple[T] | None = None
+        self._failure: Exception | None = None
         self._spot: Spot = caller()
 
     def __repr__(self) -> str:
-        state = "done" if self._result is not None else "begun" if self._begun else "not begun"
+        over = "done" if self._result is not None else "failed" if self._failure is not None else ""
+        state = over or ("begun" if self._begun else "not begun")
         return f"<{self._called} at {self._spot.place}: {state}>"
 
     def __await__(self) -> Generator[object, object, T]:
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        self._begun = True
         if self._result is None:
-            self._result = (await run(self._begin()),)
+            with self._beginning():
+                self._result = (await run(self._begin()),)
         return self._result[0]
 
     def wait(self) -> T:
         """Wait without an event loop, and return the method's result."""
-        self._begun = True
         if self._result is None:
-            self._result = (run_blocking(self._begin()),)
+            with self._beginning():
+                self._result = (run_blocking(self._begin()),)
         return self._result[0]
+
+    @contextlib.contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Run the call in the block, unless it has failed: the other ranks would take no part in another."""
+        self._begun = True
+        if self._failure is not None:
+            raise self._failure
+        refused = self._is_busy()
+        try:
+            yield
+        except CollectiveTimeoutError:
+            raise  # the next wait continues the call
+        except Exception as error:
+            if not refused:
+                self._failure = error
+            raise
 
     def unawaited(self) -> str:
         """Return the text of the error if it was never waited for, with the cure; else ""."""
@@ -151,6 +184,6 @@ class Methods(Resumable):
             raise InvalidArgumentError(told)
         call = f".{name}({'...' if takes_arguments else ''})"
         cure = f"`await {self._name}{call}` (or {call}.wait())"
-        pending = Pending(self._forgotten, f"{self._of}.{name}()", cure, begin)
+        pending = Pending(self._forgotten, f"{self._of}.{name}()", cure, begin, lambda: self.is_waited_for)
         self._forgotten.made(pending)
         return pending

@@ -107,8 +107,13 @@ class Resumable:
                 f"call {self._left[-1].called} again first"
             )
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a sequence of this object is being waited for just now."""
+        return bool(self._left) and self._left[0].waited_for
+
     def _check_idle(self) -> None:
-        if self._left and self._left[0].waited_for:
+        if self.is_waited_for:
             raise InvalidArgumentError(
                 f"another task waits in {self._left[0].called} of {self._whose}: ranks whose tasks take "
                 "turns in another order would mix the parts of both. Use it from one task at a time"
