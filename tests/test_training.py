@@ -16,6 +16,7 @@ import asynccoll as ac
 import worlds
 from asynccoll.auto.models import optim_for
 from asynccoll.auto.place import here
+from asynccoll.testing import simulate
 from programs import LOOPS, Alone, Program, differing, makes_sense, trained
 from ranks import Rank, raising
 from training_helpers import Auto as Reducing
@@ -527,6 +528,33 @@ async def added_unlike(me: Rank) -> None:
 
 def test_parameters_that_come_later_and_differ_are_told_by_name(pair: World) -> None:
     pair.run(added_unlike)
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_parameters_that_one_rank_adds_alone_are_told_by_name(awaited: bool) -> None:
+    """That rank alone compares them, and meets what the others send in their next step."""
+    said: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        model = two((1.0, 1.0), "ab")
+        if awaited:
+            optimizer = ac.async_optim(torch.optim.SGD([*model.values()], lr=1.0), timeout=5.0)
+        else:
+            gradients = ac.overlap_gradients(model, timeout=5.0)
+        model["a"].requires_grad_(rank == 1)
+        try:
+            for _ in range(2):
+                sum(model.values()).sum().backward()
+                await (optimizer.step() if awaited else gradients)
+        except ac.CollectiveMismatchError as error:
+            said[rank] = str(error)
+
+    simulate(main, world_size=3, seed=7, transport="gloo")
+    name = "a parameter" if awaited else "the parameter 'a'"
+    assert f"this rank has added or unfrozen {name} of shape [2], and ranks that call all_reduce" in said[1]
+    for rank in (0, 2):
+        assert "has added or unfrozen no parameter, and ranks that call all_gather have" in said[rank]
+    assert not any("different steps" in text for text in said.values())
 
 
 async def added_with_other_values(me: Rank) -> None:

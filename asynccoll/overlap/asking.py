@@ -14,6 +14,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.parameters import is_of_told
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.unawaited import BY_OPTIMIZER
 from asynccoll.waiting.work import Work
@@ -62,7 +63,7 @@ class AskingReducer(GradientReducer):
             try:
                 yield works
             except CollectiveMismatchError as error:
-                if any(error is one.exception() for one in self._compared):
+                if is_of_told(error) or any(error is one.exception() for one in self._compared):
                     raise  # it says which parameters differ
                 self.rounds = 0
                 raise CollectiveMismatchError(f"{_OUT_OF_STEP}. {error}") from error

@@ -61,7 +61,7 @@ from asynccoll.overlap.divergence import checksum
 from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
-from asynccoll.overlap.parameters import first_rank, start_alike, told_alike
+from asynccoll.overlap.parameters import first_rank, start_alike, tell_apart, told_alike
 from asynccoll.overlap.pending import Forgotten
 from asynccoll.overlap.scaling import before_scaling
 from asynccoll.overlap.unawaited import BY_REDUCER, Calls
@@ -173,6 +173,7 @@ class GradientReducer(Companion):
         self._buffer_works: list[Work[None]] = []  # of this step's buffers, awaited after the buckets
         self._compares_values = init_sync
         self._compared: list[Work[None]] = []  # comparisons of later parameters, until they have gone well
+        self._later: list[str] = []  # what they are of
         self._syncing = True
         #: counts changes of gradients, by backward or by ``zero_grad`` of our optimizers
         #: (``steps.Resumable``)
@@ -232,6 +233,7 @@ class GradientReducer(Companion):
             if conflict is not None:
                 raise conflict
             if self._size > 1:
+                self._later = [self._named(x) for x in new]
                 with on_behalf_of(self._spot):
                     self._compared.append(told_alike([self._told_of(x) for x in new], **self._tail()))
                 self._compared[-1].detach()  # as the works of buckets
@@ -284,6 +286,8 @@ class GradientReducer(Companion):
             self._end_step(works)
             if isinstance(error, PeerLostError):
                 self._calls.add_cure(error)
+            elif isinstance(error, CollectiveMismatchError):
+                tell_apart(error, self._later if self._compared else [])
             raise
         if self._works is not works:
             return  # another waiter has ended the step: the gradients may be zeroed by now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -22,8 +22,10 @@ __all__ = [
     "broadcast_buffers",
     "broadcast_parameters",
     "first_rank",
+    "is_of_told",
     "named_tensors",
     "start_alike",
+    "tell_apart",
     "told_alike",
 ]
 
@@ -110,6 +112,35 @@ def told_alike(told: list[str], **tail: Any) -> Work[None]:
         CollectiveMismatchError: on every rank; it has what two ranks say of the first one that differs.
     """
     return all_gather("\n".join(told), **tail).map(_check_told)
+
+
+#: How the call of ``told_alike`` is described in the error of ranks that called something else.
+_TOLD_BY_A_RANK = "all_gather str"
+#: An error names at most this many parameters.
+_MOST_TOLD = 4
+
+
+def is_of_told(error: CollectiveMismatchError) -> bool:
+    """Whether some ranks compare parameters (``told_alike``), and others called something else."""
+    return _TOLD_BY_A_RANK in str(error)
+
+
+def tell_apart(error: CollectiveMismatchError, later: Sequence[str]) -> None:
+    """Add to the error for a call that only some ranks made, as they alone have parameters that came later.
+
+    ``later``: what this rank has added. The error is changed in place: several waiters may have it.
+    """
+    if not is_of_told(error):
+        return
+    some = ", ".join(later[:_MOST_TOLD]) + ", ..." * (len(later) > _MOST_TOLD)
+    which = f"added or unfrozen {some}" if later else "added or unfrozen no parameter"
+    others = "ranks that call all_reduce have not" if later else "ranks that call all_gather have"
+    told = (
+        f"Since the last await this rank has {which}, and {others}: do it on every rank alike, then close() "
+        "this one and make another"
+    )
+    if told not in str(error):
+        error.args = (f"{error}. {told}",)
 
 
 def _check_told(of_ranks: list[str]) -> None:

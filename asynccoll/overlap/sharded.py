@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import Any, NoReturn
 
@@ -40,6 +40,7 @@ from asynccoll.overlap.accepted import (
     check_step,
     check_unaliased,
     check_whole,
+    named_in,
     unique,
 )
 from asynccoll.overlap.arrivals import Arrival
@@ -106,6 +107,7 @@ class ShardedOptimizer(Wrapping):
             gradients.forgotten,
         )
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
+        self._describe = named_in(model)
         self._agreed = False  # whether the ranks have agreed on whether a gradient overflowed
         self._tail: dict[str, object] = {
             "group": options.get("group"),
@@ -198,14 +200,15 @@ class ShardedOptimizer(Wrapping):
             known = {id(bucket.shard) for bucket in self.gradients.of_group(index)}
             strange = [x for x in given["params"] if id(x) not in known]
             if strange:
-                raise _added(list(strange[0].shape))
+                raise _added(self._describe(strange[0]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the parameters are divided among the ranks once, when the optimizer is sharded."""
         check("param_group", param_group, Mapping, "a dict")
         given = param_group.get("params", [])
         first = given if isinstance(given, torch.Tensor) else next(iter(given), torch.empty(0, device="cpu"))
-        raise _added(list(first.shape))
+        # torch takes pairs of a name and a parameter, too.
+        raise _added(self._describe(first[1] if isinstance(first, tuple) else first))
 
     def skip(self) -> None:
         """Leave this step out, after ``reduced()`` or ``clip_grad_norm_()``; the same on every rank."""
@@ -459,9 +462,9 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     return known
 
 
-def _added(shape: Sequence[int]) -> InvalidArgumentError:
+def _added(parameter: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"a parameter of shape {list(shape)} was added after the optimizer was sharded, so no rank would "
+        f"{parameter} was added after the optimizer was sharded, so no rank would "
         "train it: give the optimizer all of its parameters first, then shard it (full_state_dict() and "
         "load_full_state_dict() carry the state over)"
     )
