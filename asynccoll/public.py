@@ -99,7 +99,8 @@ from asynccoll.runtime.process import (
 )
 from asynccoll.runtime.session import session
 from asynccoll.waiting.arriving import as_completed
-from asynccoll.waiting.work import Work, wait_all
+from asynccoll.waiting.together import wait_all
+from asynccoll.waiting.work import Work
 from asynccoll.world.group import Group, GroupLike
 
 __all__ = (

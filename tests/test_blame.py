@@ -499,6 +499,50 @@ def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: s
     assert re.search(called, heard[0]), heard
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+@pytest.mark.parametrize("takes", ["first", "never"])
+def test_who_sends_again_is_told_that_the_refusal_was_received(transport: str, takes: str) -> None:
+    """A refused send counts as a message: the recv that was meant for the next one has ended with it."""
+    heard: list[str] = []
+
+    async def main(rank: int) -> None:
+        x = torch.ones(2)
+        if rank == 1:
+            work = ac.recv(x, src=0)
+            if takes == "first":
+                with pytest.raises(ac.PeerRefusedError):
+                    await work
+            await ac.recv_object(src=0, tag=1)
+            if takes == "never":
+                with pytest.raises(ac.PeerRefusedError):
+                    await work
+            await ac.recv(x, src=0)
+            return
+        with pytest.raises(TypeError):
+            ac.send(x, 1)  # type: ignore[call-arg, misc]  # as torch has it
+        sent = ac.send(x, dst=1, timeout=2.0)
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await sent
+        heard.append(str(caught.value))
+        await ac.send_object("go on", dst=1, tag=1)
+        await sent
+
+    report = simulate(main, world_size=2, transport=transport)
+    assert not report.errors, report.errors
+    if takes == "first":
+        failed = (
+            r"pid 1001\) has not called recv from rank 0 \(tag 0\) on lane 'default' again, after its recv "
+            r"at \S*test_blame.py:\d+ failed: .*: rank 0 refused its side .* counts as a message"
+        )
+        assert re.search(failed, heard[0]), heard
+        return
+    taken = (
+        r"both ranks have called it; this rank's send at \S*test_blame.py:\d+ was refused, which counts as a "
+        r"message: a recv of rank 1 may have ended with that refusal, and rank 1 calls it again"
+    )
+    assert re.search(taken, heard[0]), heard
+
+
 def test_a_wait_that_follows_from_the_callers_own_is_not_told_as_its_cause() -> None:
     """Rank 2 waits for both others, one of which waits in a message itself, that the other has refused."""
     heard: list[str] = []

@@ -294,6 +294,13 @@ async def compared(me: Rank) -> None:
     with raising(ac.CollectiveMismatchError, "0.bias", f"[{me.size - 1}]"):
         await ac.overlap.check_parameters(model)
     await ac.overlap.check_parameters([model[0].weight])
+    model[0].bias.data.zero_()
+    model[1].running_mean.fill_(me.rank)
+    with raising(
+        ac.CollectiveMismatchError, "buffer 1.running_mean (one of 7)", "All parameters are the same"
+    ):
+        await ac.overlap.check_parameters(model)
+    await ac.overlap.check_parameters(model.parameters())
 
 
 async def compared_now_and_then(me: Rank) -> None:

@@ -453,6 +453,28 @@ def test_wait_all(pair: World, loop: str) -> None:
     pair.run(all_of_them, runner=loop)
 
 
+def all_of_them_without_a_loop(me: Rank) -> None:
+    work = pending(me)
+    both = ac.wait_all((work, ac.all_reduce(1, lane="quick")))
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            both.wait(0.05)
+        with raising(ac.PayloadTypeError, "was an await forgotten"):
+            both[0]  # type: ignore[index]  # as who has forgotten it would
+        me.show("go")
+    first, second = both.wait(patient(10))
+    oracle.same(first, TWO)
+    assert second == 2
+    assert ac.wait_all([]).wait() == ()
+    with raising(ac.InvalidCallError, "timeout"):
+        ac.wait_all([]).wait("soon")  # type: ignore[arg-type]  # as who has not read this would
+
+
+def test_wait_all_without_a_loop(pair: World) -> None:
+    """The timeout is that of all of them, and a wait after it goes on."""
+    pair.run(all_of_them_without_a_loop, runner="blocking")
+
+
 async def fastest_first(me: Rank) -> None:
     slow = pending(me) if me.rank == 0 else None
     quick = [ac.all_reduce(k, lane="quick") for k in range(5)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import counterpart, message_name
 
-__all__ = ["Unmet", "is_answered", "refused_side", "unmet"]
+__all__ = ["Unmet", "is_answered", "latest_side", "refused_send", "refused_side", "unmet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,39 @@ def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
     ]
 
 
+def latest_side(
+    flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
+) -> Call | None:
+    """The latest call that is the other side of ``operation`` on ``rank``, whatever has become of it."""
+    return next(reversed(_messages(flight, group, lane_key, counterpart(operation), rank, tag)), None)
+
+
 def refused_side(
     flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
 ) -> Call | None:
-    """The latest call that is the other side of ``operation`` on ``rank``, if it was refused."""
-    role = counterpart(operation)[:4]
-    latest = None
-    for call in flight.on_lane(group, lane_key):
-        if (call.sequence, call.peer_rank, call.part) == (0, rank, tag) and call.operation.startswith(role):
-            latest = call
+    """The same call, if it was refused."""
+    latest = latest_side(flight, group, lane_key, operation, rank, tag)
     return latest if latest is not None and latest.was_refused else None
+
+
+def refused_send(
+    flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
+) -> Call | None:
+    """The latest send to ``rank`` that was refused, if ``operation`` is one: it counts as a message."""
+    if not operation.startswith("send"):
+        return None
+    sends = _messages(flight, group, lane_key, operation, rank, tag)
+    return next((call for call in reversed(sends) if call.was_refused), None)
+
+
+def _messages(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> list[Call]:
+    """The messages on a lane to or from ``rank``, in the direction of ``operation``."""
+    return [
+        call
+        for call in flight.on_lane(group, lane_key)
+        if (call.sequence, call.peer_rank, call.part) == (0, rank, tag)
+        and call.operation[:4] == operation[:4]
+    ]
 
 
 def is_answered(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> bool:

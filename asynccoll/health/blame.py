@@ -17,6 +17,8 @@ from asynccoll.flight import (
     advice,
     hang_of,
     is_answered,
+    latest_side,
+    refused_send,
     refused_side,
     strayed,
 )
@@ -179,7 +181,11 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
         return f"has called it; {_now(account, gone)}" if stuck or ended else _other(awaited, flight)
     unheard = gone and flight.ending == "running"
     said = "is gone, without calling it" if unheard else f"has not called {awaited}"
-    return f"{said}; {last_words(flight, account.now)}; {_now(account, gone)}".removesuffix("; ")
+    last = last_words(flight, account.now)
+    if (failed := _failed(awaited, flight)) is not None:
+        said += f" again, after its {failed.operation} at {failed.place} failed: {failed.failure}"
+        last = "" if failed is flight.calls[-1] else last
+    return "; ".join(filter(None, [said, last, _now(account, gone)]))
 
 
 def _unopened(awaited: Awaited, account: Account) -> str:
@@ -216,6 +222,14 @@ def _refused(awaited: Awaited, flight: Flight) -> Call | None:
     if _has_called(awaited, flight):
         return None
     return refused_side(flight, awaited.group, awaited.lane_key, awaited.operation, awaited.rank, awaited.tag)
+
+
+def _failed(awaited: Awaited, flight: Flight) -> Call | None:
+    """The rank's last side of such a message, if it has failed."""
+    if awaited.sequence:
+        return None
+    side = latest_side(flight, awaited.group, awaited.lane_key, awaited.operation, awaited.rank, awaited.tag)
+    return side if side is not None and side.failure else None
 
 
 def _other(awaited: Awaited, flight: Flight) -> str:
@@ -305,10 +319,26 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | No
     late = _lately(awaited, accounts)
     told = [f"rank {rank} {age}{_after(before)}" for rank, (age, before) in late.items()]
     said = ", ".join([f"{who} called it", *told[:_MOST_TOLD]])
+    if (refused := _refused_before(awaited, own)) is not None:
+        counts = f"this rank's {refused.operation} at {refused.place} was refused, which counts as a message"
+        peer = f"rank {awaited.peer}"
+        return [
+            said,
+            f"{counts}: a recv of {peer} may have ended with that refusal, and {peer} calls it again",
+        ]
     if not any(before for _, before in late.values()):
         return [f"{said}: it is slow, or stuck in the network"]
     verdict = None if own is None else _origin((), [own, *accounts.values()])
     return [said, verdict[0]] if verdict else [said]
+
+
+def _refused_before(awaited: Awaited, own: Account | None) -> Call | None:
+    """A send of this rank that was refused, if it waits for another one to the same rank."""
+    if own is None or own.flight is None or awaited.sequence:
+        return None
+    return refused_send(
+        own.flight, awaited.group, awaited.lane_key, awaited.operation, awaited.peer, awaited.tag
+    )
 
 
 def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tuple[str, Call | None]]:

@@ -264,9 +264,11 @@ class Confirmations:
 
     def close(self) -> None:
         """End the threads: no call is settled or told any more."""
-        self._closed = True
+        with self.lock:  # in which threads are started: one that has not started cannot be joined
+            self._closed = True
+            threads = (self._thread, self._again)
         self._wanted.set()
-        for thread in (self._thread, self._again):
+        for thread in threads:
             if thread is not None and thread is not host.current_thread():
                 thread.join(_CLOSE_SECONDS)
 

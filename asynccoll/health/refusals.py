@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
+from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import is_of_store, values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
 
@@ -49,6 +51,7 @@ _ABSENT_PAUSE_SECONDS = 0.2
 #: How often a waiter for statements asks whether all ranks are still alive.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
+_SETTLES = "asynccoll-settle"
 #: The key of the number of refusals on all lanes.
 _COUNT = "asynccoll/refusals"
 #: The attribute of an error that the peers have been told of.
@@ -97,7 +100,7 @@ class Refusals:
     def __init__(self, clients: Clients | None, rank: int) -> None:
         self._clients = clients
         self._rank = rank
-        self._settling: dict[host.Thread, None] = {}
+        self._helpers = Helpers()
         #: Held while peers' refusals are read, and while this rank writes a statement: peers may delete their
         #: refusals of an epoch once this rank has stated the next one.
         self._reading = host.Lock()
@@ -143,7 +146,7 @@ class Refusals:
         )
         lanes = [(lane.group.key, lane.name) for lane in opened]
         self._unmade[kin] = json.dumps((_plain(refusal), lanes))
-        self._start(self._write_unmade, kin)
+        self._helpers.start(_SETTLES, partial(self._write_unmade, kin))
 
     def _write_unmade(self, kin: str) -> None:
         with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and its readers
@@ -152,7 +155,6 @@ class Refusals:
                     store.set(self._unmade_key(kin, self._rank), said)
                     store.set(self._unmade_key(kin, "any"), "")
                     store.add(_COUNT, 1)
-        self._settling.pop(host.current_thread(), None)
 
     def before_open(self, lane: Lane) -> None:
         """Tell what this rank refuses on a lane that it is about to open, before any rank can issue there."""
@@ -205,14 +207,8 @@ class Refusals:
 
     def _settle(self, lane: Lane, cut: Cut | None) -> None:
         """Start a thread that sees ``cut`` through, if it is a new one (not None)."""
-        if cut is None:
-            return
-        self._start(self._see_through, lane, cut)
-
-    def _start(self, target: Callable[..., object], *args: object) -> None:
-        thread = host.Thread(target=target, args=args, name="asynccoll-settle", daemon=True)
-        self._settling[thread] = None
-        thread.start()
+        if cut is not None:
+            self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
 
     def _see_through(self, lane: Lane, cut: Cut) -> None:
         following: Cut | None = cut
@@ -221,8 +217,6 @@ class Refusals:
                 cut, following = following, self._see_one_through(lane, following)
         except (RuntimeError, TimeoutError) as error:  # the store is gone, or a rank says nothing
             self._give_up(lane, cut, error)
-        finally:
-            self._settling.pop(host.current_thread(), None)
 
     def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
         """See ``cut`` through from the refusal to the verdict. Returns the cut of the next epoch, if any."""
@@ -329,8 +323,7 @@ class Refusals:
 
     def close(self) -> None:
         """Wait a bounded time for the threads here, which end as the context is closed."""
-        for thread in list(self._settling):
-            thread.join(_CLOSE_SECONDS)
+        self._helpers.join(_CLOSE_SECONDS)
 
 
 def leaves_its_call(error: BaseException) -> None:

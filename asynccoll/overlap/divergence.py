@@ -27,6 +27,16 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["ParameterChecker", "check_parameters", "checksum"]
 
+#: Parameters are compared first, so all of them are equal where a buffer is the first that differs.
+_OF_BUFFERS = (
+    "All parameters are the same. Each rank has running statistics of its own, unless they are sent "
+    "(broadcast_buffers=True of ac.overlap_gradients): compare model.parameters(), or have them sent"
+)
+_OF_OTHERS = (
+    "Was a gradient changed before it was reduced, a rank's step skipped, or the model not started from the "
+    "same values (ac.overlap.broadcast_parameters)?"
+)
+
 
 class ParameterChecker(Companion):
     """Compares parameters over all ranks; made by ``check_parameters``.
@@ -134,7 +144,8 @@ def _compared(model: torch.nn.Module | Iterable[torch.Tensor], call: dict[str, A
         if tensors
         else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
     )
-    return all_gather(sums[None], **call).map(lambda rows: _check_sums(rows.tolist(), names))
+    buffers = {name for name, _ in model.named_buffers()} if isinstance(model, torch.nn.Module) else set()
+    return all_gather(sums[None], **call).map(lambda rows: _check_sums(rows.tolist(), names, buffers))
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -145,12 +156,12 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([words.sum(), (words * (places * 2654435761 % 4294967291)).sum()]).cpu()
 
 
-def _check_sums(rows: list[list[list[int]]], names: list[str]) -> None:
+def _check_sums(rows: list[list[list[int]]], names: list[str], buffers: set[str]) -> None:
     for index, name in enumerate(names):
         differing = [rank for rank, sums in enumerate(rows) if sums[index] != rows[0][index]]
         if differing:
+            kind, why = ("buffer", _OF_BUFFERS) if name in buffers else ("tensor", _OF_OTHERS)
             raise CollectiveMismatchError(
-                f"the ranks have diverged: tensor {name} of {len(names)} on ranks {differing} is not that of "
-                "rank 0 (of the group). Was a gradient changed before it was reduced, a rank's step skipped, "
-                "or the model not started from the same values (ac.overlap.broadcast_parameters)?"
+                f"the ranks have diverged: {kind} {name} (one of {len(names)}) on ranks {differing} is not "
+                f"that of rank 0 (of the group). {why}"
             )

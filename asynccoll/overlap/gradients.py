@@ -22,7 +22,6 @@ import functools
 import gc
 import inspect
 import logging
-import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ from asynccoll.errors import (
 )
 from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.host.misfits import fitting
-from asynccoll.host.timeouts import check_patience, check_timeout
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce, refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
@@ -67,7 +66,8 @@ from asynccoll.overlap.scaling import before_scaling
 from asynccoll.overlap.unawaited import BY_REDUCER, Calls
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
-from asynccoll.waiting.work import Work, wait_all
+from asynccoll.waiting.together import wait_all
+from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
 __all__ = ["OPTIONS", "GradientReducer", "overlap_gradients"]
@@ -268,7 +268,7 @@ class GradientReducer(Companion):
         Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the step goes on with the next wait.
         """
         with self._step() as works:
-            _wait_each(self._in_flight(works), timeout)
+            wait_all(self._in_flight(works)).wait(timeout)
 
     def _in_flight(self, works: list[Work[torch.Tensor]]) -> list[Work[Any]]:
         """Return all that a step waits for; errors of the earlier ones are raised."""
@@ -616,18 +616,3 @@ def _hook(
             alive._arrived(bucket, index)
 
     return arrived
-
-
-def _wait_each(works: list[Work[Any]], timeout: float | None) -> None:
-    """Wait for all works, up to ``timeout`` in total, then raise the first error in order."""
-    check_patience(timeout)
-    deadline = host.monotonic() + (math.inf if timeout is None else timeout)
-    first: Exception | None = None
-    for work in works:
-        left = deadline - host.monotonic()
-        try:
-            work.wait(max(0.0, left) if left < math.inf else None)
-        except Exception as error:
-            first = first or error
-    if first is not None:
-        raise first

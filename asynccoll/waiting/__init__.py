@@ -4,6 +4,7 @@ Knows operations and the memory that they fill; not what they mean or which back
 """
 
 from asynccoll.waiting.started import Started
-from asynccoll.waiting.work import Work, wait_all
+from asynccoll.waiting.together import wait_all
+from asynccoll.waiting.work import Work
 
 __all__ = ["Started", "Work", "wait_all"]

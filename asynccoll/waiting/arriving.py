@@ -12,7 +12,8 @@ from asynccoll import host
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_patience
 from asynccoll.waiting.suspending import Signal, attend, late, pause
-from asynccoll.waiting.work import Work, listed_works
+from asynccoll.waiting.together import listed_works
+from asynccoll.waiting.work import Work
 
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll import host
 from asynccoll.errors import (
@@ -23,7 +23,7 @@ from asynccoll.errors import (
     WorkNotDoneError,
 )
 from asynccoll.host.forks import renew
-from asynccoll.host.misfits import check, check_function, fitting, misfit
+from asynccoll.host.misfits import check_function
 from asynccoll.host.timeouts import check_patience
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
@@ -40,14 +40,13 @@ if TYPE_CHECKING:
 
     from asynccoll.order.operation import Operation
 
-__all__ = ["Work", "handed_out", "listed_works", "noted", "wait_all", "waited_for"]
+__all__ = ["Work", "handed_out", "noted", "waited_for"]
 
 _NOTHING: Any = None
 _log = logging.getLogger("asynccoll.work")
 
 T = TypeVar("T")
 U = TypeVar("U")
-V = TypeVar("V")
 
 _PENDING = 0
 _FINISHING = 1
@@ -55,8 +54,6 @@ _DONE = 2
 _FAILED = 3
 #: How many works a scope keeps before it drops those whose outcome was received.
 _FEW = 64
-#: The advice for another awaitable that is passed to ``wait_all``.
-_NO_WORK = "coroutines and the steps of optimizers are awaited one by one, or by asyncio.gather"
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
@@ -590,45 +587,6 @@ def handed_out(started: Started[T], out: object = None, read: Read | None = None
 def waited_for(started: Started[T]) -> T:
     """Wait and return the result of a call whose user gets no ``Work``, as collectives of a backward."""
     return Work(started.operations, started.finish, started.value).wait()
-
-
-@overload
-async def wait_all(works: tuple[Work[T], Work[U]]) -> tuple[T, U]: ...
-@overload
-async def wait_all(works: tuple[Work[T], Work[U], Work[V]]) -> tuple[T, U, V]: ...
-@overload
-async def wait_all(works: Iterable[Work[T]]) -> tuple[T, ...]: ...
-@fitting
-async def wait_all(works: Iterable[Work[Any]]) -> tuple[object, ...]:
-    """Wait until all ``works`` are done, and return their results in the same order.
-
-    Every work is waited for even if one fails; then the first error (in order) is raised. The calling task
-    awaits them one after another, without a task for each.
-
-    >>> total, scores = await ac.wait_all((ac.all_reduce(loss), ac.all_gather(score)))
-    """
-    listed = listed_works("wait_all", works)
-    first: BaseException | None = None
-    for work in listed:
-        try:
-            await work
-        except Exception as error:
-            first = first or error
-    if first is not None:
-        raise first
-    return tuple(work.result() for work in listed)
-
-
-def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
-    """Return ``works`` as a list; refuse an element that is no ``Work``. ``called``: the public function."""
-    if isinstance(works, NotItsResult) or not isinstance(works, Iterable):
-        one = isinstance(works, Work)
-        raise misfit(f"works of {called}", "a list of Works", works, f"write {called}([work])" if one else "")
-    instead = f"write {called}(works.values())" if isinstance(works, Mapping) else _NO_WORK
-    listed = list(works)
-    for index, work in enumerate(listed):
-        check(f"works[{index}] of {called}", work, Work, "a Work, as every call returns", instead)
-    return listed
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:

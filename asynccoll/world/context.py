@@ -33,6 +33,7 @@ from asynccoll.health.watchdog import Watch
 from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import caller
 from asynccoll.host.endings import in_a_line
+from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.host.words import listed
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
@@ -124,7 +125,7 @@ class Context:
         self.children: Children = Children(self._lanes_named, self._close_lanes, self.refusals.note)
         self.recorder: Recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
-        self._helpers: dict[host.Thread, None] = {}
+        self._helpers = Helpers()
         self.world: Group = self.add_group(tuple(range(self.world_size)))
         self._dumped = -math.inf  # when records were last saved
         self._kept = False  # whether that has saved any
@@ -349,10 +350,7 @@ class Context:
         self.confirmations.close()
         if not abort:
             self._say_how_far()
-        with self._lock:
-            helpers = list(self._helpers)
-        for thread in helpers:
-            thread.join(ABORT_SECONDS)
+        self._helpers.join(ABORT_SECONDS)
         for group in self._sorted_groups():
             group.close(abort=abort)
         self.backend.close(abort=abort)
@@ -421,6 +419,7 @@ class Context:
         Returns the completions that the child must not destroy.
         """
         self._lock = host.Lock()
+        self._helpers = Helpers()
         self.liveness.disown()
         self.recorder.disown()
         self.backend.disown()
@@ -630,13 +629,8 @@ class Context:
         def run() -> None:
             with contextlib.suppress(Exception):
                 action()
-            with self._lock:
-                self._helpers.pop(host.current_thread(), None)
 
-        thread = host.Thread(target=run, name=name, daemon=True)
-        with self._lock:  # so that ``close`` joins no thread that is yet to start
-            thread.start()
-            self._helpers[thread] = None
+        self._helpers.start(name, run)
 
 
 def _farewell(rank: int) -> str:

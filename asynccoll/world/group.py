@@ -225,10 +225,11 @@ class Group:
         for each in (name, name + BACKWARD):
             lane = self.opened.pop(each, None)
             if lane is not None:
-                closer = self._closing[lane] = host.Thread(
+                closer = host.Thread(
                     target=self._close, args=(lane, why), name=f"asynccoll-close-{each}", daemon=True
                 )
                 closer.start()
+                self._closing[lane] = closer  # the closer takes it out, with the lock
 
     def _close(self, lane: Lane, why: str) -> None:
         context = self.context

@@ -39,6 +39,7 @@ async def values() -> None:
 async def several(x: torch.Tensor) -> None:
     assert_type(await ac.wait_all((ac.all_reduce(x), ac.all_gather("s"))), tuple[torch.Tensor, list[str]])
     assert_type(await ac.wait_all([ac.all_reduce(x) for _ in range(3)]), tuple[torch.Tensor, ...])
+    assert_type(ac.wait_all((ac.all_reduce(x), ac.all_gather("s"))).wait(), tuple[torch.Tensor, list[str]])
     async for work in ac.as_completed([ac.all_reduce(1)]):
         assert_type(work.result(), int)
     async for source, y in ac.recv_any(x, sources=[1, 2]):

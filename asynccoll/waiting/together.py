@@ -1,0 +1,108 @@
+"""``ac.wait_all``: several works that are waited for as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+from asynccoll import host
+from asynccoll.host.misfits import check, fitting, misfit
+from asynccoll.host.timeouts import check_patience
+from asynccoll.waiting.forgotten import NotItsResult
+from asynccoll.waiting.work import Work
+
+__all__ = ["Together", "listed_works", "wait_all"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+U = TypeVar("U")
+V = TypeVar("V")
+
+#: The advice for another awaitable that is passed to ``wait_all``.
+_NO_WORK = "coroutines and the steps of optimizers are awaited one by one, or by asyncio.gather"
+
+
+class Together(NotItsResult, Generic[T_co]):
+    """Works that are waited for together: ``await`` it, or call ``wait()`` where no event loop runs.
+
+    A wait that was cancelled or timed out can be repeated; the works go on meanwhile.
+    """
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work[Any]]) -> None:
+        self._works = works
+
+    def __repr__(self) -> str:
+        return f"<{len(self._works)} works, {sum(work.done() for work in self._works)} of them done>"
+
+    def __await__(self) -> Generator[object, object, T_co]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> T_co:
+        first: Exception | None = None
+        for work in self._works:
+            try:
+                await work
+            except Exception as error:
+                first = first or error
+        return self._results(first)
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Wait, without an event loop, up to ``timeout`` seconds in total, and return the results.
+
+        Raises:
+            CollectiveTimeoutError: a work was not done by then. All of them go on.
+        """
+        check_patience(timeout)
+        deadline = host.monotonic() + (math.inf if timeout is None else timeout)
+        first: Exception | None = None
+        for work in self._works:
+            left = deadline - host.monotonic()
+            try:
+                work.wait(max(0.0, left) if left < math.inf else None)
+            except Exception as error:
+                first = first or error
+        return self._results(first)
+
+    def _results(self, first: Exception | None) -> T_co:
+        if first is not None:
+            raise first
+        results: Any = tuple(work.result() for work in self._works)
+        return results  # type: ignore[no-any-return]  # the overloads of ``wait_all`` say of which types
+
+
+@overload
+def wait_all(works: tuple[Work[T], Work[U]]) -> Together[tuple[T, U]]: ...
+@overload
+def wait_all(works: tuple[Work[T], Work[U], Work[V]]) -> Together[tuple[T, U, V]]: ...
+@overload
+def wait_all(works: Iterable[Work[T]]) -> Together[tuple[T, ...]]: ...
+@fitting
+def wait_all(works: Iterable[Work[Any]]) -> Together[Any]:
+    """Wait until all ``works`` are done, and return their results in the same order.
+
+    Every work is waited for even if one fails; then the first error (in order) is raised. The calling task
+    awaits them one after another, without a task for each. ``await`` what is returned, or call its
+    ``wait(timeout)`` where no event loop runs.
+
+    >>> total, scores = await ac.wait_all((ac.all_reduce(loss), ac.all_gather(score)))
+    >>> total, scores = ac.wait_all((ac.all_reduce(loss), ac.all_gather(score))).wait()
+
+    Raises:
+        InvalidCallError: ``works`` are no works, or only one (a ``TypeError``).
+    """
+    return Together(listed_works("wait_all", works))
+
+
+def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
+    """Return ``works`` as a list; refuse an element that is no ``Work``. ``called``: the public function."""
+    if isinstance(works, NotItsResult) or not isinstance(works, Iterable):
+        one = isinstance(works, Work)
+        raise misfit(f"works of {called}", "a list of Works", works, f"write {called}([work])" if one else "")
+    instead = f"write {called}(works.values())" if isinstance(works, Mapping) else _NO_WORK
+    listed = list(works)
+    for index, work in enumerate(listed):
+        check(f"works[{index}] of {called}", work, Work, "a Work, as every call returns", instead)
+    return listed

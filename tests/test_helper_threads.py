@@ -1,0 +1,61 @@
+"""Threads that a world waits for when it ends (``host.helpers``)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from asynccoll import host
+from asynccoll.host.helpers import Helpers
+from patience import patient
+
+
+def test_one_that_is_yet_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot be joined before it has started, and who ends the world meanwhile need not know."""
+    begun, go_on, joining = threading.Event(), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    class Late(threading.Thread):
+        def start(self) -> None:
+            begun.set()
+            assert go_on.wait(patient(10))
+            super().start()
+
+    helpers = Helpers()
+
+    def end() -> None:
+        joining.set()
+        helpers.join(patient(10))
+        done.append("joined")
+
+    monkeypatch.setattr(host, "Thread", Late)
+    starting = threading.Thread(target=helpers.start, args=("late", lambda: done.append("ran")))
+    starting.start()
+    assert begun.wait(patient(10))
+    ending = threading.Thread(target=end)
+    ending.start()
+    assert joining.wait(patient(10))
+    go_on.set()
+    for thread in (starting, ending):
+        thread.join(patient(10))
+    assert done == ["ran", "joined"]
+
+
+def test_one_that_ends_the_world_itself_does_not_wait_for_itself() -> None:
+    helpers, ended = Helpers(), threading.Event()
+
+    def end() -> None:
+        helpers.join(patient(10))
+        ended.set()
+
+    helpers.start("ends it", end)
+    assert ended.wait(patient(5))
+
+
+def test_those_that_have_ended_are_forgotten() -> None:
+    helpers = Helpers()
+    for _ in range(3):
+        helpers.start("short", lambda: None)
+    helpers.join(patient(10))
+    assert not helpers._running
