@@ -28,6 +28,12 @@ async def works_of_torch(me: Rank) -> None:
     with me.case("a list"):
         assert await me.get(ac.adopt(handles)) == [None, None]
         oracle.same(y, torch.arange(2.0))
+    with me.case("the future of one"):
+        x.fill_(me.rank)
+        future = dist.all_reduce(x, group=group, async_op=True).get_future()
+        (filled,) = await me.get(ac.adopt(future))
+        oracle.same(filled, torch.full((3,), me.size * (me.size - 1) / 2))
+        assert await me.get(ac.adopt(future.then(lambda done: done.value()[0].tolist()))) == filled.tolist()
     with me.case("messages, which have no future"):
         z = torch.zeros(2)
         handle = dist.isend(y, 1, group) if me.rank == 0 else dist.irecv(z, 0, group)

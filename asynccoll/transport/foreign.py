@@ -32,7 +32,7 @@ def foreign(x: Any) -> Foreign:
     """
     if isinstance(x, dist.Work):
         return _of_work(x)
-    if isinstance(x, torch.futures.Future):
+    if isinstance(x, torch._C.Future):  # of which torch.futures.Future, and those of torch's works, are kinds
         return _told(x), x.value
     if isinstance(x, concurrent.futures.Future):
         return _told(x), x.result
