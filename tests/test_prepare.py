@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -266,6 +267,32 @@ def test_after_finalize_it_says_so() -> None:
     )
     assert done.stdout.startswith("[1.0, 1.0]"), done.stderr
     assert "prepare it again" in done.stdout
+
+
+async def of_other_keys(me: Rank, *names: str) -> None:
+    last = me.rank == me.size - 1
+    for name in names:
+        for here, there in (({"a": 2, "b": 2}, {"a": 2, "c": 2}), ({"a": [2, 2]}, {"a": [2], "b": 2})):
+            like = shaped(there if last else here)
+            with me.case(f"{name} {here}"), raising(ac.CollectiveMismatchError, "'a'", "'b'"):
+                await me.get(ac.prepare(name, like=like).start())
+            await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
+
+
+def shaped(tree: object) -> Any:
+    """The tree of tensors of ones that ``tree`` says the lengths of."""
+    if isinstance(tree, int):
+        return torch.ones(tree)
+    return {k: shaped(v) for k, v in tree.items()} if isinstance(tree, dict) else list(map(shaped, tree))  # type: ignore[call-overload]
+
+
+def test_trees_of_other_keys_are_refused(pair: World) -> None:
+    """As those of the ordinary call: the leaves of one would be summed with others of the other."""
+    pair.run(of_other_keys, "all_reduce")  # the root of a broadcast may be done before it hears of it
+
+
+def test_trees_of_other_keys_are_refused_ahead(checked: World) -> None:
+    checked.run(of_other_keys, "all_reduce", "broadcast")
 
 
 async def compared(me: Rank) -> None:

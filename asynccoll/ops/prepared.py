@@ -23,6 +23,7 @@ from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import fitting
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
+from asynccoll.payload.common import tree_call
 from asynccoll.payload.preparing import check_untracked, prepared_calls
 from asynccoll.plan.spec import Op, ReduceOpLike
 from asynccoll.plan.trees import flatten
@@ -50,6 +51,7 @@ class Prepared(Generic[T]):
         "_memory",
         "_read",
         "_reads",
+        "_spec",
         "_timeout",
         "_world",
         "name",
@@ -69,7 +71,7 @@ class Prepared(Generic[T]):
         self.name: str = name
         self._lane = lane
         self._world = lane.world
-        self._reads = flatten(like)[0]
+        self._reads, self._spec = flatten(like)
         #: the input that nobody may write to until a start was waited for; None for a broadcast, whose input
         #: may only be an example of what is received
         self._read = None if fills or name == Op.BROADCAST.value else counted_of(self._reads)
@@ -146,8 +148,11 @@ class Prepared(Generic[T]):
         lane, timeout = self._lane, self._timeout
         if self._finish is None:
             return self._calls[0].begin_again(lane, timeout, after)
-        with lane.together(name=self.name):
-            parts = [call.begin_again(lane, timeout, after) for call in self._calls]
+        with tree_call(lane, self.name, self._spec) as compared:
+            parts: list[Started[Any]] = [
+                *compared,
+                *(call.begin_again(lane, timeout, after) for call in self._calls),
+            ]
         return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
 
 

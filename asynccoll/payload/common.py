@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,11 +92,7 @@ def over_tree(
             raise refuse(name, leaf)
         check(leaf)
     outs = None if out is None else tree_out(name, leaves, spec, out)
-    what = name, spec, *_placed(leaves)
-    with lane.together(what=what, name=name):
-        compared = compare(
-            lane, lambda: signature(name, detail=f"of the tree {' '.join(map(str, what[1:]))}")
-        )
+    with tree_call(lane, name, spec, *_placed(leaves)) as compared:
         leaf_results = _start_leaves(leaves, outs, of_tensors, of_value)
 
     def whole(parts: list[Any]) -> Any:
@@ -104,6 +101,18 @@ def over_tree(
     started = together([*compared, leaf_results], whole)
     started.leaves = leaves if out is None else ()
     return started
+
+
+@contextmanager
+def tree_call(lane: Lane, name: str, spec: TreeSpec, *placed: str) -> Iterator[list[Started[None]]]:
+    """What is started in the block is one call, of a tree whose structure has to be the same on all ranks.
+
+    Yields what compares that ahead of the call, with ``check="full"``; else nothing.
+    """
+    with lane.together(what=(name, spec, *placed), name=name):
+        yield compare(
+            lane, lambda: signature(name, detail=f"of the tree {' '.join(map(str, (spec, *placed)))}")
+        )
 
 
 def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:
