@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import asynccoll as ac
+import needs
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchanges import AllReduce, Barrier
 from asynccoll.backends.memory.layout import CLOSED, LEFT, WATCHING, Layout
@@ -59,6 +60,7 @@ def _interrupted() -> Iterator[None]:
 @pytest.mark.usefixtures("_interrupted")
 def test_no_lock_stays_held() -> None:
     """Python handles signals right after a call returns: ``acquire`` before its ``try`` is too late."""
+    needs.need_no_coverage("an interrupt may come while what measures holds its own lock")
     drawn = random.Random(7)
     held = 0
     for _ in range(INTERRUPTS):
