@@ -56,12 +56,6 @@ def need_root(purpose: str) -> None:
         absent(f"{purpose} takes root", "sudo make test")
 
 
-def need_no_coverage(why: str) -> None:
-    """Go on only where nothing measures which lines are run (``make coverage``)."""
-    if "COVERAGE_PROCESS_START" in os.environ:
-        pytest.skip(f"{why}: `make quick` runs it without")
-
-
 def absent(what: str, cure: str) -> NoReturn:
     """Skip, or fail on CI, where nothing may be absent."""
     if os.environ.get("CI") and os.geteuid() == 0:

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import asynccoll as ac
-import needs
 from asynccoll import host
 from asynccoll.testing import PCT, Cancel, Fault, Interrupt, Kill, Link, RandomWalk, Report, explore, simulate
 from asynccoll.testing.report import leaves
@@ -168,8 +167,10 @@ def test_a_killed_rank_is_named(number: int) -> None:
     assert report.virtual_seconds < 10
 
 
+@pytest.mark.skipif(
+    "COVERAGE_PROCESS_START" in os.environ, reason="threads begin in a frame of what measures"
+)
 def test_a_deadlock_is_told_with_everybodys_stack() -> None:
-    needs.need_no_coverage("each thread begins in a frame of what measures")
 
     async def main(rank: int) -> None:
         if rank == 1:
