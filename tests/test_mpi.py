@@ -511,7 +511,7 @@ def test_a_truncated_message_is_a_typed_error() -> None:
         told, _ = world.run(too_long)
         world.kill()
     assert told.startswith("CollectiveMismatchError"), told
-    assert "4 elements of float32, but `like` has 2 of float32" in told
+    assert "4 elements of float32, but the receiver expects 2 of float32" in told
 
 
 async def big_tag(me: Rank) -> None:

@@ -8,6 +8,7 @@ import pickle
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -629,10 +630,28 @@ async def unfitting(me: Rank) -> None:
             await me.check(name, ac.send, x, dst=1, tag=tag, expect=None)
             await me.check("the next one", ac.send, torch.ones(3), dst=1, tag=tag, expect=None)
             continue
-        says = f"recv from rank 0 (tag {tag})", "test_p2p.py:", said, "`like` has 3 of float32"
+        says = f"recv from rank 0 (tag {tag})", "test_p2p.py:", said, "the receiver expects 3 of float32"
         with me.case(name), raising(ac.CollectiveMismatchError, *says):
             await me.get(ac.recv(torch.empty(3), src=0, tag=tag))
         await me.check("the next one", ac.recv, torch.empty(3), src=0, tag=tag, expect=torch.ones(3))
+
+
+async def unfitting_objects(me: Rank) -> None:
+    if me.rank == 0:
+        await me.check("tensor", ac.send, torch.ones(3), dst=1, expect=None)
+        await me.check("object", ac.send_object, [1], dst=1, expect=None)
+    else:
+        for name, receive in (("tensor", ac.recv_object), ("object", partial(ac.recv, torch.empty(3)))):
+            says = "a tensor is received by recv", "an object by recv_object"
+            with me.case(name), raising(ac.CollectiveMismatchError, *says) as caught:
+                await me.get(receive(src=0))
+            assert "but `like`" not in str(caught.error)
+
+
+@pytest.mark.processes
+def test_an_object_is_no_tensor(pair: World) -> None:
+    """Whoever receives the one where the other was sent is told of both functions."""
+    pair.run(unfitting_objects)
 
 
 @pytest.mark.processes

@@ -831,9 +831,10 @@ def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
     """For inputs of uneven length: say that this rank has no more. Ready once all ranks have called it.
 
     The result is the rank that called it last. Until then the ``all_reduce`` calls of the others go on, with
-    zeros for this rank's (an average still divides by the number of all ranks). Other collectives fail until
-    then, and this rank must not start any. Only Horovod supports it, in the world, and only if no rank has
-    refused a call before; elsewhere it is refused.
+    zeros for this rank's: an average still divides by the number of all ranks, and in a product, a max or a
+    min the zeros count, too. Other collectives, and an ``all_reduce`` of numbers, of sparse tensors or with a
+    logical ``op``, fail until then, and this rank must not start any. Only Horovod supports it, in the world,
+    and only if no rank has refused a call before; elsewhere it is refused.
 
     >>> for batch in batches:                         # two on r0, three on r1
     ...     await ac.all_reduce(gradient(batch))

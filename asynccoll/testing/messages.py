@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from asynccoll.backends.api import Promise, dtype_name
-from asynccoll.errors import CollectiveMismatchError, PeerRefusedError
+from asynccoll.backends.api import Promise, unlike
+from asynccoll.errors import PeerRefusedError
 from asynccoll.testing.delivery import CLOSED, Delivery
 from asynccoll.testing.rounds import fill
 
@@ -60,12 +60,7 @@ def _take(letter: torch.Tensor | str, into: torch.Tensor, promise: Promise) -> N
     if isinstance(letter, str):
         promise.settle(PeerRefusedError(letter))
     elif letter.dtype is not into.dtype or letter.numel() != into.numel():
-        promise.settle(
-            CollectiveMismatchError(
-                f"recv: the sender's message has {letter.numel()} elements of {dtype_name(letter.dtype)}, "
-                f"but `like` has {into.numel()} of {dtype_name(into.dtype)}"
-            )
-        )
+        promise.settle(unlike(letter.numel(), letter.dtype, into.numel(), into.dtype))
     else:
         fill(into, letter)
         promise.settle()
