@@ -24,6 +24,8 @@ __all__ = ["EXIT_SECONDS", "died_of", "dies_of", "install"]
 #: How long a script that ends with work in flight may take to let it finish.
 EXIT_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
+#: Of more that are in flight at the end, their number is told.
+_MOST_TOLD = 3
 
 
 class Stuck(Protocol):
@@ -102,9 +104,11 @@ class _Ending(Generic[W]):
     def _abort(self, context: W, out: Sequence[Stuck]) -> None:
         if out:
             many = "s" * (len(out) > 1)
+            told = "; ".join(repr(one) for one in out[:_MOST_TOLD])
+            more = f"; and {len(out) - _MOST_TOLD} more" if len(out) > _MOST_TOLD else ""
             print(  # noqa: T201  # the program is over: there is nobody left to raise to
                 f"asynccoll: rank {context.rank} ends with {len(out)} operation{many} in flight, "
-                f"aborted: {out[0]!r}",
+                f"aborted: {told}{more}",
                 file=sys.stderr,
             )
         self._close(context, abort=True)
