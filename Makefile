@@ -48,7 +48,8 @@ test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
 test: ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
 	@$(ENVS) build test horovod xla mpich openmpi & built=$$!; \
-		$(MAKE) --no-print-directory system lint types docs memory && wait $$built && \
+		$(MAKE) --no-print-directory system && $(MAKE) --no-print-directory -j2 -O lint types docs && \
+		$(MAKE) --no-print-directory memory && wait $$built && \
 		$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; kill $$built 2>/dev/null; \
 		if test -d $$ASYNCCOLL_TEST_RECORDS; then $(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; fi; \
 		exit $$status
