@@ -453,6 +453,17 @@ def test_wait_all(pair: World, loop: str) -> None:
     pair.run(all_of_them, runner=loop)
 
 
+def future_without_a_loop(_: Rank) -> None:
+    work = ac.all_reduce(torch.ones(1))
+    with raising(ac.InvalidArgumentError, "none does", "as_concurrent_future"):
+        work.as_future()
+    oracle.same(work.wait(), TWO)
+
+
+def test_as_future_without_a_loop_is_refused(pair: World) -> None:
+    pair.run(future_without_a_loop, runner="blocking")
+
+
 def all_of_them_without_a_loop(me: Rank) -> None:
     work = pending(me)
     both = ac.wait_all((work, ac.all_reduce(1, lane="quick")))

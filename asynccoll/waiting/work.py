@@ -335,15 +335,26 @@ class Work(NotItsResult, Generic[T]):
         """Return an ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather``, ``wait_for``.
 
         Cancelling the future does not stop the operation.
+
+        Raises:
+            InvalidArgumentError: no asyncio loop runs in this thread.
         """
         import asyncio
 
         async def outcome() -> T:
             return await self
 
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise InvalidArgumentError(
+                "as_future() makes a future of the asyncio loop that runs in this thread, and none does: "
+                "call it inside a coroutine; on trio await the work itself, and in threads use work.wait() "
+                "or work.as_concurrent_future()"
+            ) from None
         self._heard = True
         self._send()  # here, as another task would take the lane
-        return asyncio.ensure_future(outcome())
+        return loop.create_task(outcome())
 
     def as_concurrent_future(self) -> concurrent.futures.Future[T]:
         """Return a ``concurrent.futures.Future`` for code that waits in threads.
