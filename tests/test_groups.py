@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,29 @@ async def subgroups(me: Rank) -> None:
 def test_new_subgroups(four: World) -> None:
     """Groups of consecutive ranks, each rank in one; of each node by default."""
     four.run(subgroups)
+
+
+class Kept(torch.nn.Module):
+    """A layer that knows the group among which it sums."""
+
+    def __init__(self, group: ac.Group) -> None:
+        super().__init__()
+        self.group = group
+
+
+async def copied(me: Rank) -> None:
+    group = ac.new_group([0, 1])
+    for way in (copy.copy, copy.deepcopy):
+        with me.case(way.__name__):
+            assert way(Kept(group)).group is group
+    await me.check("sum", ac.all_reduce, 10**me.rank, group=copy.deepcopy(group), expect=total([0, 1]))
+    with me.case("pickled"), raising(ac.PayloadTypeError, "Group [0, 1]", "new_group(ranks)"):
+        pickle.dumps(Kept(group))
+
+
+def test_a_copied_model_has_the_same_group(pair: World) -> None:
+    """Two objects of one set of ranks would open its lanes twice; another process has none of them."""
+    pair.run(copied)
 
 
 async def told_of_a_bad_index(me: Rank) -> None:

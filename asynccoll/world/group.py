@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 import torch.distributed as dist
 
@@ -107,6 +107,19 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<asynccoll.Group {list(self.ranks)} on {self.context.backend.name}>"
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Group:
+        """The group itself: a module that keeps one can be copied, and its copy calls the same lanes."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise PayloadTypeError(
+            f"{self!r} belongs to its process and cannot be pickled: pass group.ranks, and make one there by "
+            "ac.new_group(ranks)"
+        )
 
     def __len__(self) -> int:
         return self.size
