@@ -84,7 +84,7 @@ class ShardedLayers(nn.Module):
       elsewhere and keeps the output of the loop, to which backward might yet come: then the others' timeout
       error names it.)
 
-    Each coroutine here has a twin without an event loop, called ``wait_...``.
+    Without an event loop what is awaited here is waited for: ``layers.clip_grad_norm_(1.0).wait()``.
     """
 
     def __init__(
