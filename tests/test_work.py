@@ -33,6 +33,7 @@ from asynccoll.host.call_number import ROUND, numbered
 from asynccoll.runtime.process import current
 from asynccoll.waiting import arriving
 from asynccoll.waiting.forgotten import NotItsResult
+from asynccoll.waiting.work import Work
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -368,6 +369,30 @@ def test_a_callback_that_raises_is_logged_and_harms_nobody(pair: World) -> None:
     pair.run(bad_callback)
 
 
+async def cancelled_callback(me: Rank) -> None:
+    if me.rank == 1:
+        me.see("go")
+        for _ in range(2):
+            await ac.send(TWO, dst=0)
+        return
+    told, work = threading.Event(), ac.recv(torch.zeros(1), src=1)
+    work.add_done_callback(_cancelled)
+    work.add_done_callback(lambda _: told.set())
+    me.show("go")
+    assert told.wait(patient(10)), "the callback behind one that was cancelled is never called"
+    oracle.same(await me.get(work), TWO)
+    oracle.same(await me.get(ac.recv(torch.zeros(1), src=1)), TWO)
+
+
+def _cancelled(_: Any) -> None:
+    raise asyncio.CancelledError  # as the result of a future that was cancelled does
+
+
+def test_a_callback_that_raises_what_is_no_exception_ends_no_thread(pair: World) -> None:
+    """The thread that received the message receives the next one of that rank, too."""
+    pair.run(cancelled_callback)
+
+
 def refused_reduction(me: Rank) -> Any:
     """On rank 0 the work of a call that rank 1 refuses; None there."""
     x = torch.ones(2, dtype=torch.int32)
@@ -430,6 +455,14 @@ def test_as_future_for_asyncio(pair: World) -> None:
     pair.run(as_future)
 
 
+def test_a_work_that_is_superseded_while_it_is_finished_fails() -> None:
+    """Another thread starts what was prepared again: the memory that is being read is the next call's."""
+    work: Work[object] = Work((), lambda: work.supersede("started again"))
+    for _ in range(2):
+        with pytest.raises(ac.CollectiveError, match="started again"):
+            work.wait()
+
+
 # ---------------------------------------------------------------- many
 
 
@@ -462,6 +495,46 @@ def future_without_a_loop(_: Rank) -> None:
 
 def test_as_future_without_a_loop_is_refused(pair: World) -> None:
     pair.run(future_without_a_loop, runner="blocking")
+
+
+async def _arrived(works: Any) -> None:
+    async for _ in ac.as_completed(works):
+        pass
+
+
+async def started_again(me: Rank, wait: Callable[[Any], Any]) -> None:
+    first, second = (ac.prepare("all_reduce", torch.ones(1), lane=lane) for lane in ("one", "two"))
+    if me.rank == 0:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await wait([first.start(), second.start()])
+        assert scope.cancelled_caught
+        me.show("go")
+    else:
+        me.see("go")
+        await ac.wait_all([first.start(), second.start()])
+    for result in await ac.wait_all([first.start(), second.start()]):
+        oracle.same(result, TWO)
+
+
+@pytest.mark.parametrize("wait", [ac.wait_all, _arrived], ids=["wait_all", "as_completed"])
+def test_a_wait_for_several_that_was_cancelled_is_cut_short_for_each(
+    pair: World, loop: str, wait: Callable[[Any], Any]
+) -> None:
+    """What was prepared can be started again, also the second, which the wait had yet to come to."""
+    pair.run(started_again, wait, runner=loop)
+
+
+async def sent_crosswise(me: Rank) -> None:
+    with ac.coalescing():
+        works = [ac.all_reduce(torch.ones(1), lane=lane, timeout=patient(5)) for lane in ("one", "two")]
+        for result in await ac.wait_all(works if me.rank else works[::-1]):
+            oracle.same(result, TWO)
+
+
+def test_wait_all_sends_all_first(pair: World, loop: str) -> None:
+    """Ranks that list works of two lanes in another order do not wait for each other in a circle."""
+    pair.run(sent_crosswise, runner=loop)
 
 
 def all_of_them_without_a_loop(me: Rank) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asynccoll.host.endings import in_a_line
 
-__all__ = ["EXIT_SECONDS", "died_of", "dies_of", "install"]
+__all__ = ["EXIT_SECONDS", "died_of", "dies_of", "in_main_thread", "install"]
 
 #: How long a script that ends with work in flight may take to let it finish.
 EXIT_SECONDS = 10.0
@@ -167,3 +167,8 @@ def install(worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:
     # libraries that it closes.
     atexit.unregister(_endings[0].leave)
     atexit.register(_endings[0].leave)
+
+
+def in_main_thread() -> bool:
+    """Whether the caller runs in the main thread, in which handlers of signals raise."""
+    return threading.current_thread() is threading.main_thread()

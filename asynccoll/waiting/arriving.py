@@ -97,8 +97,7 @@ class _Arrivals(Generic[T]):
         lines: dict[object, _Line] = {}
         self._line_at: list[_Line] = []
         for place, work in enumerate(works):
-            work._heard = True
-            work._send()
+            work.wanted()
             line = lines.setdefault(_line_of(work), _Line())
             line.places.append(place)
             self._line_at.append(line)
@@ -110,6 +109,15 @@ class _Arrivals(Generic[T]):
         self._due = self._deadline()
 
     async def next(self, deadline: float) -> Work[T]:
+        try:
+            return await self._next(deadline)
+        except BaseException:  # cancelled, or timed out
+            for work in (*self._arrived, *self._works):
+                if work is not None:
+                    work.leave()
+            raise
+
+    async def _next(self, deadline: float) -> Work[T]:
         if self._take():
             await _Attending(self._arrived[0])  # only to yield to the loop, if its turn is over
         while not self._take():

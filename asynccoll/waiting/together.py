@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, overload
 
 from asynccoll import host
@@ -42,11 +43,12 @@ class Together(NotItsResult, Generic[T_co]):
 
     async def _awaited(self) -> T_co:
         first: Exception | None = None
-        for work in self._works:
-            try:
-                await work
-            except Exception as error:
-                first = first or error
+        with _waiting_for(self._works):
+            for work in self._works:
+                try:
+                    await work
+                except Exception as error:
+                    first = first or error
         return self._results(first)
 
     def wait(self, timeout: float | None = None) -> T_co:
@@ -58,19 +60,41 @@ class Together(NotItsResult, Generic[T_co]):
         check_patience(timeout)
         deadline = host.monotonic() + (math.inf if timeout is None else timeout)
         first: Exception | None = None
-        for work in self._works:
-            left = deadline - host.monotonic()
-            try:
-                work.wait(max(0.0, left) if left < math.inf else None)
-            except Exception as error:
-                first = first or error
+        with _waiting_for(self._works):
+            for work in self._works:
+                left = deadline - host.monotonic()
+                try:
+                    work.wait(max(0.0, left) if left < math.inf else None)
+                except Exception as error:
+                    first = first or error
         return self._results(first)
+
+    def _told(self) -> None:
+        for work in self._works:
+            work._told()
 
     def _results(self, first: Exception | None) -> T_co:
         if first is not None:
             raise first
         results: Any = tuple(work.result() for work in self._works)
         return results  # type: ignore[no-any-return]  # the overloads of ``wait_all`` say of which types
+
+
+@contextmanager
+def _waiting_for(works: Sequence[Work[Any]]) -> Iterator[None]:
+    """Wait inside for all ``works``: those that were put off are sent first.
+
+    If the wait is cut short (cancelled, by Ctrl-C), so is that for each work that it had yet to come to.
+    """
+    for work in works:
+        with suppress(Exception):  # a call that is refused as it is sent: the wait for its work raises it
+            work.wanted()
+    try:
+        yield
+    except BaseException:
+        for work in works:
+            work.leave()
+        raise
 
 
 @overload

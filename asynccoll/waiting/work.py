@@ -22,6 +22,7 @@ from asynccoll.errors import (
     PayloadTypeError,
     WorkNotDoneError,
 )
+from asynccoll.host.exits import in_main_thread
 from asynccoll.host.forks import renew
 from asynccoll.host.misfits import check_function
 from asynccoll.host.timeouts import check_patience
@@ -446,7 +447,8 @@ class Work(NotItsResult, Generic[T]):
                 if mine:
                     if state != _PENDING:
                         self._finish = self._read = None  # and frees what the function refers to
-                    self._state = state
+                    # It may have been superseded meanwhile: its memory is then another call's.
+                    self._state = state if self._state == _FINISHING else self._state
                     self._wake_waiters()
             if mine:
                 return True
@@ -470,8 +472,9 @@ class Work(NotItsResult, Generic[T]):
             if operation.failure is not None:
                 raise operation.failure.for_waiter()
         was_written = not self._is_unwritten()
-        if self._finish is not None:
-            self._value = self._finish()  # first: peers may wait for what this does
+        finish = self._finish  # read once: another thread may supersede the work
+        if finish is not None:
+            self._value = finish()  # first: peers may wait for what this does
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
         if was_written:
@@ -502,6 +505,16 @@ class Work(NotItsResult, Generic[T]):
 
     def _told(self) -> None:
         self._heard = True
+
+    def wanted(self) -> None:
+        """Note that a wait for several works waits for this one too, and start the call if it was put off."""
+        self._heard = True
+        self._send()
+
+    def leave(self) -> None:
+        """Note that a wait for several works was cut short, if this one is not over."""
+        if self._state == _PENDING:
+            self._cut_short = True
 
     def __del__(self) -> None:
         try:
@@ -601,8 +614,14 @@ def waited_for(started: Started[T]) -> T:
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
-    """Call ``callback`` and log the exception if it raises: the caller has other works to complete."""
+    """Call ``callback`` and log the exception if it raises: the caller has other works to complete.
+
+    So is one that is no ``Exception`` (``CancelledError``, ``SystemExit``), which would end the thread that
+    completes works. Only the main thread raises those, as a signal's handler may have raised them there.
+    """
     try:
         callback(work)
-    except Exception:
+    except BaseException as error:
+        if not isinstance(error, Exception) and in_main_thread():
+            raise
         _log.exception("the done-callback %r of %r raised", callback, work)
