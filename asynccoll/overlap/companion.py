@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidCallError
+from asynccoll.overlap.uncopied import Uncopied
 
 __all__ = ["Companion"]
 
@@ -18,7 +19,7 @@ __all__ = ["Companion"]
 _THEIRS = frozenset({*dir(nn.Module), *dir(Optimizer), "training", "param_groups"})
 
 
-class Companion:
+class Companion(Uncopied):
     """Base of objects that are neither the model nor the optimizer, and do not change either."""
 
     #: for errors: what to do with the object

@@ -39,6 +39,7 @@ from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
+from asynccoll.overlap.uncopied import Uncopied
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -55,7 +56,7 @@ _LOOP = (
 _live: weakref.WeakKeyDictionary[ShardedLayers, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
-class ShardedLayers(nn.Module):
+class ShardedLayers(Uncopied, nn.Module):
     """Layers of which each rank keeps a part; made by ``shard_layers``.
 
     ``async for layer in layers:`` (or ``for``) yields each with all of its parameters, in order, while the
@@ -86,6 +87,11 @@ class ShardedLayers(nn.Module):
 
     Without an event loop what is awaited here is waited for: ``layers.clip_grad_norm_(1.0).wait()``.
     """
+
+    _instead = (
+        "save `await layers.full_state_dict()`, and load_full_state_dict it into layers that are shared out "
+        "anew"
+    )
 
     def __init__(
         self,
@@ -205,12 +211,6 @@ class ShardedLayers(nn.Module):
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise InvalidArgumentError(
-            "layers that are shared out are this rank's parts, and cannot be copied or pickled: save `await "
-            "layers.full_state_dict()`, and load_full_state_dict it into layers that are shared out anew"
-        )
 
     def finish_loop(self) -> Pending[None]:
         """Gather the layers that remain of a loop which ended early, as the other ranks do."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
 from asynccoll.overlap.accepted import scaler_told
 from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.uncopied import Uncopied
 
 __all__ = ["Wrapping"]
 
@@ -18,9 +19,13 @@ _STEP = (
 )
 
 
-class Wrapping:
+class Wrapping(Uncopied):
     """Passes unknown attributes on to ``wrapped``; torch's schedulers accept it as an ``Optimizer``."""
 
+    _instead = (
+        "save its state_dict() (of a sharded one `await optimizer.full_state_dict()`), and load that into "
+        "another"
+    )
     wrapped: Optimizer
     gradients: GradientReducer
 

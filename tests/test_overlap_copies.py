@@ -1,0 +1,39 @@
+"""What belongs to one model in one process is not copied: a copy would send the same buckets."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import asynccoll as ac
+from asynccoll.testing import simulate
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+MADE: dict[str, Callable[[nn.Sequential], object]] = {
+    "GradientReducer": ac.overlap_gradients,
+    "ParameterChecker": ac.overlap.check_parameters,
+    "AsyncOptimizer": lambda model: ac.async_optim(sgd(model)),
+    "ShardedOptimizer": lambda model: ac.overlap.shard_optimizer(model, sgd(model)),
+    "ShardedLayers": ac.overlap.shard_layers,
+}
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("kind", MADE)
+def test_a_copy_is_refused_by_name(kind: str, copier: Callable[[object], object]) -> None:
+    def main(_: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        made = MADE[kind](model)
+        with pytest.raises(ac.InvalidArgumentError, match=f"a {kind} belongs to its model and process"):
+            copier(made)
+
+    simulate(main, world_size=2, loop="none").check()
