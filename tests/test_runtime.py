@@ -19,8 +19,6 @@ import asynccoll as ac
 import oracle
 import scripts
 import worlds
-from asynccoll import host
-from asynccoll.backends import choosing
 from asynccoll.backends.memory import sharing
 from asynccoll.host.store import Exchange
 from ranks import Rank, raising
@@ -520,26 +518,3 @@ def no_network(*_: object, **__: object) -> NoReturn:
 def test_a_rank_that_could_not_connect_meets_the_others_the_next_time(bare: World, tmp_path: Path) -> None:
     """torch counts the groups that it names, those included that could not be made."""
     bare.run(fails_to_connect, str(tmp_path / "meet"), timeout=40.0)
-
-
-def test_a_thread_of_the_world_that_has_ended_is_kept_no_longer() -> None:
-    context, ends = choosing.alone(), threading.Event()
-    context._apart(ends.wait, "until then")
-    (thread,) = context._helpers
-    ends.set()
-    thread.join()
-    assert not context._helpers
-
-
-def test_a_thread_of_the_world_is_joined_only_once_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that ended just then was told that a thread cannot be joined, and left the rest as it was."""
-    context, joined = choosing.alone(), []
-
-    class Starting(host.Thread):
-        def start(self) -> None:
-            joined.extend(context._helpers)
-            super().start()
-
-    monkeypatch.setattr(host, "Thread", Starting)
-    context._apart(lambda: None, "starting")
-    assert not joined
