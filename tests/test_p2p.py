@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -658,6 +659,31 @@ def test_an_object_is_no_tensor(pair: World) -> None:
 def test_a_message_of_another_size_or_dtype_than_expected(pair: World, runner: str) -> None:
     """Half a tensor is an error, not a result, and so are bytes of another dtype; the next one is right."""
     pair.run(unfitting, runner=runner)
+
+
+async def cancelled_callback(me: Rank) -> None:
+    if me.rank == 1:
+        me.see("go")
+        for _ in range(2):
+            await ac.send(torch.full((1,), 2.0), dst=0)
+        return
+    told, work = threading.Event(), ac.recv(torch.zeros(1), src=1)
+    work.add_done_callback(_cancelled)
+    work.add_done_callback(lambda _: told.set())
+    me.show("go")
+    assert told.wait(patient(10)), "the callback behind one that was cancelled is never called"
+    oracle.same(await me.get(work), torch.full((1,), 2.0))
+    oracle.same(await me.get(ac.recv(torch.zeros(1), src=1)), torch.full((1,), 2.0))
+
+
+def _cancelled(_: Any) -> None:
+    raise asyncio.CancelledError  # as the result of a future that was cancelled does
+
+
+@pytest.mark.processes
+def test_a_callback_that_raises_what_is_no_exception_ends_no_thread(pair: World) -> None:
+    """The thread that received the message receives the next one of that rank, too."""
+    pair.run(cancelled_callback)
 
 
 async def permutations(me: Rank) -> None:

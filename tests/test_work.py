@@ -369,30 +369,6 @@ def test_a_callback_that_raises_is_logged_and_harms_nobody(pair: World) -> None:
     pair.run(bad_callback)
 
 
-async def cancelled_callback(me: Rank) -> None:
-    if me.rank == 1:
-        me.see("go")
-        for _ in range(2):
-            await ac.send(TWO, dst=0)
-        return
-    told, work = threading.Event(), ac.recv(torch.zeros(1), src=1)
-    work.add_done_callback(_cancelled)
-    work.add_done_callback(lambda _: told.set())
-    me.show("go")
-    assert told.wait(patient(10)), "the callback behind one that was cancelled is never called"
-    oracle.same(await me.get(work), TWO)
-    oracle.same(await me.get(ac.recv(torch.zeros(1), src=1)), TWO)
-
-
-def _cancelled(_: Any) -> None:
-    raise asyncio.CancelledError  # as the result of a future that was cancelled does
-
-
-def test_a_callback_that_raises_what_is_no_exception_ends_no_thread(pair: World) -> None:
-    """The thread that received the message receives the next one of that rank, too."""
-    pair.run(cancelled_callback)
-
-
 def refused_reduction(me: Rank) -> Any:
     """On rank 0 the work of a call that rank 1 refuses; None there."""
     x = torch.ones(2, dtype=torch.int32)
