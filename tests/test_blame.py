@@ -22,6 +22,7 @@ import worlds
 from asynccoll import host
 from asynccoll.flight import Call, Flight, Progress
 from asynccoll.flight.layout import REFUSED
+from asynccoll.flight.messages import refused_send
 from asynccoll.health import stalls
 from asynccoll.health.accounts import Account
 from asynccoll.health.blame import Awaited, blame
@@ -497,6 +498,16 @@ def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: s
         r"pid 1001\) called recv from rank 0 \(tag 3\) at \S*test_blame.py:\d+, and it was refused there: Inv"
     )
     assert re.search(called, heard[0]), heard
+
+
+def test_a_refused_send_is_no_reason_once_one_after_it_has_arrived() -> None:
+    refused = replace(call(0, "send"), peer=1, part=0, waited=REFUSED, failure="TypeError: ...")
+    arrived, waits = (replace(call(0, "send", ended=ended), peer=1, part=0) for ended in (95.0, 0.0))
+    about = ("world", "default", "send", 1, 0)
+    assert refused_send(flight(refused, waits), *about) == refused
+    assert refused_send(flight(refused, waits, waits), *about) == refused
+    assert refused_send(flight(refused, arrived, waits), *about) is None
+    assert refused_send(flight(arrived, waits), *about) is None
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])

@@ -81,11 +81,15 @@ def refused_side(
 def refused_send(
     flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
 ) -> Call | None:
-    """The latest send to ``rank`` that was refused, if ``operation`` is one: it counts as a message."""
+    """The latest send to ``rank`` that was refused, if ``operation`` is one: it counts as a message.
+
+    None if one after it has arrived, and so the refusal before that.
+    """
     if not operation.startswith("send"):
         return None
     sends = _messages(flight, group, lane_key, operation, rank, tag)
-    return next((call for call in reversed(sends) if call.was_refused), None)
+    latest = next((call for call in reversed(sends) if not call.is_open), None)
+    return latest if latest is not None and latest.was_refused else None
 
 
 def _messages(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> list[Call]:

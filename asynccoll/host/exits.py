@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from asynccoll.host.endings import in_a_line
+from asynccoll.host.words import plural
 
 __all__ = ["EXIT_SECONDS", "died_of", "dies_of", "in_main_thread", "install"]
 
@@ -103,11 +104,10 @@ class _Ending(Generic[W]):
 
     def _abort(self, context: W, out: Sequence[Stuck]) -> None:
         if out:
-            many = "s" * (len(out) > 1)
             told = "; ".join(repr(one) for one in out[:_MOST_TOLD])
             more = f"; and {len(out) - _MOST_TOLD} more" if len(out) > _MOST_TOLD else ""
             print(  # noqa: T201  # the program is over: there is nobody left to raise to
-                f"asynccoll: rank {context.rank} ends with {len(out)} operation{many} in flight, "
+                f"asynccoll: rank {context.rank} ends with {plural(len(out), 'operation')} in flight, "
                 f"aborted: {told}{more}",
                 file=sys.stderr,
             )

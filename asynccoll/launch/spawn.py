@@ -30,6 +30,7 @@ from asynccoll.backends.table import check_usable, starting
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.exits import in_main_thread
 from asynccoll.host.misfits import fitting
 from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
 from asynccoll.launch.calling import check_called, complete
@@ -193,7 +194,7 @@ def _kept(start: Callable[[], Any]) -> Any:
 
     To the kernel, which ends ranks with their parent, the parent is the thread that started them.
     """
-    if threading.current_thread() is threading.main_thread():
+    if in_main_thread():
         return start()
     started: Future[object] = Future()
 
@@ -349,7 +350,7 @@ def _preparation() -> dict[str, object]:
 def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
     hosts = kwargs.pop("hosts", None)
     _one_node(task, kwargs)
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         raise InvalidArgumentError("Horovod starts ranks from the main thread only; call ac.spawn there")
     import horovod
 
