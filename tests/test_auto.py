@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import sys
 import types
 import warnings
@@ -359,6 +360,41 @@ def test_a_loader_says_how_far_the_loop_is(loaded):
     seen += [one for (batch,) in loader for one in batch.flatten().tolist()]
     assert sorted(seen) == list(range(60))
     assert loader.sampler.state_dict()["seen"] == 60
+
+
+class HeldBack(torch.utils.data.Dataset):
+    """Six numbers, of which the first is not there before somebody opens a named pipe to write."""
+
+    def __init__(self, pipe):
+        os.mkfifo(pipe)
+        self.pipe = pipe
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return index or int(self.pipe.read_text())
+
+
+def test_batches_that_come_out_of_order_are_told(tmp_path):
+    """What resumes leaves out as many from the first on: it would give some twice, and others never."""
+    data = HeldBack(tmp_path / "first")
+    loader = ac.auto_dataloader(data, batch_size=2, shuffle=False, num_workers=2, in_order=False)
+    batches = iter(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader.sampler.state_dict()["seen"] == 0
+    found = next(batches).tolist()
+    assert found in ([2, 3], [4, 5])
+    with pytest.warns(UserWarning, match="in_order=False") as warned:
+        loader.sampler.state_dict()
+    assert warned[0].filename == __file__
+    data.pipe.write_text("0")
+    found += [one for batch in batches for one in batch.tolist()]
+    assert sorted(found) == list(range(6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader.sampler.state_dict()["seen"] == 6
 
 
 @pytest.mark.parametrize("workers", [0, 1])

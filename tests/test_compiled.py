@@ -33,6 +33,7 @@ STEPS: dict[str, Step] = {
     "reduce_scatter": lambda x: ac.reduce_scatter(x * x).wait(),
     "reduce_scatter of columns": lambda x: ac.reduce_scatter(x * x, dim=1, op="avg").wait(),
     "all_to_all": lambda x: ac.all_to_all(x * x).wait(),
+    "two at once": lambda x: torch.cat(ac.wait_all((ac.all_reduce(x), ac.all_gather(x * x))).wait(60)),
 }
 
 
@@ -280,6 +281,8 @@ ALONE: dict[str, Step] = {
     "all_gather of a scalar": lambda x: ac.all_gather(x.sum()).wait(),
     "reduce_scatter": lambda x: ac.reduce_scatter(x * x, dim=1, op="avg").wait(),
     "all_to_all": lambda x: ac.all_to_all(x * x, input_split_sizes=[2], output_split_sizes=[2]).wait(),
+    "two at once": lambda x: torch.cat(ac.wait_all([ac.all_reduce(x), ac.all_gather(x * x)]).wait(60)),
+    "with a time limit": lambda x: ac.all_reduce(x).wait(60) * x,
 }
 
 

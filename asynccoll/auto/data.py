@@ -33,6 +33,7 @@ class _Iteration:
     drawn: int = 0  # samples of this rank since
     taken: int | None = None  # those that a loop has got; None: nobody counts, they are all that are drawn
     ahead: bool = False  # whether workers draw them, ahead of the loop
+    shuffled: bool = False  # whether the loop gets batches in another order than they are drawn in
 
 
 class _Resumable(distributed.DistributedSampler[Any]):
@@ -85,7 +86,8 @@ class _Resumable(distributed.DistributedSampler[Any]):
         ``taken`` is how many samples this rank has trained on since the iteration began. None takes those of
         the batches that the loop has got from a loader of ``auto_dataloader``, whose workers may be ahead of
         it. A loader of another kind does not count them: all that were drawn are taken, which with workers is
-        too many, and warned of.
+        too many, and warned of. So is a loader with ``in_order=False`` in the middle of an epoch: which
+        batches it still has to give, no number says.
 
         Raises:
             InvalidArgumentError: more were taken than drawn.
@@ -93,6 +95,8 @@ class _Resumable(distributed.DistributedSampler[Any]):
         Source: ``torchdata.stateful_dataloader``, whose samplers have these methods.
         """
         now = self._now
+        if now.shuffled and now.taken not in (0, now.drawn):
+            warnings.warn(_OUT_OF_ORDER, stacklevel=2)
         if taken is None:
             if now.ahead and now.taken is None:
                 _warn_of_workers(now.drawn)
@@ -115,9 +119,18 @@ class _Resumable(distributed.DistributedSampler[Any]):
         self.set_epoch(state["epoch"])
         self._next, self._now = state["seen"], _Iteration(state["seen"])
 
-    def counting(self, begin: Callable[[], Iterator[Any]], batch_size: int | None) -> Iterator[Any]:
+    def counting(
+        self, begin: Callable[[], Iterator[Any]], batch_size: int | None, in_order: bool
+    ) -> Iterator[Any]:
         """What ``begin`` iterates over, in batches of this sampler: as the loop takes them."""
-        return _Taken(self, begin, batch_size or 1)
+        return _Taken(self, begin, batch_size or 1, in_order)
+
+
+_OUT_OF_ORDER = (
+    "state_dict in the middle of an epoch, of a loader with in_order=False: it gives batches as its workers "
+    "have them, and what resumes leaves out the first ones that were drawn, not those that the loop got. "
+    "Leave in_order= out, or save between epochs"
+)
 
 
 def _is_drawn_for_workers() -> bool:
@@ -140,13 +153,16 @@ def _warn_of_workers(drawn: int) -> None:
 class _Taken(Iterator[Any]):
     """An iterator of a loader that notes how many samples came out of it; else it is as it was."""
 
-    def __init__(self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], batch_size: int) -> None:
+    def __init__(
+        self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], batch_size: int, in_order: bool
+    ) -> None:
         before = sampler._now
         self._sampler, self._batches, self._batch_size = sampler, begin(), batch_size
         # Workers have the sampler begin at once; without them the first batch does.
         self._iteration = None if sampler._now is before else sampler._now
         if self._iteration is not None:
             self._iteration.taken = 0
+            self._iteration.shuffled = not in_order
 
     def __next__(self) -> Any:
         batch = next(self._batches, self)
@@ -237,7 +253,8 @@ class DataLoader(torch_data.DataLoader[Any]):
     def __iter__(self) -> Any:
         if not isinstance(self.sampler, _Resumable):  # a batch sampler was put in later
             return super().__iter__()
-        return self.sampler.counting(super().__iter__, self.batch_size)
+        in_order = self.num_workers < 2 or getattr(self, "in_order", True)  # torch has it since 2.6
+        return self.sampler.counting(super().__iter__, self.batch_size, in_order)
 
 
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:

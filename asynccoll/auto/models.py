@@ -64,11 +64,12 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.
 
     Args:
         model: any module.
-        sync_bn: batch norm over the batches of all ranks; on torch's backends only (elsewhere a warning).
+        sync_bn: batch norm over the batches of all ranks, on GPUs and torch's backends only: elsewhere a
+            warning, and on the CPU torch's ``DistributedDataParallel`` refuses it.
         kwargs: for the class that wraps the model.
 
     Raises:
-        ValueError: ``device_ids`` among ``kwargs`` where this rank's device is a GPU.
+        ValueError: ``device_ids`` among ``kwargs`` where this rank's device is a GPU; ``sync_bn`` on the CPU.
         UnsupportedOpError: apex is in the model.
     """
     check("the model of auto_model", model, nn.Module, "a torch.nn.Module", "auto_optim takes the optimizer")

@@ -195,7 +195,7 @@ def _is_known(condition: Any) -> bool:
 
 
 class CompiledWork:
-    """The handle of a collective inside a compiled graph: ``wait()`` returns the result."""
+    """The handle of a collective inside a compiled graph: ``wait()`` returns the result, without a limit."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class CompiledWork:
         self.divisor = divisor
         self.dtype = dtype
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
         if self.alone:
             return self.tensor
         done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)

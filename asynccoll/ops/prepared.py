@@ -13,6 +13,7 @@ import torch
 
 from asynccoll.errors import InvalidArgumentError, NotInitializedError
 from asynccoll.host.timeouts import check_timeout
+from asynccoll.host.uncopied import Uncopied
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
@@ -39,7 +40,7 @@ __all__ = ["Prepared", "prepare"]
 T = TypeVar("T")
 
 
-class Prepared(Generic[T]):
+class Prepared(Uncopied, Generic[T]):
     """A collective bound to its memory: ``start()`` sends what its input holds then. Made by ``prepare``."""
 
     __slots__ = (
@@ -56,6 +57,9 @@ class Prepared(Generic[T]):
         "_world",
         "name",
     )
+
+    _belongs = "to its tensors and process"
+    _instead = "prepare another one for the copies of its tensors"
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidCallError
-from asynccoll.overlap.uncopied import Uncopied
+from asynccoll.host.uncopied import Uncopied
 
 __all__ = ["Companion"]
 

@@ -16,6 +16,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_timeout
+from asynccoll.host.uncopied import Uncopied
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.runtime.process import get_world_size
@@ -29,7 +30,7 @@ _Bucket = tuple[Work[torch.Tensor], "torch.futures.Future[None]", list[Exception
 _Buckets = host.SimpleQueue["_Bucket | None"]
 
 
-class DDPState:
+class DDPState(Uncopied):
     """The state of ``ddp_hook``: where the buckets of one ``DistributedDataParallel`` are sent.
 
     Args:
@@ -37,6 +38,10 @@ class DDPState:
         lane: buckets are sent on the lane ``<lane>/backward``; models that train side by side need one each.
         timeout: seconds for each bucket's reduction.
     """
+
+    _instead = (
+        "copy or save the model itself (ddp.module), wrap the copy, and register a hook with a new state"
+    )
 
     @fitting
     def __init__(self, *, group: GroupLike = None, lane: str = "ddp", timeout: float | None = None) -> None:

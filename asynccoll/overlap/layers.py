@@ -26,6 +26,7 @@ from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
 from asynccoll.host.call_site import caller
 from asynccoll.host.misfits import check, fitting, named_type
+from asynccoll.host.uncopied import Uncopied
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
@@ -39,7 +40,6 @@ from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
-from asynccoll.overlap.uncopied import Uncopied
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.host.uncopied import Uncopied
 from asynccoll.overlap.accepted import scaler_told
 from asynccoll.overlap.gradients import GradientReducer
-from asynccoll.overlap.uncopied import Uncopied
 
 __all__ = ["Wrapping"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
+
+from torch.compiler import is_compiling
 
 from asynccoll import host
 from asynccoll.host.misfits import check, fitting, misfit
@@ -80,6 +82,16 @@ class Together(NotItsResult, Generic[T_co]):
         return results  # type: ignore[no-any-return]  # the overloads of ``wait_all`` say of which types
 
 
+class _InAGraph:
+    """The same while torch compiles, whose graph has the waits one after another, and no time limit."""
+
+    def __init__(self, works: Sequence[Work[Any]]) -> None:
+        self.works = works
+
+    def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        return tuple([work.wait() for work in self.works])
+
+
 @contextmanager
 def _waiting_for(works: Sequence[Work[Any]]) -> Iterator[None]:
     """Wait inside for all ``works``: those that were put off are sent first.
@@ -117,6 +129,8 @@ def wait_all(works: Iterable[Work[Any]]) -> Together[Any]:
     Raises:
         InvalidCallError: ``works`` are no works, or only one (a ``TypeError``).
     """
+    if is_compiling():  # the works are nodes of a graph
+        return cast("Together[Any]", _InAGraph(list(works)))
     return Together(listed_works("wait_all", works))
 
 
