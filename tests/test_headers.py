@@ -8,7 +8,7 @@ import pytest
 
 from asynccoll.flight import Headers, Recorder
 from asynccoll.flight.layout import HEADER_WORDS, HEADERS
-from asynccoll.host.call_number import CHILD
+from asynccoll.host.call_number import CHILD, ROUND
 
 Pair = tuple[Headers, Headers, Recorder]
 
@@ -48,6 +48,19 @@ def test_a_difference_is_found_when_a_rank_has_written_4_gib_of_texts(pair: Pair
     assert one.write(8, 128, 3, 1) == {1: (3, 1)}
     assert other.write(8, (1 << 32) + 192, 4, 1) == {}
     assert one.write(8, 192, 4, 1) == {1: (4, 1)}
+
+
+def test_calls_of_before_the_last_joins_are_not_compared(pair: Pair) -> None:
+    """Each rank counts on from the next multiple; what the other one called four joins ago is still there."""
+    one, other, _ = pair
+    for joined in range(1, 9):
+        places = [joined * ROUND + call for call in ((1, 2, 3) if joined % 4 == 1 else (1,))]
+        for headers in (one, other):
+            headers.restart(joined * ROUND)
+        assert [one.write(joined, 0, place, 1) for place in places] == [{}] * len(places)
+        assert [other.write(joined, 0, place, 1) for place in places] == [{}] * len(places)
+    assert other.write(7, 0, 8 * ROUND + 2, 1) == {}
+    assert one.write(8, 0, 8 * ROUND + 2, 1) == {1: (8 * ROUND + 2, 1)}
 
 
 @pytest.mark.parametrize("child", [0, 1, 4, 40, 70])

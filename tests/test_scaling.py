@@ -234,6 +234,27 @@ def unrefused(world: World) -> Iterator[World]:
         yield one
 
 
+async def on_a_lane_of_some(me: Rank) -> None:
+    if me.rank == 1:
+        total = await me.get(ac.all_reduce(torch.ones(2), lane="late"))
+        oracle.same(total, torch.ones(2))
+    await me.get(ac.join())
+    await me.check("numbers", ac.all_reduce, 1, lane="late", expect=me.size)
+    if me.rank == 0:
+        with raising(ac.InvalidArgumentError):
+            await me.get(ac.all_reduce(torch.ones(2), op="nothing of the kind", lane="late"))
+    else:
+        with raising(ac.PeerRefusedError, "rank 0 refused its side of all_reduce #2 after 1 join"):
+            await me.get(ac.all_reduce(torch.ones(2), lane="late"))
+
+
+def test_a_lane_that_only_some_had_before_a_join(pair: World) -> None:
+    """All count its calls alike from then on."""
+    if pair.backend == "horovod":
+        with unrefused(pair) as one:
+            one.run(on_a_lane_of_some)
+
+
 async def joined_after_a_refusal(me: Rank) -> None:
     if me.rank == 0:
         with raising(ac.InvalidArgumentError):

@@ -10,6 +10,7 @@ another. This module must not know what a call is: the caller passes its checksu
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 from asynccoll import host
@@ -52,8 +53,8 @@ class Headers:
 
     def restart(self, epoch: int) -> None:
         """Count calls anew from the next one on: ranks are in step again, whatever they called before."""
-        self._running = epoch & _LOW
-        self._since = epoch * _MIX & _LOW
+        # A hash, as epochs count up from 1 and rounds in steps of 1 << 30, of which few low bits differ.
+        self._running = self._since = zlib.crc32(epoch.to_bytes(8, "little"))
         self._count = 0
         self._latest = (0, 0)
 

@@ -33,12 +33,12 @@ class Announcing:
 
     __slots__ = ("_checked", "_connection", "_in_step", "_since", "compared")
 
-    def __init__(self, connection: Connection, *, checked: bool) -> None:
+    def __init__(self, connection: Connection, since: int, *, checked: bool) -> None:
         """``checked``: a collective of its own compares each call ahead (``check="full"``), so not here."""
         self._connection = connection
         self._checked = checked
         self.compared: Compared | None = None  # compares calls with other ranks'; None if not done here
-        self._since = 0  # the number given to the last ``restart``, the same on all ranks
+        self._since = since  # the number given to the last ``restart``, the same on all ranks
         self._in_step: Compared | None = None  # the ``compared`` that has been told that number
 
     def call(self, spot: Spot, what: What, place: int, part: int, shares: bool) -> Objection:

@@ -26,6 +26,7 @@ from asynccoll.errors import (
     collective_error,
 )
 from asynccoll.host import profiling
+from asynccoll.host.call_number import ROUND
 from asynccoll.host.call_site import Spot, called_at, caller
 from asynccoll.modes.captured import as_called
 from asynccoll.order.announcing import Announcing, Objection
@@ -74,11 +75,13 @@ class Lane:
         key: str = "",
         start_order: StartOrder | None = None,
         child: int = 0,
+        rounds: int = 0,
     ) -> None:
         """``key``: the name under which the ranks open it; a new one each time a closed name is opened again.
 
         ``start_order`` decides when the lane may start an operation; None if its operations may start in any
-        order relative to other lanes'. ``child``: how many child tasks that had this lane have ended so far.
+        order relative to other lanes'. ``child``: how many child tasks that had this lane have ended so far;
+        ``rounds``: how often the ranks have joined.
         """
         self.group = group
         self.world = world
@@ -97,12 +100,12 @@ class Lane:
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._out = Outstanding()
         lock = self._lock = host.Lock()
-        self._places = Places(child)
+        self._places = Places(child, rounds)
         epochs = self._epochs = Epochs(self._places)
         failing = self._failing = Failing(self, epochs)
         made, failed = lambda: self.queue.drive(), self._failed_to_open  # noqa: PLW0108  # set below
         connection = self._connection = Connection(name, lock, partial(world.open, self), made, failed)
-        self.announcing: Announcing = Announcing(connection, checked=self.compares_calls)
+        self.announcing: Announcing = Announcing(connection, rounds * ROUND, checked=self.compares_calls)
         self.queue: Queue = Queue(
             name, self.key, lock, connection, epochs, self.announcing, self.records, failing, start_order
         )

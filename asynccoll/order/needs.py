@@ -81,8 +81,8 @@ class Members(Protocol):
     def lane(self, name: str) -> Any:
         """The group's lane of that name, opened on first use."""
 
-    def lanes(self) -> list[Any]:
-        """The group's open lanes."""
+    def next_round(self) -> None:
+        """Count the calls of all its lanes anew: its ranks have joined."""
 
     def index(self, rank: int, role: str) -> int:
         """The index in the group of the global ``rank``, which a call names as its ``role``."""

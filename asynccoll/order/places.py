@@ -24,9 +24,9 @@ class Places:
 
     __slots__ = ("ends", "latest", "part", "shared", "whole")
 
-    def __init__(self, child: int = 0) -> None:
-        """``child``: how many child tasks that had the lane have ended."""
-        self.latest: int = child * CHILD
+    def __init__(self, child: int = 0, rounds: int = 0) -> None:
+        """``child``: how many child tasks that had the lane have ended; ``rounds``: how often they joined."""
+        self.latest: int = child * CHILD + rounds * ROUND
         #: the last place of each of the latest children that have ended
         self.ends: dict[int, int] = {one: one * CHILD for one in range(max(0, child - _ENDS), child)}
         self.part: int = 0  # the latest part at the latest place
@@ -73,15 +73,16 @@ class Places:
         return (self.latest, self.part) >= ((place, stands) if stands else (place - 1, 0))
 
     def next_round(self) -> int:
-        """Go on at the next multiple of ``ROUND``; returns it."""
+        """Go on at the next multiple of ``ROUND``; returns it, not counting child tasks."""
         self.latest += ROUND - self.latest % ROUND
-        return self.latest
+        return self.latest % CHILD
 
     def next_child(self) -> int:
         """Go on with the calls of the next child task. Returns the first place not used by the last one."""
         child = self.latest // CHILD
         self.ends[child] = self.latest
         self.ends.pop(child - _ENDS, None)
-        missed, self.latest = self.latest + 1, (child + 1) * CHILD
+        rounds = self.latest % CHILD // ROUND
+        missed, self.latest = self.latest + 1, (child + 1) * CHILD + rounds * ROUND
         self.part = 0
         return missed

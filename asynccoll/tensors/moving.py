@@ -129,8 +129,7 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
         return READY
 
     operation = lane.run("join", program, timeout=timeout, what=UNCOMPARED)
-    for one in group.lanes():
-        one.next_round()
+    group.next_round()
     return Started((operation,), lambda: int(last))
 
 

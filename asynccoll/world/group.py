@@ -101,6 +101,7 @@ class Group:
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
         self._closing: dict[Lane, host.Thread] = {}
+        self._rounds = 0  # how often its ranks have joined
         self._closed: dict[str, int] = {}  # by name, how often it was closed: a part of the next key
         self._start_order: StartOrder | None = None
         self._lock = host.Lock()
@@ -201,7 +202,7 @@ class Group:
             of = name.removesuffix(BACKWARD)
             child, unmade = self.context.children.ended_on(of), self.context.children.unmade(of)
             lane = self.opened[name] = Lane(
-                self, self.context, name, self._next_key(name), self.start_order(name), child
+                self, self.context, name, self._next_key(name), self.start_order(name), child, self._rounds
             )
             if unmade is not None:
                 self.context.refuse(lane, AbortedError(unmade.why), unmade.place, until=unmade.until)
@@ -344,6 +345,14 @@ class Group:
         except LaneLimitError:
             return None
         return lane.queue if lane.key == key else None
+
+    def next_round(self) -> None:
+        """Count the calls of all lanes anew, also of those that only some ranks have: all have joined."""
+        with self._lock:
+            self._rounds += 1
+            lanes = [*self.opened.values(), *self._closing]
+        for lane in lanes:
+            lane.next_round()
 
     def lanes(self) -> list[Lane]:
         """Return the open lanes by name, then the closing ones by key: the same order on every rank."""
