@@ -25,6 +25,7 @@ __all__ = [
     "check_norm",
     "check_not_ddp",
     "check_not_unscaled",
+    "check_place",
     "check_reduce_dtype",
     "check_scaler",
     "check_state",
@@ -36,6 +37,7 @@ __all__ = [
     "is_part",
     "module_with_buffers",
     "named_in",
+    "place_in",
     "scaler_told",
     "share_out",
     "source_of",
@@ -121,6 +123,21 @@ def group_size(group: GroupLike) -> int:
             "with `ac.get_rank(group) >= 0`"
         )
     return size
+
+
+def place_in(group: GroupLike) -> tuple[int, int]:
+    """This rank's index in ``group``, and the number of its ranks."""
+    return get_rank(group), get_world_size(group)
+
+
+def check_place(made: tuple[int, int], group: GroupLike, what: str) -> None:
+    """Refuse to use ``what`` in another world than it was ``made`` for: it would average, or cut, wrongly."""
+    now = place_in(group)
+    if now != made:
+        raise InvalidArgumentError(
+            f"{what} was made on rank {made[0]} of {made[1]}, and this is rank {now[0]} of {now[1]}: make it "
+            "after ac.initialize(), and anew (close() it first) in another world"
+        )
 
 
 def source_of(

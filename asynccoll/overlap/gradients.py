@@ -47,6 +47,7 @@ from asynccoll.overlap.accepted import (
     check_arguments,
     check_initialized,
     check_not_ddp,
+    check_place,
     check_reduce_dtype,
     check_whole,
     group_size,
@@ -152,7 +153,7 @@ class GradientReducer(Companion):
         self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
         self._reduce_dtype = reduce_dtype
-        self._size = group_size(group)
+        self._place = _, self._size = get_rank(group), group_size(group)
         self._scale = 1.0 / self._size if op == "avg" else 1.0
         self._summed_over = self._size if op == "sum" else 1
         self._spot = caller(1)
@@ -427,6 +428,7 @@ class GradientReducer(Companion):
 
     def _send(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket. Called with the lock held."""
+        check_place(self._place, self._group, "what reduces these gradients")
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
             bucket.own_marks = self._marks()
         bucket.fill(self._scale)

@@ -31,7 +31,15 @@ from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
-from asynccoll.overlap.accepted import check_norm, check_scaler, check_unaliased, check_whole, share_out
+from asynccoll.overlap.accepted import (
+    check_norm,
+    check_place,
+    check_scaler,
+    check_unaliased,
+    check_whole,
+    place_in,
+    share_out,
+)
 from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.pending import Methods, Pending
@@ -40,7 +48,7 @@ from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
-from asynccoll.runtime.process import get_rank, get_world_size
+from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
@@ -104,7 +112,7 @@ class ShardedLayers(Uncopied, nn.Module):
     ) -> None:
         super().__init__()
         check_ahead(ahead)
-        rank, size = get_rank(group), get_world_size(group)
+        self._place = rank, size = place_in(group)
         if size < 1:
             raise InvalidArgumentError(f"rank {get_rank()} is not in {group!r}, so it has no part of layers")
         modules = _listed(layers)
@@ -206,6 +214,7 @@ class ShardedLayers(Uncopied, nn.Module):
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._methods.check_complete("a loop over the layers")
+        check_place(self._place, self._call["group"], "what shares out these layers")
         for shard in (shard for layer in layers for shard in layer.shards):
             shard.follow()
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)

@@ -151,8 +151,16 @@ def _adopt() -> Context:
         )
         context.begin()
         process.adopted = (weakref.ref(native), context)
+        _end_world_of_one()
         _install_exit_hook()
         return context
+
+
+def _end_world_of_one() -> None:
+    """Close the world of one that was here before this one: what is bound to it would go on in silence."""
+    alone, process.embedded = process.embedded, None
+    if alone is not None:
+        alone.close(abort=False)
 
 
 @fitting
@@ -239,6 +247,7 @@ def initialize(
         else:
             process.context = context
         process.left = None
+        _end_world_of_one()
         _install_exit_hook()
     importlib.import_module(
         "asynccoll.public"
