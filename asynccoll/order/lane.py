@@ -397,7 +397,12 @@ class Lane:
     def next_round(self) -> None:
         """Go on counting at the next multiple of ``ROUND``: ranks with fewer calls then count alike."""
         with self._lock:
-            self.announcing.restart(self._places.next_round())
+            self._places.next_round()
+
+    def begin_round(self, rounds: int) -> None:
+        """Compare calls anew after so many rounds, once those of the round before have been made."""
+        with self._lock:
+            self.announcing.restart(rounds * ROUND)
 
     def break_off(self, error: CollectiveError) -> None:
         """Make the lane unusable: fail the operations in flight and queued, and refuse new calls."""

@@ -66,6 +66,7 @@ class Members(Protocol):
     is_world: bool
     nodes: int
     place: tuple[int, int]
+    rounds: int
     cost: Cost | None
 
     @property
@@ -80,6 +81,9 @@ class Members(Protocol):
 
     def lane(self, name: str) -> Any:
         """The group's lane of that name, opened on first use."""
+
+    def lanes(self) -> list[Any]:
+        """The group's open lanes."""
 
     def next_round(self) -> None:
         """Count the calls of all its lanes anew: its ranks have joined."""

@@ -72,10 +72,9 @@ class Places:
         """Whether all places below ``place`` have been given out, and ``stands`` parts at ``place``."""
         return (self.latest, self.part) >= ((place, stands) if stands else (place - 1, 0))
 
-    def next_round(self) -> int:
-        """Go on at the next multiple of ``ROUND``; returns it, not counting child tasks."""
+    def next_round(self) -> None:
+        """Go on at the next multiple of ``ROUND``."""
         self.latest += ROUND - self.latest % ROUND
-        return self.latest % CHILD
 
     def next_child(self) -> int:
         """Go on with the calls of the next child task. Returns the first place not used by the last one."""

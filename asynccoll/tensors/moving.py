@@ -10,6 +10,7 @@ import torch
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.order.job import UNCOMPARED
 from asynccoll.order.lane import Lane
+from asynccoll.order.operation import Operation
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, TensorSpec
 from asynccoll.tensors.common import (
@@ -28,7 +29,7 @@ from asynccoll.tensors.common import (
 from asynccoll.tensors.encoding import decode
 from asynccoll.tensors.fusing import Fuse, MakeCall
 from asynccoll.tensors.nodes import broadcast_by_node, gathered_by_node
-from asynccoll.transport.completion import READY, Completion
+from asynccoll.transport.completion import READY, Completion, Promise
 from asynccoll.waiting.started import Started
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -122,15 +123,29 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
             "of steps first: await ac.all_reduce(len(batches), op='min')"
         )
     last = torch.full((), lane.world.rank, dtype=torch.int32, device="cpu")
+    # Horovod takes this rank for one that has joined in calls, too, that it has issued before and others have
+    # not: it would count twice there, and the others' numbers would be left out.
+    lanes, rounds = group.lanes(), group.rounds + 1
+    before = [_over(operation) for one in lanes for operation in one.outstanding()]
 
     def program(communicator: Any) -> Generator[Completion, None, Completion]:
         if group.size > 1:
+            yield from before
+            for one in lanes:
+                one.begin_round(rounds)
             yield communicator.join(last)
         return READY
 
     operation = lane.run("join", program, timeout=timeout, what=UNCOMPARED)
     group.next_round()
     return Started((operation,), lambda: int(last))
+
+
+def _over(operation: Operation) -> Promise:
+    """What is settled once ``operation`` is over, also where it fails."""
+    promise = Promise()
+    operation.add_waker(promise.settle)
+    return promise
 
 
 def start_barrier(lane: Lane, timeout: float | None) -> Started[None]:

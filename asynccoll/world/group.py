@@ -101,7 +101,7 @@ class Group:
         self._topologies: dict[str, Topology] = {}
         self.opened: dict[str, Lane] = {}
         self._closing: dict[Lane, host.Thread] = {}
-        self._rounds = 0  # how often its ranks have joined
+        self.rounds: int = 0  # how often its ranks have joined
         self._closed: dict[str, int] = {}  # by name, how often it was closed: a part of the next key
         self._start_order: StartOrder | None = None
         self._lock = host.Lock()
@@ -202,7 +202,7 @@ class Group:
             of = name.removesuffix(BACKWARD)
             child, unmade = self.context.children.ended_on(of), self.context.children.unmade(of)
             lane = self.opened[name] = Lane(
-                self, self.context, name, self._next_key(name), self.start_order(name), child, self._rounds
+                self, self.context, name, self._next_key(name), self.start_order(name), child, self.rounds
             )
             if unmade is not None:
                 self.context.refuse(lane, AbortedError(unmade.why), unmade.place, until=unmade.until)
@@ -349,7 +349,7 @@ class Group:
     def next_round(self) -> None:
         """Count the calls of all lanes anew, also of those that only some ranks have: all have joined."""
         with self._lock:
-            self._rounds += 1
+            self.rounds += 1
             lanes = [*self.opened.values(), *self._closing]
         for lane in lanes:
             lane.next_round()
