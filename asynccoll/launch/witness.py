@@ -26,6 +26,8 @@ __all__ = ["Witness"]
 _LOOK_SECONDS = 0.02
 #: How often what ranks have left to this process is reaped.
 _REAP_SECONDS = 1.0
+#: MPICH ends the other ranks once a rank's sockets are closed, a moment before its own end is seen here.
+_TOGETHER_SECONDS = 0.005
 #: A change as recent as this may be followed by one with the same time: the clock of files is coarse.
 _COARSE_NS = 100_000_000
 
@@ -120,12 +122,14 @@ class Witness:
 
     def _see(self, seconds: float) -> None:
         """See what ranks hand over, and who ends, for so long at most."""
-        ready = [descriptor for descriptor, _ in self._poll.poll(seconds * 1000)]
+        if self._poll.poll(seconds * 1000):
+            time.sleep(_TOGETHER_SECONDS)
+        ready = {descriptor for descriptor, _ in self._poll.poll(0)}
         if self._listening is not None:
             for rank, pid, descriptor in handing.handed(self._listening):
                 self._take(self._watch(rank, pid), shared_memory.taken(descriptor, write=True))
         ended = [one for one in self._seen.values() if one.descriptor in ready]
-        # On a busy machine several may have ended by now: those that waited for others were ended for that.
+        # Of those that ended together, those that waited for others were ended for that.
         for seen in sorted(ended, key=_waited):
             self._saw_end(seen)
 
