@@ -222,7 +222,7 @@ def _is_json(x: Any, seen: set[int]) -> bool:
 def _refused(kind: type, why: str) -> PayloadTypeError:
     return PayloadTypeError(
         f"the default codec does not carry {kind.__module__}.{kind.__qualname__} ({why}); send plain data, "
-        'or pass codec="pickle" if you trust every rank'
+        'or, to a call that takes codec=, pass codec="pickle" if you trust every rank'
     )
 
 
