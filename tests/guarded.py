@@ -84,7 +84,7 @@ class LastLaunchedRank(LaunchedRank):
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout or patient(60))
         code = super().wait(timeout)
-        if code == 0:
+        if code == 0 and all(self._directory.joinpath(f"code-{rank}").exists() for rank in range(self._rank)):
             return self._launcher.wait(max(0.1, deadline - time.monotonic()))
         return code
 

@@ -10,10 +10,12 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from anyio.lowlevel import checkpoint
 
 import asynccoll as ac
 import needs
@@ -152,7 +154,8 @@ def added_while_asked(me: Rank) -> None:
         patch.setattr(completion, "poll", ends)
         patch.setattr(completion, "clear", lambda handle: handle == ours or clear(handle))
         patch.setattr(completion.progress, "watch", watched.append)  # the thread has not come to it yet
-        work = completion.HorovodCompletion(ours, None, completion.Common())
+        work = completion.HorovodCompletion(lambda: ours, (), completion.Common())
+        work.enter()
         assert work.done()
     for one in watched:
         completion.progress.watch(one)
@@ -345,6 +348,30 @@ def test_a_stopped_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         world.kill()
     assert seconds < 15, f"heard of it after {seconds} s"
     assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in text
+
+
+async def calls_beside_a_stopped_one(me: Rank, pids: list[int]) -> tuple[str, tuple[int, ...]]:
+    await me.get(ac.all_reduce(1))
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # and rank 0 ends it
+    stopped = Path(f"/proc/{pids[1]}/stat")
+    while stopped.read_text().rpartition(")")[2].split()[0] != "T":
+        await checkpoint()
+    try:
+        # Horovod's thread now holds its lock: a call that took it here would stop this process too.
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await me.get(ac.broadcast(torch.ones(2), src=0, timeout=1.0))
+        return str(caught.value), caught.value.ranks
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+
+
+def test_a_call_beside_a_stopped_rank_ends_in_an_error_that_names_it() -> None:
+    with worlds.fresh("horovod", 2) as world:
+        (text, ranks), _ = world.run(calls_beside_a_stopped_one, world.pids, dies=[1], timeout=patient(20))
+        world.kill()
+    assert ranks == (1,)
+    assert "its process is stopped" in text
 
 
 # ---------------------------------------------------------------- lives

@@ -21,13 +21,13 @@ from asynccoll.backends.api import (
     READY,
     Completion,
     Promise,
-    Ready,
     ReduceOp,
     as_called,
     as_matrix,
     uncast,
 )
-from asynccoll.backends.horovod.completion import Common, HorovodCompletion, typed
+from asynccoll.backends.horovod.completion import Common, HorovodCompletion
+from asynccoll.backends.horovod.entrance import entrance
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
 
 __all__ = ["HorovodCommunicator", "Rounds"]
@@ -123,12 +123,10 @@ class HorovodCommunicator:
         self, call: Callable[..., int], *arguments: object, finish: Callable[[], object] | None = None
     ) -> Completion:
         """Issue ``call``; what it works on is kept until it is over."""
-        try:
-            handle = call(*arguments)
-        except (RuntimeError, ValueError) as error:
-            return Ready(typed(error))
         # The thread that finds it done may be in other modes, which cannot write to inference tensors.
-        return HorovodCompletion(handle, arguments, self._common, finish and as_called(finish))
+        issued = HorovodCompletion(call, arguments, self._common, finish and as_called(finish))
+        entrance.enter(issued.enter)
+        return issued
 
     # Arithmetic
 

@@ -42,7 +42,7 @@ class Common:
 
 
 class HorovodCompletion(Polled):
-    """One handle of Horovod's, and what is to be done with its result."""
+    """One call of Horovod's, with a handle once it has entered, and what is to be done with its result."""
 
     over: bool = False
     attended: bool = False
@@ -52,14 +52,29 @@ class HorovodCompletion(Polled):
     _watched = False
 
     def __init__(
-        self, handle: int, buffers: object, common: Common, finish: Callable[[], object] | None = None
+        self,
+        call: Callable[..., int],
+        arguments: tuple[object, ...],
+        common: Common,
+        finish: Callable[[], object] | None = None,
     ) -> None:
-        self._handle = handle
-        self._buffers = buffers
+        self._call = call
+        self._arguments = arguments
+        self._handle: int | None = None
         self._common = common
         self._finish = finish
         self._started = monotonic()
         self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """Issue the call (``entrance``), unless it was given up before its turn."""
+        self._look()
+        with self._lock:
+            if not self.over:
+                try:
+                    self._handle = self._call(*self._arguments)
+                except Exception as error:  # raised in the waiter, which has made the call
+                    self._close(typed(error))
 
     def expected(self) -> float:
         return 0.0
@@ -78,17 +93,17 @@ class HorovodCompletion(Polled):
                     pass
                 elif self._common.abandoned:  # the handle may be another operation's by now
                     self._close(AbortedError("given up with the operation in flight"))
-                elif poll(self._handle):
-                    self._end()
+                elif (handle := self._handle) is not None and poll(handle):
+                    self._end(handle)
             except ValueError:  # Horovod was shut down here, and has forgotten its handles
                 self._close(AbortedError("Horovod was shut down with the operation in flight"))
         return self.over
 
-    def _end(self) -> None:
+    def _end(self, handle: int) -> None:
         """Take the result, which is there."""
         error: CollectiveError | None = None
         try:
-            clear(self._handle)
+            clear(handle)
             if self._finish is not None:
                 self._finish()
         except CollectiveError as ours:
@@ -99,7 +114,7 @@ class HorovodCompletion(Polled):
 
     def _close(self, error: CollectiveError | None) -> None:
         self._error = error
-        self._buffers = self._finish = None
+        self._arguments, self._finish = (), None
         self.over = True
 
     def poll(self) -> bool:
