@@ -16,8 +16,8 @@ PACKAGE = Path(ac.__file__).parent
 #: What is taken besides: threads and clocks, which have one way in; what tells peers of calls that will never
 #: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); for which
 #: line of the user's hooks of backward send; how ranks are named in a text; where tensors lie in flat memory,
-#: which is no other than in fused calls; which have addresses at all; and by which name of a lane errors know
-#: that a state is gathered there.
+#: which is no other than in fused calls; which have addresses at all; by which name of a lane errors know
+#: that a state is gathered there; and how a copy is refused.
 TAKEN = {
     ("asynccoll", "host"),
     ("asynccoll.flight", "FULL_STATE"),
@@ -26,6 +26,7 @@ TAKEN = {
     ("asynccoll.memory.aliasing", "has_memory"),
     ("asynccoll.host.call_site", "caller"),
     ("asynccoll.host.call_site", "on_behalf_of"),
+    ("asynccoll.host.uncopied", "Uncopied"),
     ("asynccoll.host.words", "listed"),
     ("asynccoll.waiting.forgotten", "NotItsResult"),
     ("asynccoll.waiting.forgotten", "warn"),
