@@ -120,10 +120,10 @@ class _Resumable(distributed.DistributedSampler[Any]):
         self._next, self._now = state["seen"], _Iteration(state["seen"])
 
     def counting(
-        self, begin: Callable[[], Iterator[Any]], batch_size: int | None, in_order: bool
+        self, begin: Callable[[], Iterator[Any]], loader: torch_data.DataLoader[Any]
     ) -> Iterator[Any]:
-        """What ``begin`` iterates over, in batches of this sampler: as the loop takes them."""
-        return _Taken(self, begin, batch_size or 1, in_order)
+        """What ``begin`` iterates over, batches of ``loader`` with this sampler: as the loop takes them."""
+        return _Taken(self, begin, loader)
 
 
 _OUT_OF_ORDER = (
@@ -154,15 +154,16 @@ class _Taken(Iterator[Any]):
     """An iterator of a loader that notes how many samples came out of it; else it is as it was."""
 
     def __init__(
-        self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], batch_size: int, in_order: bool
+        self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], loader: torch_data.DataLoader[Any]
     ) -> None:
         before = sampler._now
-        self._sampler, self._batches, self._batch_size = sampler, begin(), batch_size
+        self._sampler, self._batches, self._batch_size = sampler, begin(), loader.batch_size or 1
         # Workers have the sampler begin at once; without them the first batch does.
         self._iteration = None if sampler._now is before else sampler._now
         if self._iteration is not None:
             self._iteration.taken = 0
-            self._iteration.shuffled = not in_order
+            in_order = getattr(loader, "in_order", True)  # torch has it since 2.6
+            self._iteration.shuffled = loader.num_workers > 1 and not in_order
 
     def __next__(self) -> Any:
         batch = next(self._batches, self)
@@ -253,8 +254,7 @@ class DataLoader(torch_data.DataLoader[Any]):
     def __iter__(self) -> Any:
         if not isinstance(self.sampler, _Resumable):  # a batch sampler was put in later
             return super().__iter__()
-        in_order = self.num_workers < 2 or getattr(self, "in_order", True)  # torch has it since 2.6
-        return self.sampler.counting(super().__iter__, self.batch_size, in_order)
+        return self.sampler.counting(super().__iter__, self)
 
 
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:

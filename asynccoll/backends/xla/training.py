@@ -29,7 +29,7 @@ class XlaTraining(Training):
         class MpDeviceLoader(parallel_loader.MpDeviceLoader):  # type: ignore[misc]  # torch_xla is not typed
             def __iter__(self) -> Any:
                 counting = getattr(loader.sampler, "counting", None)  # of a sampler of ours
-                return counting(super().__iter__, loader.batch_size) if counting else super().__iter__()
+                return counting(super().__iter__, loader) if counting else super().__iter__()
 
         log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
         wrapped = MpDeviceLoader(loader, device)
