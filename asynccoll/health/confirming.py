@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from asynccoll import host
+from asynccoll.errors import collective_error
 from asynccoll.health.accounts import NOTE
 from asynccoll.health.checks import mismatch
 from asynccoll.health.prediction import Prediction
@@ -198,16 +199,25 @@ class Confirmations:
         while not self._closed:
             self._wanted.wait()
             self._wanted.clear()
-            with self.lock:
-                late, self._late = self._late, []
-                self._held = [held for held in self._held if not held.confirming.is_broken]
-                untold = [(held, ranks) for held in self._held if (ranks := held.untold - self._silent)]
-            for confirming, where, made, differ in late:
-                confirming.refuse(where, made, differ)
-            for held, ranks in untold:
-                self._tell(held, ranks)
-            self._settle()
-            self._have_told_again()
+            try:
+                self._look()
+            except Exception as error:  # a mistake of ours, or no thread is left: this one has to go on
+                with self.lock:
+                    held, self._held = self._held, []
+                for one in held:
+                    one.confirming.lose(error)
+
+    def _look(self) -> None:
+        with self.lock:
+            late, self._late = self._late, []
+            self._held = [held for held in self._held if not held.confirming.is_broken]
+            untold = [(held, ranks) for held in self._held if (ranks := held.untold - self._silent)]
+        for confirming, where, made, differ in late:
+            confirming.refuse(where, made, differ)
+        for held, ranks in untold:
+            self._tell(held, ranks)
+        self._settle()
+        self._have_told_again()
 
     def _have_told_again(self) -> None:
         """Start the thread that tells silent ranks again, if it is needed and does not run."""
@@ -387,6 +397,10 @@ class Confirming:
         ranks = sorted(texts)
         begins = min((call.place, call.part), *((note.place, note.part) for note in others.values()))
         return mismatch(self._lane, ranks, [texts[rank] for rank in ranks], begins)
+
+    def lose(self, error: Exception) -> None:
+        """Lose the lane, whose calls can no longer be compared."""
+        self._lane.lose(collective_error(error, f"comparing calls of {self._lane} with other hosts'"))
 
     def refuse(self, where: Where, call: Announced, others: Mapping[int, Note]) -> None:
         """Refuse a call that this rank has made, while ``others`` make another one there."""

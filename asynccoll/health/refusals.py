@@ -31,7 +31,7 @@ from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
 from asynccoll.host.helpers import Helpers
-from asynccoll.host.store import is_of_store, values
+from asynccoll.host.store import values
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Refusals:
         try:
             while following is not None:
                 cut, following = following, self._see_one_through(lane, following)
-        except (RuntimeError, TimeoutError) as error:  # the store is gone, or a rank says nothing
+        except Exception as error:  # the store is gone, or a rank says nothing; else a mistake of ours
             self._give_up(lane, cut, error)
 
     def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
@@ -251,7 +251,7 @@ class Refusals:
             lane.halting.hear(epoch, refusal)
 
     def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
-        if is_of_store(error):  # peers learn of this rank's refusal only if its connections end
+        if not isinstance(error, TimeoutError):  # peers learn of the refusal only if the connections end
             lane.lose(
                 lane.world.diagnose(lane, collective_error(error, f"settling a refused call of {lane}"))
             )

@@ -6,6 +6,7 @@ It must not know what is issued on it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from asynccoll import host
@@ -64,10 +65,12 @@ class Connection:
             self._open(waits=waits)
 
     def _open(self, *, waits: bool) -> None:
-        self._begun = True
         if not waits:
-            self._install(self._make(self._epoch))
+            communicator = self._make(self._epoch)
+            self._begun = True  # not before: where it could not be made, the next call tries again
+            self._install(communicator)
             return
+        self._begun = True
         opener = host.Thread(
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
@@ -139,7 +142,8 @@ class Connection:
         last = self.communicator or self._previous
         communicators = [*self._retired, *([last] if last else [])]
         self._retired, self.communicator, self._previous = [], None, None
-        for communicator in communicators:
-            if abort or communicator is not communicators[-1]:
-                communicator.abort()
-            communicator.close()
+        with ExitStack() as ends:  # all of them, whatever one raises; the last one that is added ends first
+            for communicator in reversed(communicators):
+                ends.callback(communicator.close)
+                if abort or communicator is not communicators[-1]:
+                    ends.callback(communicator.abort)

@@ -171,8 +171,10 @@ class MemoryCommunicator:
         self._leave(ABORTED, PeerLostError(_GIVEN_UP))
 
     def _leave(self, state: int, why: CollectiveError) -> None:
-        self._engine.stop(state, why)
-        self._messages.stop(state, why)
+        try:
+            self._engine.stop(state, why)
+        finally:  # after Ctrl-C, too: others wait for this rank's messages
+            self._messages.stop(state, why)
 
 
 def _line(text: str, spot: Any) -> bytes:

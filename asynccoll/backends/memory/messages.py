@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -148,10 +149,11 @@ class Messages:
         with self._lock:
             self._closed = self._closed or (state, error)
             pairs = list(self._pairs.values())
-        for pair in pairs:
-            if state == CLOSED:
-                pair.flush(_FLUSH_SECONDS)
-            pair.stop(state, error)
+        with ExitStack() as ends:  # all of them, though Ctrl-C may cut a flush short
+            for pair in pairs:
+                ends.callback(pair.stop, state, error)  # what is added last comes first
+                if state == CLOSED:
+                    ends.callback(pair.flush, _FLUSH_SECONDS)
 
     def join(self) -> None:
         """Wait for the threads that are opening regions, since they use the store."""

@@ -1,0 +1,139 @@
+"""A lane's communicators that cannot be made or ended, and helper threads that meet what nobody expects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import asynccoll as ac
+from asynccoll import host
+from asynccoll.backends.memory.communicator import MemoryCommunicator
+from asynccoll.backends.memory.layout import CLOSED
+from asynccoll.backends.memory.messages import Messages
+from asynccoll.backends.serial.backend import SerialBackend
+from asynccoll.health.confirming import Confirmations
+from asynccoll.order.connection import Connection
+from asynccoll.order.cut import Verdict
+from asynccoll.order.operation import Estimate
+from asynccoll.testing import simulate
+from asynccoll.transport.completion import READY
+from asynccoll.world.context import Context, Identity
+
+
+class Ending:
+    """A communicator, or a region of messages, that notes how it ends; Ctrl-C comes where it is told."""
+
+    region: Any
+
+    def __init__(self, name: str, ended: list[str], struck: str) -> None:
+        self._name = name
+        self._ended = ended
+        self._struck = struck
+
+    def __getattr__(self, how: str) -> Any:
+        if how not in ("abort", "close", "flush", "stop"):
+            raise AttributeError(how)
+        return lambda *_: self._end(f"{how} {self._name}")
+
+    def _end(self, how: str) -> None:
+        self._ended.append(how)
+        if how == self._struck:
+            raise KeyboardInterrupt
+
+
+def test_a_lane_whose_communicator_could_not_be_made_makes_it_for_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next call was queued for good."""
+    lane = Context(SerialBackend(), Identity(), check="off").world.lane("again")
+
+    def fails(*_: object) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(SerialBackend, "open", fails)
+        with pytest.raises(OSError, match="no room"):
+            lane.issue(Estimate("first"), lambda _: READY)
+    assert lane.issue(Estimate("second"), lambda _: READY).done()
+
+
+@pytest.mark.parametrize("struck", ["abort first", "close first", "close last"])
+def test_whatever_one_communicator_raises_the_others_are_ended(struck: str) -> None:
+    ended: list[str] = []
+    made = iter([Ending("first", ended, struck), Ending("last", ended, struck)])
+    connection = Connection("a lane", host.Lock(), lambda epoch: next(made), list, print)  # type: ignore[arg-type,return-value]
+    connection.open(waits=False)
+    replaced = connection.replace(1, waits=False)
+    assert replaced is not None
+    connection.retire(replaced)
+    with pytest.raises(KeyboardInterrupt):
+        connection.close(abort=False)
+    assert ended == ["abort first", "close first", "close last"]
+
+
+def test_messages_that_ctrl_c_strikes_as_they_end_leave_all_ranks() -> None:
+    """These would wait for this rank's messages until its process ends."""
+    ended: list[str] = []
+    messages = Messages(lambda *_: None, lambda job: None, None)  # type: ignore[arg-type,return-value]
+    messages._pairs = {peer: Ending(str(peer), ended, "flush 2") for peer in (1, 2, 3)}  # type: ignore[misc]
+    with pytest.raises(KeyboardInterrupt):
+        messages.stop(CLOSED, ac.AbortedError("its lane was closed"))
+    assert sorted(ended) == [f"{how} {peer}" for how in ("flush", "stop") for peer in (1, 2, 3)]
+
+
+def test_a_communicator_whose_collectives_ctrl_c_strikes_ends_its_messages_too() -> None:
+    ended: list[str] = []
+    engine = Ending("collectives", ended, "stop collectives")
+    engine.region = SimpleNamespace(size=2)
+    communicator = MemoryCommunicator(engine, Ending("messages", ended, ""), print)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        communicator.abort()
+    assert ended == ["stop collectives", "stop messages"]
+
+
+def test_a_mistake_while_a_refusal_is_settled_ends_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, with its own words: calls on the lane waited for their timeout."""
+
+    def wrong(_: object) -> Verdict:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(Verdict, "of", wrong)
+
+    async def main(rank: int) -> str:
+        with pytest.raises(ac.InvalidArgumentError if rank == 0 else ac.PeerRefusedError):
+            await ac.broadcast(torch.ones(2), src=0 if rank else 7)
+        before = host.monotonic()
+        with pytest.raises(ac.CollectiveError) as raised:
+            await ac.all_reduce(torch.ones(2))
+        assert host.monotonic() - before < 5
+        return str(raised.value)
+
+    report = simulate(main, world_size=2, timeout=100)
+    report.check()
+    assert any("a mistake of ours" in str(said) for said in report.results.values()), report.results
+
+
+def test_a_mistake_while_calls_are_compared_ends_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held call, and all later ones of the world that are held, waited for their timeouts."""
+
+    def wrong(*_: object) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(Confirmations, "_tell", wrong)
+
+    async def main(rank: int) -> list[str]:
+        said: list[str] = []
+        for lane in ("one", "two"):
+            before = host.monotonic()
+            with pytest.raises(ac.CollectiveError) as raised:
+                await ac.all_reduce(torch.ones(2), lane=lane)
+            assert host.monotonic() - before < 5
+            said.append(str(raised.value))
+        return said
+
+    report = simulate(main, world_size=2, nodes=2, timeout=100)
+    report.check()
+    assert any("a mistake of ours" in one for said in report.results.values() for one in said), report.results  # type: ignore[attr-defined]
