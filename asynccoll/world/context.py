@@ -438,13 +438,16 @@ class Context:
             return self._without_store(lane, error)
         if error.ranks or type(error) not in (PeerLostError, CollectiveError):
             return error
+        # A rank that has refused this call may have ended on account of that: the refusal says why, if the
+        # store is not gone with it.
+        refused = self.refusals.published(lane) if self.store_answers() else None
+        if refused is not None:
+            refused.__cause__ = error
+            return refused
         lost = self.loss(lane, error)
         if lost is not None or type(error) is CollectiveError:  # its text tells of no peer
             return lost or error
-        refused = self.refusals.published(lane)  # after ``loss``: the store may be gone with rank 0
-        if refused is not None:
-            refused.__cause__ = error
-        return refused or self.loss(lane, error, leaving=True) or error
+        return self.loss(lane, error, leaving=True) or error
 
     def loss(
         self, lane: Lane, error: CollectiveError | None = None, *, leaving: bool = False
