@@ -332,8 +332,8 @@ async def stands_still(me: Rank, pids: list[int]) -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGSTOP)  # and rank 0 ends it
     start = time.monotonic()
     try:
-        await me.get(ac.all_reduce(torch.ones(2), timeout=10.0))
-    except (ac.PeerLostError, ac.CollectiveTimeoutError) as error:
+        await me.get(ac.all_reduce(torch.ones(2)))
+    except ac.PeerLostError as error:
         return str(error), time.monotonic() - start
     finally:
         os.kill(pids[1], signal.SIGKILL)
@@ -347,8 +347,7 @@ def test_a_stopped_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         (text, seconds), _ = world.run(stands_still, world.pids, dies=[1], timeout=40)
         world.kill()
     assert seconds < 15, f"heard of it after {seconds} s"
-    # Horovod loses a call that enters just as its thread ends: then the call's own deadline tells.
-    assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in text or "its process is stopped" in text
+    assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in text
 
 
 async def calls_beside_a_stopped_one(me: Rank, pids: list[int]) -> tuple[str, tuple[int, ...]]:

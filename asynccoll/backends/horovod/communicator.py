@@ -22,12 +22,12 @@ from asynccoll.backends.api import (
     Completion,
     Promise,
     ReduceOp,
+    Waiters,
     as_called,
     as_matrix,
     uncast,
 )
 from asynccoll.backends.horovod.completion import Common, HorovodCompletion
-from asynccoll.backends.horovod.entrance import entrance
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
 
 __all__ = ["HorovodCommunicator", "Rounds"]
@@ -35,6 +35,9 @@ __all__ = ["HorovodCommunicator", "Rounds"]
 #: Names of reductions. Loops of two, three, ... calls find under a name what they sent under it before:
 #: hence a number that many divide. Horovod remembers 1024 (``HOROVOD_CACHE_CAPACITY``).
 RING = 120
+
+#: The thread on which calls enter, in the order in which they were made (``completion``).
+_ENTRANCE = Waiters("asynccoll-horovod")
 
 _OPS = {
     ReduceOp.SUM: mpi_ops.Sum,
@@ -125,7 +128,7 @@ class HorovodCommunicator:
         """Issue ``call``; what it works on is kept until it is over."""
         # The thread that finds it done may be in other modes, which cannot write to inference tensors.
         issued = HorovodCompletion(call, arguments, self._common, finish and as_called(finish))
-        entrance.enter(issued.enter)
+        _ENTRANCE.submit("", issued.enter)
         return issued
 
     # Arithmetic

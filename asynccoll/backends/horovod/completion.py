@@ -1,6 +1,11 @@
-"""When an operation of Horovod's is over: asked of ``poll``, by a waiter or by the progress thread.
+"""How a call enters Horovod, and when it is over: asked of ``poll``, by a waiter or by the progress thread.
 
 Horovod moves the data in a thread of its own. Nobody has to look before somebody wants to know.
+
+Where process sets are made while the job runs, that thread meets the other ranks in every cycle, and
+meanwhile holds the lock of its table of process sets. A call takes that lock with the interpreter's in hand:
+one rank that is stopped, or cut off, would so stop every thread of the others for good, before anyone can be
+told. Hence calls enter on a thread that first asks for Horovod's lock without the interpreter's.
 
 What Horovod's ``synchronize`` calls spins until the end, so it is called only once ``poll`` has said that
 it is there; it then forgets the handle, or raises. Horovod's errors become ours here.
@@ -8,13 +13,14 @@ it is there; it then forgets the handle, or raises. Horovod's errors become ours
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import time
 from collections.abc import Callable
 from time import monotonic
 
-from horovod.torch.mpi_ops import mpi_lib
+from horovod.torch.mpi_ops import _basics, mpi_lib
 
 from asynccoll.backends.api import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Callback, Polled, progress
 from asynccoll.errors import (
@@ -29,6 +35,15 @@ __all__ = ["Common", "HorovodCompletion", "typed"]
 
 poll: Callable[[int], bool] = mpi_lib.horovod_torch_poll
 clear: Callable[[int], object] = mpi_lib.horovod_torch_wait_and_clear
+
+
+#: Room for more ranks than any job has, as their number may change meanwhile (elastic jobs).
+_RANKS = (ctypes.c_int * 65_536)()
+
+
+def is_running() -> bool:
+    """Whether Horovod's thread takes calls; waits for its lock, and holds nobody up meanwhile."""
+    return bool(_basics.MPI_LIB_CTYPES.horovod_process_set_ranks(0, _RANKS) == 0)
 
 
 class Common:
@@ -67,14 +82,19 @@ class HorovodCompletion(Polled):
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Issue the call (``entrance``), unless it was given up before its turn."""
+        """Issue the call, unless it was given up before its turn; on a thread that may wait."""
+        is_running()  # its lock is free now
         self._look()
         with self._lock:
-            if not self.over:
-                try:
-                    self._handle = self._call(*self._arguments)
-                except Exception as error:  # raised in the waiter, which has made the call
-                    self._close(typed(error))
+            if self.over:
+                return
+            try:
+                self._handle = handle = self._call(*self._arguments)
+                # What enters just as Horovod's thread ends is in none of the queues that it has emptied.
+                if not is_running() and not poll(handle):
+                    raise RuntimeError("Horovod has been shut down")
+            except Exception as error:  # raised in the waiter, which has made the call
+                self._close(typed(error))
 
     def expected(self) -> float:
         return 0.0
