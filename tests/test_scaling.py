@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +234,13 @@ def unrefused(world: World) -> Iterator[World]:
         yield one
 
 
+def run_where_ranks_join(world: World, case: Callable[[Rank], Awaitable[None]]) -> None:
+    """On Horovod alone; elsewhere ``join`` is refused (``uneven``)."""
+    if world.backend == "horovod":
+        with unrefused(world) as one:
+            one.run(case)
+
+
 async def in_flight(me: Rank) -> None:
     for turn in range(3):
         steps = [2 + 3 * (rank == turn % me.size) for rank in range(me.size)]
@@ -252,9 +259,7 @@ async def in_flight(me: Rank) -> None:
 
 def test_join_with_calls_in_flight(pair: World) -> None:
     """Horovod would count this rank twice in them, and leave the others' numbers out."""
-    if pair.backend == "horovod":
-        with unrefused(pair) as one:
-            one.run(in_flight)
+    run_where_ranks_join(pair, in_flight)
 
 
 async def on_a_lane_of_some(me: Rank) -> None:
@@ -273,9 +278,7 @@ async def on_a_lane_of_some(me: Rank) -> None:
 
 def test_a_lane_that_only_some_had_before_a_join(pair: World) -> None:
     """All count its calls alike from then on."""
-    if pair.backend == "horovod":
-        with unrefused(pair) as one:
-            one.run(on_a_lane_of_some)
+    run_where_ranks_join(pair, on_a_lane_of_some)
 
 
 async def joined_after_a_refusal(me: Rank) -> None:
@@ -294,6 +297,4 @@ async def joined_after_a_refusal(me: Rank) -> None:
 
 def test_no_join_after_a_refused_call(pair: World) -> None:
     """Horovod would look for what the refused call's peers have issued of it where that was never issued."""
-    if pair.backend == "horovod":
-        with unrefused(pair) as one:
-            one.run(joined_after_a_refusal)
+    run_where_ranks_join(pair, joined_after_a_refusal)

@@ -355,8 +355,7 @@ class World:
     def kill(self) -> None:
         """End the ranks now."""
         for process in self._ranks:
-            if process.popen.poll() is None:
-                process.popen.kill()
+            process.popen.kill()  # also if it has ended: the last one ends the launcher, too
             process.popen.wait()
             if process.connection is not None:
                 process.connection.close()

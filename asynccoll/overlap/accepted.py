@@ -33,7 +33,6 @@ __all__ = [
     "check_unaliased",
     "check_whole",
     "ddp_models",
-    "group_size",
     "is_part",
     "module_with_buffers",
     "named_in",
@@ -115,24 +114,20 @@ def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> Non
         )
 
 
-def group_size(group: GroupLike) -> int:
-    size = get_world_size(group)
+def place_in(group: GroupLike, what: str) -> tuple[int, int]:
+    """This rank's index in ``group``, and the number of its ranks; only a member has ``what`` there."""
+    rank, size = get_rank(group), get_world_size(group)
     if size < 1:
         raise InvalidArgumentError(
-            f"rank {get_rank()} is not in {group!r}, so it has no gradients to reduce there; guard the call "
+            f"rank {get_rank()} is not in {group!r}, so it has no {what} there; guard the call "
             "with `ac.get_rank(group) >= 0`"
         )
-    return size
-
-
-def place_in(group: GroupLike) -> tuple[int, int]:
-    """This rank's index in ``group``, and the number of its ranks."""
-    return get_rank(group), get_world_size(group)
+    return rank, size
 
 
 def check_place(made: tuple[int, int], group: GroupLike, what: str) -> None:
     """Refuse to use ``what`` in another world than it was ``made`` for: it would average, or cut, wrongly."""
-    now = place_in(group)
+    now = get_rank(group), get_world_size(group)
     if now != made:
         raise InvalidArgumentError(
             f"{what} was made on rank {made[0]} of {made[1]}, and this is rank {now[0]} of {now[1]}: make it "

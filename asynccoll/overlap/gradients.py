@@ -50,9 +50,9 @@ from asynccoll.overlap.accepted import (
     check_place,
     check_reduce_dtype,
     check_whole,
-    group_size,
     module_with_buffers,
     named_in,
+    place_in,
     source_of,
 )
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
@@ -153,7 +153,7 @@ class GradientReducer(Companion):
         self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
         self._reduce_dtype = reduce_dtype
-        self._place = _, self._size = get_rank(group), group_size(group)
+        self._place = _, self._size = place_in(group, "gradients to reduce")
         self._scale = 1.0 / self._size if op == "avg" else 1.0
         self._summed_over = self._size if op == "sum" else 1
         self._spot = caller(1)

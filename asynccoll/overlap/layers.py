@@ -112,9 +112,7 @@ class ShardedLayers(Uncopied, nn.Module):
     ) -> None:
         super().__init__()
         check_ahead(ahead)
-        self._place = rank, size = place_in(group)
-        if size < 1:
-            raise InvalidArgumentError(f"rank {get_rank()} is not in {group!r}, so it has no part of layers")
+        self._place = rank, size = place_in(group, "part of layers")
         modules = _listed(layers)
         _check_unshared(modules)
         emptied = list(nn.ModuleList(modules).parameters())
