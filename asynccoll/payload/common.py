@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
 from contextlib import contextmanager
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def check_filled(name: str, out: object, x: torch.Tensor | None = None) -> None:
 #: Starts the collective for all tensors of a tree, given them and their ``out`` tensors (or None). The
 #: result is the list of their results.
 OfTensors = Callable[[list[torch.Tensor], Any], Started[list[Any]]]
+#: Starts the collective for all numbers, strings and paths of a tree; the result is that of OfTensors.
+OfValues = Callable[[list[Any]], Started[list[Any]]]
 
 
 def over_tree(
@@ -74,17 +77,18 @@ def over_tree(
     name: str,
     x: object,
     of_tensors: OfTensors,
-    of_value: Callable[[object], Started[object]],
+    of_values: OfValues | None,
     check: Callable[[object], object],
     *,
     out: object = None,
     alike: bool = False,
 ) -> Started[object]:
-    """Start the collective ``name`` for all leaves of the tree ``x``: tensors together, values one by one.
+    """Start the collective ``name`` for all leaves of the tree ``x``: its tensors, and its values together.
 
     Every leaf passes ``check`` before any is sent, and all leaves share one number in the lane's order. So a
-    tree is refused as a whole, here and for the peers. ``alike`` says that ``check`` depends only on the
-    dtype, device and layout of a tensor; then only one tensor of each is checked.
+    tree is refused as a whole, here and for the peers. A ``check`` that refuses all values needs no
+    ``of_values``. ``alike`` says that ``check`` depends only on the dtype, device and layout of a tensor;
+    then only one tensor of each is checked.
     """
     leaves, spec = leaves_of(name, x)
     for leaf in _one_of_each(leaves) if alike else leaves:
@@ -93,7 +97,7 @@ def over_tree(
         check(leaf)
     outs = None if out is None else tree_out(name, leaves, spec, out)
     with tree_call(lane, name, spec, *_placed(leaves)) as compared:
-        leaf_results = _start_leaves(leaves, outs, of_tensors, of_value)
+        leaf_results = _start_leaves(leaves, outs, of_tensors, of_values)
 
     def whole(parts: list[Any]) -> Any:
         return unflatten(spec, parts[-1]) if out is None else out
@@ -184,7 +188,7 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[
 
 
 def _start_leaves(
-    leaves: list[Any], outs: object, of_tensors: OfTensors, of_value: Callable[[object], Started[Any]]
+    leaves: list[Any], outs: object, of_tensors: OfTensors, of_values: OfValues | None
 ) -> Started[list[object]]:
     """Start the collective for all leaves; its result is the list of their results, in the same order."""
     if _only_tensors(leaves):
@@ -192,13 +196,12 @@ def _start_leaves(
     tensors_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     values_at = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
     parts = [of_tensors([leaves[i] for i in tensors_at], None)] if tensors_at else []
-    parts += [of_value(leaves[i]) for i in values_at]
+    assert of_values is not None, f"the check of {leaves} let pass what is no tensor"
+    parts.append(of_values([leaves[i] for i in values_at]))
 
     def in_order(results: list[Any]) -> list[object]:
-        of_leaves = dict(zip(values_at, results[len(results) - len(values_at) :], strict=True))
-        if tensors_at:
-            of_leaves.update(zip(tensors_at, results[0], strict=True))
-        return [of_leaves[i] for i in range(len(leaves))]
+        found = dict(zip(tensors_at + values_at, chain.from_iterable(results), strict=True))
+        return [found[i] for i in range(len(leaves))]
 
     return together(parts, in_order)
 
@@ -241,7 +244,18 @@ def message_kind(name: str, x: object) -> str:
     return "number" if is_number(x) else type(x).__name__  # an int may meet a float
 
 
-def values_of(lane: Lane, rows: Sequence[Message]) -> list[object]:
+def message_kinds(name: str, values: Sequence[object]) -> str:
+    """Return the same for the values of a tree, which are sent in one message."""
+    runs = [(kind, len(list(run))) for kind, run in groupby(message_kind(name, x) for x in values)]
+    return ", ".join(kind if length == 1 else f"{length} {kind}s" for kind, length in runs)
+
+
+def columns(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Return, from the values that each rank sent, the list of all ranks' values for each leaf."""
+    return list(map(list, zip(*rows, strict=True)))
+
+
+def values_of(lane: Lane, rows: Sequence[Message]) -> list[Any]:
     device = lane.world.device
     return [from_message(row, device) for row in rows]
 

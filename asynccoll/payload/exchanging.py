@@ -116,7 +116,7 @@ def permute(
             "permute",
             x,
             one_by_one(lambda leaf: permute(lane, leaf, listed, None, timeout)),
-            lambda leaf: permute(lane, leaf, listed, None, timeout),
+            None,
             lambda leaf: _check_permuted(lane, leaf),
         )
     x = _check_permuted(lane, x)

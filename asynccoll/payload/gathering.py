@@ -13,7 +13,9 @@ from asynccoll.order.lane import Lane
 from asynccoll.payload.common import (
     check_filled,
     check_sendable,
+    columns,
     message_kind,
+    message_kinds,
     no_gradient,
     no_out,
     normal_dim,
@@ -25,7 +27,7 @@ from asynccoll.payload.messages import (
     all_gather_messages,
     gather_messages,
 )
-from asynccoll.payload.values import as_number, to_message
+from asynccoll.payload.values import as_number, to_message, values_message
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd
@@ -53,7 +55,7 @@ def all_gather(
             "all_gather",
             x,
             one_by_one(lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout)),
-            lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout),
+            lambda values: _all_gather_values(lane, values, timeout),
             lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
         )
     kind = message_kind("all_gather", x)
@@ -67,6 +69,17 @@ def all_gather(
         detail=kind,
     )
     return no_gradient(started, x, "all_gather(uneven=True)", "all_gather of tensors of one shape")
+
+
+def _all_gather_values(lane: Lane, values: list[object], timeout: float | None) -> Started[list[Any]]:
+    return all_gather_messages(
+        lane,
+        "all_gather",
+        values_message(values),
+        timeout,
+        then=lambda found: columns(values_of(lane, found)),
+        detail=message_kinds("all_gather", values),
+    )
 
 
 def _all_gather_tensor(
@@ -108,7 +121,7 @@ def gather(
             "gather",
             x,
             one_by_one(lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout)),
-            lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout),
+            lambda values: _gather_values(lane, values, dst, index, timeout),
             lambda leaf: _check_gathered(lane, "gather", leaf, dim, uneven),
         )
         return whole if here else whole.then(lambda _: None)
@@ -124,6 +137,21 @@ def gather(
         detail=f"{kind} dst={dst}",
     )
     return no_gradient(received, x, "gather(uneven=True)", "all_gather of tensors of one shape")
+
+
+def _gather_values(
+    lane: Lane, values: list[object], dst: int, index: int, timeout: float | None
+) -> Started[list[Any]]:
+    here = lane.group.rank == index
+    return gather_messages(
+        lane,
+        "gather",
+        values_message(values),
+        index,
+        timeout,
+        then=lambda found: columns(values_of(lane, found)) if here else [None] * len(values),
+        detail=f"{message_kinds('gather', values)} dst={dst}",
+    )
 
 
 def _gather_tensor(

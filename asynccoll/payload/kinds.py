@@ -18,6 +18,7 @@ __all__ = [
     "OBJECT",
     "ROW_BYTES",
     "TENSOR",
+    "VALUES",
     "Kind",
     "is_number",
     "is_value",
@@ -73,7 +74,7 @@ KINDS = (
     Kind((type(None),), lambda _: b"", lambda _: None),
 )
 #: The kinds of messages that are not in the table are numbered from the other end.
-TENSOR, OBJECT = 255, 254
+TENSOR, OBJECT, VALUES = 255, 254, 253
 
 _BY_TYPE = {kind.types[0]: code for code, kind in enumerate(KINDS)}
 _VALUES = tuple(each for kind in KINDS for each in kind.types if each is not type(None))
@@ -109,9 +110,9 @@ def number_row(x: complex) -> bytes:
     return (bytes((code,)) + KINDS[code].pack(x)).ljust(ROW_BYTES, b"\0")
 
 
-def numbers_of(rows: bytearray, length: int) -> list[object]:
-    """Return the numbers in joined rows of ``number_row``, each of ``length`` bytes."""
-    starts = range(0, len(rows), length)
+def numbers_of(rows: bytearray, first: int, step: int) -> list[object]:
+    """Return every ``step``-th of the numbers in joined rows of ``number_row``, from the ``first`` on."""
+    starts = range(first * ROW_BYTES, len(rows), step * ROW_BYTES)
     kinds = (KINDS[rows[start]] for start in starts)
     return [
         kind.unpack(bytes(rows[start + 1 : start + 1 + kind.size]))

@@ -48,8 +48,8 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 class Message(NamedTuple):
     """One payload as it is sent.
 
-    ``kind`` is an index in ``kinds.KINDS``, ``TENSOR`` or ``OBJECT``. ``body`` is bytes, or a flat uint8
-    tensor on the CPU or on the communication device.
+    ``kind`` is an index in ``kinds.KINDS``, or one of the kinds named beside it. ``body`` is bytes, or a flat
+    uint8 tensor on the CPU or on the communication device.
     """
 
     kind: int
@@ -197,10 +197,10 @@ def all_gather_rows(
     row: bytes,
     timeout: float | None,
     *,
-    then: Callable[[bytearray, int], T],
+    then: Callable[[bytearray], T],
     detail: str = "",
 ) -> Started[T]:
-    """Gather every rank's row; the result is ``then`` of the joined rows and the length of one.
+    """Gather every rank's row; the result is ``then`` of the joined rows.
 
     All ranks must pass rows of the same length. It takes one native call.
     """
@@ -219,7 +219,7 @@ def all_gather_rows(
     else:
         estimate = lane.estimate(name, len(row))
         operation = lane.issue(estimate, start, len(row), timeout, what=(name, detail))
-    return Started((operation,), lambda: then(rows, len(row)))
+    return Started((operation,), lambda: then(rows))
 
 
 def gather_messages(

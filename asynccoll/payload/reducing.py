@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from asynccoll.payload.common import (
     check_filled,
     check_number,
     check_reducible,
+    columns,
     no_gradient,
     no_out,
     normal_dim,
@@ -24,11 +27,8 @@ from asynccoll.payload.common import (
     values_of,
 )
 from asynccoll.payload.kinds import number_row, numbers_of
-from asynccoll.payload.messages import (
-    all_gather_rows,
-    gather_messages,
-)
-from asynccoll.payload.values import as_number, reduce_numbers, to_message
+from asynccoll.payload.messages import Message, all_gather_rows, gather_messages
+from asynccoll.payload.values import as_number, reduce_numbers, values_message
 from asynccoll.plan.spec import Op, ReduceOp, ReduceOpLike, dtype_name, reduce_op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd
@@ -48,25 +48,32 @@ def all_reduce(lane: Lane, x: object, op: ReduceOpLike, out: Any, timeout: float
             "all_reduce",
             x,
             lambda xs, outs: autograd.fused(lane, tensors.all_reduce_fuse(lane, op), xs, outs, timeout),
-            lambda leaf: _all_reduce_number(lane, leaf, op, timeout),
+            lambda values: _all_reduce_numbers(lane, values, op, timeout),
             lambda leaf: check_reducible(lane, "all_reduce", Op.ALL_REDUCE, leaf, op),
             out=out,
             alike=True,
         )
     no_out("all_reduce", out)
-    return _all_reduce_number(lane, x, op, timeout)
-
-
-def _all_reduce_number(lane: Lane, x: Any, op: ReduceOp, timeout: float | None) -> Started[object]:
     check_number("all_reduce", x, op)
+    return _all_reduce_numbers(lane, [x], op, timeout).then(itemgetter(0))
+
+
+def _all_reduce_numbers(
+    lane: Lane, xs: Sequence[Any], op: ReduceOp, timeout: float | None
+) -> Started[list[Any]]:
+    """Reduce each of ``xs``, which were checked; all of them take one native call."""
     return all_gather_rows(
         lane,
         "all_reduce",
-        number_row(x),
+        b"".join(map(number_row, xs)),
         timeout,
-        then=lambda rows, length: reduce_numbers(numbers_of(rows, length), op),
-        detail=f"{op.value} number",
+        then=lambda rows: [reduce_numbers(numbers_of(rows, i, len(xs)), op) for i in range(len(xs))],
+        detail=_detail(op, xs),
     )
+
+
+def _detail(op: ReduceOp, xs: Sequence[object]) -> str:
+    return f"{op.value} number" if len(xs) == 1 else f"{op.value} {len(xs)} numbers"
 
 
 def reduce(
@@ -82,13 +89,14 @@ def reduce(
     no_out("reduce", out)
     x = as_number(x)
     if not is_tree(x):
-        return _reduce_number(lane, x, dst, op, timeout)
+        check_number("reduce", x, op)
+        return _reduce_numbers(lane, [x], dst, op, timeout).then(itemgetter(0))
     whole = over_tree(
         lane,
         "reduce",
         x,
         one_by_one(lambda leaf: _reduce_tensor(lane, leaf, dst, op, None, timeout)),
-        lambda leaf: _reduce_number(lane, leaf, dst, op, timeout),
+        lambda values: _reduce_numbers(lane, values, dst, op, timeout),
         lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
     )
     return whole if here else whole.then(lambda _: None)
@@ -108,16 +116,25 @@ def _reduce_tensor(
     return no_gradient(call.begin(lane, timeout), x, "reduce", "all_reduce")
 
 
-def _reduce_number(lane: Lane, x: object, dst: int, op: ReduceOp, timeout: float | None) -> Started[object]:
-    check_number("reduce", x, op)
+def _reduce_numbers(
+    lane: Lane, xs: Sequence[object], dst: int, op: ReduceOp, timeout: float | None
+) -> Started[list[Any]]:
+    """Reduce each of ``xs``, which were checked, on ``dst``; the others get None for each."""
+    here = lane.group.rank == dst
+
+    def reduced(found: list[Message]) -> list[Any]:
+        if not here:
+            return [None] * len(xs)
+        return [reduce_numbers(column, op) for column in columns(values_of(lane, found))]
+
     return gather_messages(
         lane,
         "reduce",
-        to_message(x),
+        values_message(xs),
         dst,
         timeout,
-        then=lambda found: reduce_numbers(values_of(lane, found), op) if found else None,
-        detail=f"{op.value} number dst={dst}",
+        then=reduced,
+        detail=f"{_detail(op, xs)} dst={dst}",
     )
 
 
@@ -132,7 +149,7 @@ def reduce_scatter(
             "reduce_scatter",
             x,
             one_by_one(lambda leaf: reduce_scatter(lane, leaf, op, dim, None, timeout)),
-            lambda leaf: reduce_scatter(lane, leaf, op, dim, None, timeout),
+            None,
             lambda leaf: _check_scattered(lane, leaf, op, dim),
         )
     size = lane.group.size

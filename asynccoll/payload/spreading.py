@@ -14,16 +14,18 @@ from asynccoll.payload.common import (
     check_filled,
     check_sendable,
     message_kind,
+    message_kinds,
     no_gradient,
     no_out,
     over_tree,
+    values_of,
 )
 from asynccoll.payload.messages import (
     broadcast_message,
     scatter_messages,
 )
 from asynccoll.payload.parts import part_message, part_of, parts_of, tensors_of
-from asynccoll.payload.values import as_number, from_message, to_message
+from asynccoll.payload.values import as_number, from_message, to_message, values_message
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import flatten, is_tree
 from asynccoll.tensors import autograd
@@ -53,7 +55,7 @@ def broadcast(
             "broadcast",
             x,
             lambda xs, outs: autograd.fused(lane, tensors.broadcast_fuse(lane, index), xs, outs, timeout),
-            lambda leaf: broadcast(lane, leaf, src, False, None, timeout),
+            lambda values: _broadcast_values(lane, values, src, index, timeout),
             lambda leaf: check_sendable(lane, Op.BROADCAST, leaf),
             out=out,
             alike=True,
@@ -70,6 +72,21 @@ def broadcast(
         timeout,
         then=lambda found: from_message(found, device),
         detail=f"{kind} src={src}",
+    )
+
+
+def _broadcast_values(
+    lane: Lane, values: list[object], src: int, index: int, timeout: float | None
+) -> Started[list[Any]]:
+    message = values_message(values) if lane.group.rank == index else None
+    return broadcast_message(
+        lane,
+        "broadcast",
+        message,
+        index,
+        timeout,
+        then=lambda found: values_of(lane, [found])[0],
+        detail=f"{message_kinds('broadcast', values)} src={src}",
     )
 
 

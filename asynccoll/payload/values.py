@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from asynccoll.errors import CollectiveError, PayloadTypeError
 from asynccoll.host.misfits import check
 from asynccoll.memory.plain import plain_tensor, raw
 from asynccoll.payload.codecs import Codec
-from asynccoll.payload.kinds import KINDS, OBJECT, TENSOR, is_number, kind_of
+from asynccoll.payload.kinds import KINDS, OBJECT, TENSOR, VALUES, is_number, kind_of
 from asynccoll.payload.messages import Message
 from asynccoll.plan.spec import DEQUANTIZED, DTYPES_BY_NAME, ReduceOp, dtype_name
 
@@ -29,7 +30,11 @@ __all__ = [
     "reduce_numbers",
     "tensor_from_message",
     "to_message",
+    "values_message",
 ]
+
+#: Of each of several values in one message: its kind, and the length of what follows.
+_VALUE = struct.Struct("<BQ")
 
 
 def as_number(x: object) -> object:
@@ -72,6 +77,21 @@ def _tensor_message(x: torch.Tensor) -> Message:
     return Message(TENSOR, header, raw(x))
 
 
+def values_message(values: Sequence[object]) -> Message:
+    """Return numbers, strings and paths in one message, which ``from_message`` makes a list."""
+    packed = [(message.kind, message.body_bytes()) for message in map(to_message, values)]
+    return Message(VALUES, b"", b"".join(_VALUE.pack(kind, len(body)) + body for kind, body in packed))
+
+
+def _values_from(body: bytes) -> list[object]:
+    values, start = [], 0
+    while start < len(body):
+        kind, length = _VALUE.unpack_from(body, start)
+        start += _VALUE.size + length
+        values.append(KINDS[kind].unpack(body[start - length : start]))
+    return values
+
+
 def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
     """Return the tensor in a message: on ``device`` if sent from a device of that type, else on the CPU."""
     name, device_type, extents = message.header.decode().split("/")
@@ -99,6 +119,8 @@ def from_message(message: Message, device: torch.device, codec: Codec | None = N
                 "the same codec= on every rank"
             )
         return codec.decode(message.body_bytes())
+    if message.kind == VALUES:
+        return _values_from(message.body_bytes())
     return KINDS[message.kind].unpack(message.body_bytes())
 
 
