@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -640,3 +642,64 @@ async def filled_behind_autograd(me: Rank) -> None:
 def test_autograd_is_told_of_what_is_filled(pair: World) -> None:
     """A backward that needs what ``out=`` held before raises, and is not silently wrong."""
     pair.run(filled_behind_autograd)
+
+
+# The numbers and texts of a tree travel together
+
+
+def _metrics(rank: int) -> dict[str, Any]:
+    """A tree of numbers of every kind, in which a NumPy scalar is the number that it stands for."""
+    numbers = {f"loss{i}": i + rank / 4 for i in range(60)}
+    return {**numbers, "seen": 2**40 + rank, "ok": rank != 1, "z": complex(rank, -1), "np": np.float32(rank)}
+
+
+def _texts(rank: int) -> dict[str, Any]:
+    """Texts too, which differ in length between ranks and need not fit into one message, beside a tensor."""
+    texts = {"name": f"n\u00e9{rank}", "log": "x" * (700 * rank), "empty": "", "at": Path("/a") / str(rank)}
+    return {**_metrics(rank), **texts, "x": torch.arange(3.0) + rank}
+
+
+def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "np": float(tree["np"])}
+
+
+async def _values_of_trees(me: Rank) -> None:
+    numbers, texts = ([_plain(of(rank)) for rank in range(me.size)] for of in (_metrics, _texts))
+    mine, told = _metrics(me.rank), _texts(me.rank)
+    last = me.size - 1
+    gathered = oracle.tree_map(oracle.gathered_leaf, texts)
+    summed = oracle.tree_map(lambda leaves: oracle.reduced_leaf(leaves, "sum"), numbers)
+    ends = {"n": mine["seen"], "ok": mine["ok"], "loss": mine["loss7"]}
+    most = {"n": 2**40 + last, "ok": True, "loss": 7 + last / 4}
+    await me.check("all_reduce", ac.all_reduce, mine, expect=summed)
+    await me.check("max", ac.all_reduce, ends, op="max", expect=most)
+    await me.check("reduce", ac.reduce, mine, dst=last, expect=summed if me.rank == last else None)
+    await me.check("all_gather", ac.all_gather, told, expect=gathered)
+    await me.check("gather", ac.gather, told, dst=last, expect=gathered if me.rank == last else None)
+    await me.check("broadcast", ac.broadcast, told, src=last, expect=texts[last])
+    for call in (ac.all_reduce, ac.reduce, ac.all_gather, ac.gather, ac.broadcast):
+        work = call(mine)
+        assert len(work.operations) == 1, f"{call.__name__}: {len(work.operations)} operations"
+        await me.get(work)
+
+
+def test_numbers_and_texts_of_a_tree_are_one_operation(world: World, runner: str) -> None:
+    """However many there are, of whatever kinds: each keeps its type, and meets that of its own name."""
+    world.run(_values_of_trees, runner=runner)
+
+
+async def _other_values(me: Rank) -> None:
+    """Trees of one structure, whose leaves are of other kinds on one rank."""
+    differs = me.rank == me.size - 1
+    for call in (ac.all_reduce, ac.all_gather):
+        x = {"a": 1, "b": torch.ones(2) if differs else 2.0, "c": 3}
+        with raising(ac.CollectiveMismatchError, call.__name__):
+            await me.get(call(x))
+    with raising(ac.CollectiveMismatchError, "all_gather"):
+        await me.get(ac.all_gather({"a": 1, "b": "text" if differs else 2.0, "c": 3}))
+    await me.check("afterwards", ac.all_reduce, {"a": 1, "b": 2}, expect={"a": me.size, "b": 2 * me.size})
+
+
+def test_leaves_of_another_kind_on_one_rank_are_a_mismatch(several: World, runner: str) -> None:
+    """Packed or not, a number never meets a text or a tensor; every rank is told."""
+    several.run(_other_values, runner=runner)

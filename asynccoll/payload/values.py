@@ -162,7 +162,8 @@ _ON_NUMBERS: dict[ReduceOp, Callable[[object, object], Any]] = {
 def reduce_numbers(numbers: list[Any], op: ReduceOp) -> Any:
     """Reduce the numbers of all ranks, in rank order, by Python's own arithmetic.
 
-    Every rank reduces the same numbers in the same order and gets the same bits; ints never overflow.
+    Every rank reduces the same numbers in the same order and gets the same bits; a sum of ints may take more
+    than the 64 bits of each.
     """
     if op is ReduceOp.AND:
         return type(numbers[0])(all(numbers))
