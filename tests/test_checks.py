@@ -263,7 +263,10 @@ HINTED: dict[str, tuple[tuple[str, str], str]] = {
     "more dimensions": (("all_gather float32[3] at x.py:5", "all_gather float32[3, 1] at x.py:5"), ""),
     "lines": (
         ("all_reduce sum float32[3] at x.py:5", "all_reduce max float32[3] at x.py:6"),
-        "(a rank may have skipped a call before this one, or made one more)",
+        (
+            "(a rank may have skipped a call before this one, or made one more; if calls before it were "
+            "alike, their results may be mixed)"
+        ),
     ),
 }
 

@@ -647,16 +647,16 @@ def test_autograd_is_told_of_what_is_filled(pair: World) -> None:
 # The numbers and texts of a tree travel together
 
 
-def _metrics(rank: int) -> dict[str, Any]:
+def _numbers_of(rank: int) -> dict[str, Any]:
     """A tree of numbers of every kind, in which a NumPy scalar is the number that it stands for."""
     numbers = {f"loss{i}": i + rank / 4 for i in range(60)}
     return {**numbers, "seen": 2**40 + rank, "ok": rank != 1, "z": complex(rank, -1), "np": np.float32(rank)}
 
 
-def _texts(rank: int) -> dict[str, Any]:
+def _texts_of(rank: int) -> dict[str, Any]:
     """Texts too, which differ in length between ranks and need not fit into one message, beside a tensor."""
     texts = {"name": f"n\u00e9{rank}", "log": "x" * (700 * rank), "empty": "", "at": Path("/a") / str(rank)}
-    return {**_metrics(rank), **texts, "x": torch.arange(3.0) + rank}
+    return {**_numbers_of(rank), **texts, "x": torch.arange(3.0) + rank}
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
@@ -664,8 +664,8 @@ def _plain(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _values_of_trees(me: Rank) -> None:
-    numbers, texts = ([_plain(of(rank)) for rank in range(me.size)] for of in (_metrics, _texts))
-    mine, told = _metrics(me.rank), _texts(me.rank)
+    numbers, texts = ([_plain(of(rank)) for rank in range(me.size)] for of in (_numbers_of, _texts_of))
+    mine, told = _numbers_of(me.rank), _texts_of(me.rank)
     last = me.size - 1
     gathered = oracle.tree_map(oracle.gathered_leaf, texts)
     summed = oracle.tree_map(lambda leaves: oracle.reduced_leaf(leaves, "sum"), numbers)

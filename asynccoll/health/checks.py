@@ -109,7 +109,10 @@ def _hint(texts: Sequence[str]) -> str:
             "put it around the task group)"
         )
     if len(lines) > 1:
-        return "\n(a rank may have skipped a call before this one, or made one more)"
+        return (
+            "\n(a rank may have skipped a call before this one, or made one more; if calls before it were "
+            "alike, their results may be mixed)"
+        )
     return ""
 
 
