@@ -690,7 +690,7 @@ def test_ranks_that_fail_in_the_same_way_are_told_together():
     failures.append(report.Failure(6, 106, -signal.SIGTERM, "host"))
     assert report.report(failures).splitlines() == [
         "asynccoll run: rank 0 failed on host (pid 100): exit code 1",
-        "asynccoll run: ranks 1, 3 failed alike",
+        "asynccoll run: ranks 1, 3 failed in the same way",
         "asynccoll run: ranks 2, 4 failed too: OSError: gone",
         "asynccoll run: rank 5 failed too: exit code 1",
         "asynccoll run: stopped rank 6",
@@ -708,7 +708,7 @@ def test_what_differs_in_numbers_alone_is_one_way_to_fail():
     ]
     failures = [Failure(rank, code=1, time=1.0 + rank, message=text, **A) for rank, text in enumerate(texts)]
     assert report.report(failures).splitlines()[1:] == [
-        "asynccoll run: rank 1 failed alike, with other numbers",
+        "asynccoll run: rank 1 failed in the same way (other numbers in its error)",
         "asynccoll run: ranks 2, 3 failed too: OSError: 17 bytes of 20 from rank 3",
         "asynccoll run: rank 4 failed too: OSError: 5 bytes of 20 from rank 4",
     ]
@@ -720,7 +720,7 @@ def test_how_far_a_work_was_is_no_other_way_to_fail():
         Failure(rank, code=1, time=1.0 + rank, message=text.format(state), **A)
         for rank, state in enumerate(["in flight", "done", "in flight"])
     ]
-    assert report.report(failures).splitlines()[1:] == ["asynccoll run: ranks 1, 2 failed alike"]
+    assert report.report(failures).splitlines()[1:] == ["asynccoll run: ranks 1, 2 failed in the same way"]
 
 
 def test_a_loss_without_gradients_is_explained_where_there_are_tasks():
@@ -742,8 +742,8 @@ def test_alike_on_another_line_says_on_which():
 
     told = report.report([failed(0, 12), failed(1, 30), failed(2, 12), failed(3, 30)]).splitlines()
     assert told[-2:] == [
-        "asynccoll run: rank 2 failed alike",
-        "asynccoll run: ranks 1, 3 failed alike, at train.py:30",
+        "asynccoll run: rank 2 failed in the same way",
+        "asynccoll run: ranks 1, 3 failed in the same way, at train.py:30",
     ]
 
 

@@ -210,9 +210,9 @@ def report(
         told = _shortened(way[0].message) or way[0].how
         (place, *others) = {_line(one) for one in way}
         there = f" at {place}" if place and not others else ""
-        lines.append(f"{program}: {listed([one.rank for one in way])} failed too{there}: {told}")
+        lines.append(f"{program}: {listed(sorted(one.rank for one in way))} failed too{there}: {told}")
     if stopped:
-        lines.append(f"{program}: stopped {listed(stopped)}")
+        lines.append(f"{program}: stopped {listed(sorted(stopped))}")
     return "\n".join(lines)
 
 
@@ -231,9 +231,11 @@ def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]
     for place, failures in groupby(sorted(others, key=_line), key=_line):
         those = list(failures)
         same = all(_without_states(one) == _without_states(first) for one in those)
-        but = "" if same else ", with other numbers"
+        but = "" if same else " (other numbers in its error)"
         there = f", at {place}" if place and place != of_first else ""
-        told.append(f"{program}: {listed([one.rank for one in those])} failed alike{there}{but}")
+        told.append(
+            f"{program}: {listed(sorted(one.rank for one in those))} failed in the same way{there}{but}"
+        )
     return told
 
 
