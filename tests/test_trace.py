@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import threading
 import warnings
@@ -26,6 +27,7 @@ from asynccoll.plan.spec import Op, ReduceOp
 from asynccoll.runtime.process import current
 from asynccoll.tensors.common import Call, plan_for
 from asynccoll.trace import recorder as recorder_module
+from asynccoll.trace.plot import COMPUTE
 from asynccoll.trace.spans import Span, covered, intersection, stack
 from asynccoll.transport.completion import Promise, Ready
 from patience import patient
@@ -351,6 +353,22 @@ def test_plot(timeline: Any, tmp_path: Path) -> None:
     png = timeline.plot(tmp_path / "timeline.png", title="mine").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) < 200_000
+
+
+def test_colours_do_not_depend_on_what_came_first(tmp_path: Path) -> None:
+    """Two recordings of one program, whichever part of it each begins with, can be compared."""
+    filled = []
+    for parts in (("forward", "backward"), ("backward", "forward")):
+        made = ac.trace.Timeline(0, 2)
+        for k, part in enumerate(parts):
+            _add(made, part, 0.1 * k, 0.1 * (k + 1))
+        svg = made.plot(tmp_path / "parts.svg").read_text()
+        used = [
+            fill for fill in re.findall(r"fill: (#\w{6})", svg) if fill.upper() in map(str.upper, COMPUTE)
+        ]
+        filled.append(dict(zip(parts, used, strict=False)))
+    assert filled[0] == filled[1]
+    assert len(set(filled[0].values())) == 2
 
 
 def test_plot_of_nothing_marked(tmp_path: Path) -> None:

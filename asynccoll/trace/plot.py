@@ -95,7 +95,9 @@ class _Picture:
         self.last = max((span.end or timeline.seconds for span in spans), default=1e-3)
         compute = [self._interval(span) for span in spans if not span.is_operation]
         self.compute = covered(compute)
-        self.colours: dict[str, str] = {}
+        # in the order of their names, so that two recordings of a program have the same colours
+        names = sorted({span.name for span in spans if not span.is_operation})
+        self.colours = {name: COMPUTE[at % len(COMPUTE)] for at, name in enumerate(names)}
         self.y = 0.0
         self.ticks: list[tuple[float, str]] = []
         self.legend: dict[str, dict[str, Any]] = {}
@@ -124,7 +126,7 @@ class _Picture:
             self.y += 1
 
     def _add_compute(self, span: Span) -> None:
-        colour = self.colours.setdefault(span.name, COMPUTE[len(self.colours) % len(COMPUTE)])
+        colour = self.colours[span.name]
         self._bar([self._interval(span)], facecolor=colour)
         self.legend.setdefault(span.name, {"facecolor": colour})
         self._label(span, span.name, INK if colour in _PALE else "white")
