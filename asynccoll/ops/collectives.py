@@ -1,6 +1,6 @@
 """The collectives: plain functions that start at once and return a ``Work``.
 
-Said once, for every function here:
+What holds for every function here:
 
 - **Group and lane.** ``group`` is None (the world), a ``Group``, a list of global ranks, a
   one-dimensional ``DeviceMesh`` or a torch process group; ``lane`` names the order in which the call
@@ -8,11 +8,11 @@ Said once, for every function here:
   global ranks; ``group_src`` or ``group_dst`` is the index in the group instead.
 - **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
-  the operation; ``await work.on_host()`` waits for the host as well.
-- **Inputs** are never changed, and must not be changed until the work has been waited for. ``done()`` alone
-  does not suffice: the waiter may still read the inputs, and fill ``out``. If torch has written to an input
-  before that, the await raises ``InvalidArgumentError`` (writes through NumPy, ``x.data`` and views of a
-  part of other memory are not noticed).
+  the operation; ``await work.on_host()`` also waits until the device has finished.
+- **Inputs** are never changed by a call, and you must not change them until the work has been waited for.
+  ``done()`` alone does not suffice: the waiter may still read the inputs, and fill ``out``. If torch has
+  written to an input before that, the await raises ``InvalidArgumentError`` (writes through NumPy,
+  ``x.data`` and views of a part of other memory are not noticed).
 - **out** (one tensor, the result's shape and dtype) is filled and returned; ``out=x`` is the in-place
   operation. If the waiter fills ``out`` (a tree, strides, an average), no other call may use it before the
   wait: ``InvalidArgumentError``, with the line of the call to be awaited. After an error ``out`` may be
@@ -20,8 +20,8 @@ Said once, for every function here:
   Without ``out``, a result of the input's shape has the input's strides, as of ``torch.empty_like``.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for the same time again.
-- **Gradients** are those of the sum of all ranks' losses. Whether autograd records is settled by the call,
-  not where its work is awaited; ``out=`` for what it records is refused (``InvalidArgumentError``).
+- **Gradients** are those of the sum of all ranks' losses. Whether autograd records is decided by the call,
+  not where its work is awaited; ``out=`` for a call that it records is refused (``InvalidArgumentError``).
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``, and ``InvalidCallError`` for arguments
   that do not fit the function; the peers that did call get a ``PeerRefusedError``. From ``await``:
@@ -291,13 +291,13 @@ def refuse(
 
 
 _AS_EVERY_CALL = """
-As every collective it starts at once and returns a ``Work``: ``await`` it, or ``.wait()`` without a loop, and
-use what that gives. Inputs stay as they are, and must not be written to until then.
+Like every collective it starts at once and returns a ``Work``. ``await`` it, or call ``.wait()`` without
+an event loop, and use the result. Inputs are not changed, and must not be written to until then.
 
 {arguments}
 
-Errors, and more of these: ``help("asynccoll.ops.collectives")``. To try the examples: ``await`` works at the
-prompt of ``python -m asyncio``.
+More on these, and the errors: ``help("asynccoll.ops.collectives")``. To try the examples: ``await`` works
+at the prompt of ``python -m asyncio``.
 """
 #: The help text for each argument, for functions that have it.
 _ARGUMENTS = {
@@ -382,10 +382,10 @@ def all_reduce(
 
     ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical:
     0 or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or torch's
-    ``ReduceOp``. Of tensors of bool a sum is an *or* and a product an *and*. Averages of half precision are
-    made in float32 and rounded once. ``min`` and ``max`` of tensors keep every NaN in shared memory only:
-    gloo and Horovod may give another rank's number instead, and MPI may do so on some ranks only. Of Python's
-    numbers NaN stays on every backend.
+    ``ReduceOp``. For tensors of bool a sum is an *or* and a product an *and*. Averages of half precision are
+    made in float32 and rounded once. Only in shared memory do ``min`` and ``max`` of tensors keep every NaN:
+    gloo and Horovod may give another rank's number instead, and MPI may do so on some ranks only. For
+    Python's numbers every backend keeps NaN.
     sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
     ``adasum`` is Horovod's (where it is built with MPI or NCCL).
@@ -449,8 +449,8 @@ def broadcast(
 ) -> Work[T]:
     """The ``x`` of ``src``, on every rank.
 
-    The others pass something alike: a tensor of the same shape and dtype, a number or string of their
-    own, a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
+    The others pass something of the same kind: a tensor of the same shape and dtype, a number or string of
+    their own, a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
     pass None or anything: what is sent describes itself.
 
     >>> await ac.broadcast(torch.tensor([1, 2]), src=0)           # r1 passes any int64 of 2
@@ -622,7 +622,7 @@ def scatter(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """This rank's part of those that ``src`` passes; the others pass None. Has no gradient.
+    """This rank's part of what ``src`` passes; the others pass None. Has no gradient.
 
     ``src`` passes one tensor whose dim 0 divides by n, or a list of n parts: tensors of any shapes and
     dtypes, numbers, strings, trees of these. What is sent describes itself.
@@ -695,10 +695,11 @@ def all_to_all(
     """Part j of dim 0 goes to rank j; the result is the received parts, in rank order.
 
     Without split sizes the parts are equal. With them, ``input_split_sizes[j]`` rows go to rank j, and
-    ``output_split_sizes[i]`` come from rank i. If only the former are given (on every rank), the counts
-    are sent first, and there can be no ``out``. If both are given, on the CPU between ranks that do not share
-    memory, the counts are still sent first, unless ``check="off"``: then every rank gets an error if they do
-    not fit. Unchecked, they would end the process, or return whatever was in memory.
+    ``output_split_sizes[i]`` come from rank i. If only ``input_split_sizes`` are given (on every rank),
+    the counts are sent first, and there can be no ``out``. If both are given, the counts are still sent
+    first on the CPU between ranks that do not share memory, so that every rank gets an error if they do
+    not fit. With ``check="off"`` they are not: counts that do not fit end the process, or return whatever
+    was in memory.
 
     Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
     these. What is sent describes itself, and the result is the list of received parts. Has no gradient.
