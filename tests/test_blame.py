@@ -548,8 +548,8 @@ def test_who_sends_again_is_told_that_the_refusal_was_received(transport: str, t
         assert re.search(failed, heard[0]), heard
         return
     taken = (
-        r"both ranks have called it; this rank's send at \S*test_blame.py:\d+ was refused, which counts as a "
-        r"message: a recv of rank 1 may have ended with that refusal, and rank 1 calls it again"
+        r"both ranks have called it\n  this rank's send at \S*test_blame.py:\d+ was refused, which counts as "
+        r"a message: a recv of rank 1 may have ended with that refusal, and rank 1 calls it again"
     )
     assert re.search(taken, heard[0]), heard
 
@@ -921,7 +921,7 @@ def test_a_timeout_tells_where_one_of_equal_calls_was_skipped(alike: bool) -> No
     simulate(main, world_size=2, seed=SEED, loop="none", operation_timeout=5.0)
     assert heard.keys() == {0}
     hint = (
-        r"; a rank may have skipped a call before: likely at #5, the first that was called from different "
+        r"\n  a rank may have skipped a call before: likely at #5, the first that was called from different "
         r"lines: "
         rf"\S+test_blame.py:{lines['first']} on rank 0, \S+test_blame.py:{lines['last']} on rank 1"
     )

@@ -21,11 +21,15 @@ __all__ = ["Blame", "Compared", "Members", "Subject", "World"]
 
 
 class Blame(Protocol):
-    """Which ranks keep an operation from ending; ``str()`` says why."""
+    """Which ranks keep an operation from ending."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Their global ranks."""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Why, for each of them; or what else is known."""
 
 
 class Compared(Protocol):

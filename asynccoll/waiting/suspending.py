@@ -51,11 +51,11 @@ def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
     waited = host.monotonic() - operation.started
     blame = operation.lane.world.blame(operation)
     operation.extend()  # only now: ``blame`` asks other ranks, which may take as long as the timeout
-    who = f": {blame}" if str(blame) else ""
+    who = ":" + "\n ".join(f" {sentence}" for sentence in blame.sentences) if blame.sentences else ""
     # A message has no place in its lane's order (its sequence is 0): nothing waits behind it.
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""
     return CollectiveTimeoutError(
-        f"{operation} is not ready after {waited:.3f} s{who}{why}. "
+        f"{operation} is not ready after {waited:.3f} s{who}{why}.\n"
         f"This rank's {operation.title} is still pending{behind}; await the same work again "
         f"to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
