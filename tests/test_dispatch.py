@@ -177,6 +177,24 @@ def test_explain_is_the_plan_of_the_call() -> None:
         ac.explain("all_reduction", torch.ones(4))
 
 
+def test_explain_knows_how_numbers_and_texts_travel() -> None:
+    """They are gathered as bytes and reduced here: an average of floats has a plan, and one of ints none."""
+    for x, what in ((0.5, "1 number"), ({"loss": 0.5, "lr": 1e-3}, "2 numbers")):
+        chosen = ac.explain("all_reduce", x, op="avg")
+        assert (chosen.op, chosen.native, chosen.via) == (Op.ALL_REDUCE, "all_gather", "all_gather")
+        assert chosen.reduce is ReduceOp.AVG
+        assert f"{what} in one message" in str(chosen)
+    assert ac.explain("broadcast", ["a", 1]).native == "broadcast"
+    mixed = ac.explain("gather", {"x": torch.ones(2), "name": "a", "n": 1})
+    assert mixed.native == "gather"
+    assert "2 values in one message" in str(mixed)
+    for refused, op in ((1, "avg"), ("text", "sum"), (0.5, "band")):
+        with pytest.raises(ac.PayloadTypeError):
+            ac.all_reduce({"x": refused}, op=op)
+        with pytest.raises(ac.PayloadTypeError):
+            ac.explain("all_reduce", {"x": refused}, op=op)
+
+
 @pytest.mark.parametrize("op", oracle.OPS)
 def test_reductions_are_named_in_any_way(op: str) -> None:
     """Any case, our enum, torch's ReduceOp."""

@@ -9,8 +9,12 @@ import torch
 
 from asynccoll.backends.choosing import capabilities_among
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.words import plural
 from asynccoll.order.lane import Lane
+from asynccoll.payload.common import check_number
+from asynccoll.payload.kinds import is_number, is_value
 from asynccoll.payload.scaling import Scaling
+from asynccoll.payload.values import as_number, to_message
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import Op, Plan, Policy, ReduceOp, TensorSpec, Topology, equal_nodes
 from asynccoll.plan.trees import flatten, is_tree
@@ -23,11 +27,18 @@ __all__ = ["explain_call", "explain_offline"]
 def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan:
     """Return the plan of the collective ``name`` for ``x`` on ``lane``; ``call`` has its other arguments."""
     op = Op.parse(name)
-    if is_tree(x) and (leaves := [leaf for leaf in flatten(x)[0] if isinstance(leaf, torch.Tensor)]):
-        largest = max(leaves, key=dense_bytes)
+    leaves = flatten(x)[0] if is_tree(x) else [x]
+    values = [leaf for leaf in map(as_number, leaves) if is_value(leaf)]
+    of_values = _plan_of_values(lane, op, values, call) if values and op in TAKE_VALUES else None
+    if is_tree(x) and (xs := [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+        largest = max(xs, key=dense_bytes)
         chosen = explain_call(lane, name, largest, call)
-        how = fusion_of(lane, leaves) if op in FUSED else "its tensors are sent one by one"
-        return replace(chosen, why=(f"of a tree of {len(leaves)} tensors: {how}", *chosen.why))
+        how = fusion_of(lane, xs) if op in FUSED else "its tensors are sent one by one"
+        beside = of_values.why[:1] if of_values is not None else ()
+        why = (f"of a tree of {plural(len(xs), 'tensor')}: {how}", *beside, *chosen.why)
+        return replace(chosen, why=why)
+    if of_values is not None:
+        return of_values
     if isinstance(x, torch.Tensor) and call.get("compression") is not None:
         x = Scaling(compression=call["compression"]).before(x)
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
@@ -35,6 +46,26 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     if reduce is ReduceOp.AVG and call.get("compression") is not None:
         reduce = ReduceOp.SUM  # as ``payload.scaling``, which divides before it converts
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.world.policy, reduce)
+
+
+#: The collectives that take numbers, strings and paths, and send those of a call in one message.
+TAKE_VALUES = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.ALL_GATHER, Op.GATHER, Op.BROADCAST})
+
+
+def _plan_of_values(lane: Lane, op: Op, values: list[Any], call: dict[str, Any]) -> Plan:
+    """Return the plan of a call for numbers, strings and paths: what is sent is bytes, and reduced here."""
+    reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
+    for x in values:
+        if reduce is not None:
+            check_number(op.value, x, reduce)
+        to_message(x)
+    native = Op.BROADCAST if op is Op.BROADCAST else Op.ALL_GATHER
+    slot = TensorSpec(torch.uint8, (512,))
+    sent = dispatch.plan(native, slot, lane.group.topology(slot.device), lane.world.policy)
+    what = plural(len(values), "number" if all(map(is_number, values)) else "value")
+    how = f"{what} in one message" + (", reduced by Python in rank order" if reduce is not None else "")
+    via = "all_gather" if reduce is not None else sent.via
+    return replace(sent, op=op, reduce=reduce, via=via, why=(how, *sent.why))
 
 
 #: The collectives that pack the tensors of a tree into buckets.
