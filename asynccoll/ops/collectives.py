@@ -15,8 +15,8 @@ What holds for every function here:
   ``x.data`` and views of a part of other memory are not noticed).
 - **out** (one tensor, the result's shape and dtype) is filled and returned; ``out=x`` is the in-place
   operation. If the waiter fills ``out`` (a tree, strides, an average), no other call may use it before the
-  wait: ``InvalidArgumentError``, with the line of the call to be awaited. After an error ``out`` may be
-  written to until the lane's next call is over.
+  wait: ``InvalidArgumentError``, with the line of the call to be awaited. After an error the transport may
+  still write to ``out`` until the lane's next call is over.
   Without ``out``, a result of the input's shape has the input's strides, as of ``torch.empty_like``.
 - **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
   await waits for the same time again.
