@@ -18,6 +18,7 @@ from asynccoll.payload.common import (
     check_number,
     check_reducible,
     columns,
+    message_kinds,
     no_gradient,
     no_out,
     normal_dim,
@@ -68,12 +69,8 @@ def _all_reduce_numbers(
         b"".join(map(number_row, xs)),
         timeout,
         then=lambda rows: [reduce_numbers(numbers_of(rows, i, len(xs)), op) for i in range(len(xs))],
-        detail=_detail(op, xs),
+        detail=f"{op.value} {message_kinds('all_reduce', xs)}",
     )
-
-
-def _detail(op: ReduceOp, xs: Sequence[object]) -> str:
-    return f"{op.value} number" if len(xs) == 1 else f"{op.value} {len(xs)} numbers"
 
 
 def reduce(
@@ -134,7 +131,7 @@ def _reduce_numbers(
         dst,
         timeout,
         then=reduced,
-        detail=f"{_detail(op, xs)} dst={dst}",
+        detail=f"{op.value} {message_kinds('reduce', xs)} dst={dst}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from asynccoll.order.lane import Lane
 from asynccoll.payload.common import (
     check_filled,
     check_sendable,
-    message_kind,
     message_kinds,
     no_gradient,
     no_out,
@@ -61,23 +61,13 @@ def broadcast(
             alike=True,
         )
     no_out("broadcast", out)
-    kind = message_kind("broadcast", x)
-    message = to_message(x) if lane.group.rank == index else None
-    device = lane.world.device
-    return broadcast_message(
-        lane,
-        "broadcast",
-        message,
-        index,
-        timeout,
-        then=lambda found: from_message(found, device),
-        detail=f"{kind} src={src}",
-    )
+    return _broadcast_values(lane, [x], src, index, timeout).then(itemgetter(0))
 
 
 def _broadcast_values(
     lane: Lane, values: list[object], src: int, index: int, timeout: float | None
 ) -> Started[list[Any]]:
+    kinds = message_kinds("broadcast", values)
     message = values_message(values) if lane.group.rank == index else None
     return broadcast_message(
         lane,
@@ -86,7 +76,7 @@ def _broadcast_values(
         index,
         timeout,
         then=lambda found: values_of(lane, [found])[0],
-        detail=f"{message_kinds('broadcast', values)} src={src}",
+        detail=f"{kinds} src={src}",
     )
 
 
