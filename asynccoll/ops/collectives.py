@@ -292,7 +292,7 @@ def refuse(
 
 _AS_EVERY_CALL = """
 Like every collective it starts at once and returns a ``Work``. ``await`` it, or call ``.wait()`` without
-an event loop, and use the result. Inputs are not changed, and must not be written to until then.
+an event loop, and use the result. Inputs are not changed; do not write to them before the call is ready.
 
 {arguments}
 
@@ -831,11 +831,14 @@ def monitored_barrier(
 def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
     """For inputs of uneven length: say that this rank has no more. Ready once all ranks have called it.
 
-    The result is the rank that called it last. Until then the ``all_reduce`` calls of the others go on, with
-    zeros for this rank's: an average still divides by the number of all ranks, and in a product, a max or a
-    min the zeros count, too. Other collectives, and an ``all_reduce`` of numbers, of sparse tensors or with a
-    logical ``op``, fail until then, and this rank must not start any. Only Horovod supports it, in the world,
-    and only if no rank has refused a call before; elsewhere it is refused.
+    The result is the rank that called it last. While this rank waits for the others, their ``all_reduce``
+    calls go on, with zeros in place of this rank's tensors: an average still divides by the number of all
+    ranks, and the zeros count in a product, a max or a min, too. All other collectives of theirs fail, and so
+    does an ``all_reduce`` of numbers, of sparse tensors or with a logical ``op``. This rank must not call
+    anything before the join is ready.
+
+    Only Horovod supports it, in the world, and only if no rank has refused a call before; elsewhere it is
+    refused.
 
     >>> for batch in batches:                         # two on r0, three on r1
     ...     await ac.all_reduce(gradient(batch))
