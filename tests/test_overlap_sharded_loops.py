@@ -306,6 +306,28 @@ def test_parameters_that_come_later_are_refused(pair: World) -> None:
     pair.run(changed_meanwhile, runner="asyncio")
 
 
+async def changed_on_one(me: Rank) -> None:
+    model = network()
+    optimizer = ac.overlap.shard_optimizer(model, sgd(model.parameters()), lane="one changed", **SMALL)
+    loss_of(model, batch(me.rank, 0)).backward()
+    if me.rank:
+        model[0].bias.requires_grad_(False)
+        with raising(ac.InvalidArgumentError, "'0.bias'", "freeze"):
+            await optimizer.step()
+        optimizer.close()
+    else:
+        with raising(ac.PeerRefusedError, "rank 1", "'0.bias'", "freeze"):
+            await optimizer.step()
+            await optimizer.gathered()
+        with raising(ac.PeerRefusedError, "'0.bias'"):
+            model(batch(0, 1))
+
+
+def test_a_parameter_frozen_on_one_rank_alone(pair: World) -> None:
+    """The others hear of it at once: they would wait for that rank's part of the parameters."""
+    pair.run(changed_on_one, runner="asyncio")
+
+
 OPTIMIZERS: dict[str, Make] = {
     "Adagrad": lambda parameters: torch.optim.Adagrad(
         parameters, lr=0.05, initial_accumulator_value=0.1, weight_decay=0.01

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.misfits import check, check_options, fitting
+from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
 from asynccoll.overlap.accepted import (
@@ -109,7 +110,7 @@ class ShardedOptimizer(Wrapping):
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._describe = named_in(model)
         self._agreed = False  # whether the ranks have agreed on whether a gradient overflowed
-        self._tail: dict[str, object] = {
+        self._tail: dict[str, Any] = {
             "group": options.get("group"),
             "lane": backward_lane(f"{lane}/parameters"),
             "timeout": options.get("timeout"),
@@ -170,7 +171,10 @@ class ShardedOptimizer(Wrapping):
         return self._methods.resumed(("reduced",), self._reduce)
 
     def _reduce(self) -> Steps[None]:
-        self._check_parameters()
+        try:
+            self._check_parameters()
+        except InvalidArgumentError as error:  # of this rank alone, perhaps: the others go on to these calls
+            refuse(error, group=self._tail["group"], lane=self._tail["lane"], name="reduced")
         self.gradients.look_at_all()
         if not (yield from self.gradients.needed(**self._tail)):
             return
