@@ -90,13 +90,19 @@ def test_tensors_go_round(shape: list[int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [np.arange(6).reshape(2, 3).T, np.float32(1.5), np.array(["é", ""]), np.zeros(0)]
+    "value",
+    [
+        *(np.arange(6).reshape(2, 3).T, np.float32(1.5), np.array(["é", ""]), np.zeros(0)),
+        *(np.str_("é"), np.str_(""), np.str_("a\0"), np.bytes_(b"a"), np.bytes_(b""), np.bytes_(b"\0a\0\0")),
+    ],
 )
 def test_arrays_go_round(value: Any) -> None:
-    """NumPy arrays and scalars keep dtype, shape and kind."""
-    got = SAFE.decode(SAFE.encode(value))
+    """NumPy arrays and scalars keep dtype, shape and kind, texts also the zeros at their end."""
+    got, behind = SAFE.decode(SAFE.encode([value, "behind"]))
+    assert behind == "behind"
     assert type(got) is type(value)
     assert got.dtype == value.dtype
+    assert got.tobytes() == value.tobytes()
     np.testing.assert_array_equal(got, value)
 
 

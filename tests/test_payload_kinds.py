@@ -428,3 +428,38 @@ async def others(me: Rank) -> None:
 def test_refusals_say_what_to_do(world: World) -> None:
     """Arrays, generators, sets, bytes: the type that was given, and what to pass."""
     world.run(others)
+
+
+class Shade(enum.StrEnum):
+    """Texts with names."""
+
+    DARK = "dark"
+
+
+async def texts(me: Rank) -> None:
+    given = ["plain", Shade.DARK, np.str_("zero\0")]
+    sent = ["plain", "dark", "zero\0"]
+    expect = [sent[rank % 3] for rank in range(me.size)]
+    await me.check("texts", ac.all_gather, given[me.rank % 3], expect=expect)
+    mine = {"a": given[me.rank % 3], "b": 1}
+    await me.check("leaves", ac.all_gather, mine, expect={"a": expect, "b": [1] * me.size})
+    for root in range(min(me.size, 3)):
+        await me.check("broadcast", ac.broadcast, given[me.rank % 3], src=root, expect=sent[root])
+
+
+def test_a_text_is_one_whatever_its_class(world: World) -> None:
+    """A member of a ``StrEnum`` meets a str, as it is sent; NumPy's texts keep the zeros at their end."""
+    world.run(texts)
+
+
+async def dates(me: Rank) -> None:
+    for unit in ("ns", "D"):
+        for kind, value in (("datetime64", np.datetime64(5, unit)), ("timedelta64", np.timedelta64(5, unit))):
+            for call in (ac.all_reduce, ac.all_gather, ac.broadcast):
+                await me.refuses(f"{value!r}", ac.PayloadTypeError, call, value, says=(kind,))
+            await me.refuses(f"leaf {value!r}", ac.PayloadTypeError, ac.all_gather, [1, value], says=(kind,))
+
+
+def test_dates_of_numpy_are_no_numbers(world: World) -> None:
+    """In nanoseconds they have an int as ``item()``, as which they were sent and summed."""
+    world.run(dates)

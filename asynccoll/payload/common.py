@@ -14,7 +14,7 @@ from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.health.checks import compare, signature
 from asynccoll.memory.plain import plain_tensor, plain_tensors, writable, writable_together
 from asynccoll.order.lane import Lane
-from asynccoll.payload.kinds import is_number, is_value
+from asynccoll.payload.kinds import is_number, is_value, kind_name
 from asynccoll.payload.messages import (
     Message,
 )
@@ -37,7 +37,7 @@ def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
     hint = ""
     if isinstance(x, Work):
         hint = ", whose result has to be waited for first: was an await forgotten?"
-    elif hasattr(x, "__array__"):
+    elif hasattr(x, "__array__") and getattr(getattr(x, "dtype", None), "kind", "f") in "biufc":
         hint = " (convert it with torch.as_tensor)"
     elif isinstance(x, (Iterator, set, frozenset, range, KeysView, ValuesView)):
         hint = " (make a list of it, in an order that is the same on every rank)"
@@ -241,7 +241,7 @@ def message_kind(name: str, x: object) -> str:
         return f"{dtype_name(x.dtype)} of any shape"
     if not is_value(x):
         raise refuse(name, x)
-    return "number" if is_number(x) else type(x).__name__  # an int may meet a float
+    return "number" if is_number(x) else kind_name(x)  # an int may meet a float, a str one of its subclasses
 
 
 def message_kinds(name: str, values: Sequence[object]) -> str:

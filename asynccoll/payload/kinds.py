@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "is_number",
     "is_value",
+    "kind_name",
     "kind_of",
     "number_row",
     "numbers_of",
@@ -97,6 +98,13 @@ def kind_of(x: object) -> int | None:
     if code is None:
         code = next((code for code, kind in enumerate(KINDS) if isinstance(x, kind.types)), None)
     return code
+
+
+def kind_name(x: object) -> str:
+    """Return the name of the type as which ``x``, a number, string or path, is sent."""
+    code = kind_of(x)
+    assert code is not None, f"{x!r} was checked to be a value"
+    return KINDS[code].types[0].__name__
 
 
 #: The length of a row that can hold any number: the byte of its kind, and the longest packed number.

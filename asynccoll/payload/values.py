@@ -38,11 +38,16 @@ _VALUE = struct.Struct("<BQ")
 
 
 def as_number(x: object) -> object:
-    """Return a NumPy scalar (anything 0-d with ``item()`` but a tensor) as a Python number, else ``x``."""
+    """Return a NumPy scalar (anything 0-d with ``item()`` but a tensor) as a Python number, else ``x``.
+
+    NumPy's dates are no numbers, though some of them have an int as ``item()``.
+    """
     item = getattr(x, "item", None)
-    if item is not None and getattr(x, "shape", None) == () and not isinstance(x, torch.Tensor):
-        return item()
-    return x
+    if item is None or getattr(x, "shape", None) != () or isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, str):
+        return str.__str__(x)  # ``item()`` leaves out the zeros at the end
+    return x if getattr(getattr(x, "dtype", None), "kind", "") in ("M", "m") else item()
 
 
 def to_message(x: object, codec: Codec | None = None) -> Message:

@@ -334,7 +334,12 @@ def _scalar(of: _Decoder) -> object:
     dtype, shape = np.dtype(scalar_dtype(of.text())), of.ints_only()
     if shape:
         raise UnfitError("a scalar with a shape")
-    made = np.frombuffer(of.writable(dtype.itemsize), dtype=dtype)[0] if dtype.itemsize else dtype.type()
+    raw = of.writable(dtype.itemsize)
+    made: Any = np.frombuffer(raw, dtype=dtype)[0] if raw else dtype.type()
+    if dtype.kind == "U":  # NumPy leaves out the zeros at the end
+        made = np.str_(made.ljust(len(raw) // 4, "\0"))
+    elif dtype.kind == "S":
+        made = np.bytes_(made.ljust(len(raw), b"\0"))
     of.remember(made)
     return made
 
