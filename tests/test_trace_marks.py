@@ -228,6 +228,38 @@ def test_the_profiler_of_torch_shows_operations_lanes_and_spans(pair: World, run
     pair.run(profiled, runner=runner)
 
 
+def events_of(prof: profile, name: str) -> list[float]:
+    """How long they took, in microseconds."""
+    return [event.time_range.elapsed_us() for event in prof.events() if event.name == name]
+
+
+async def profiled_partly(me: Rank) -> None:
+    await me.get(ac.all_reduce(1.0, lane="side"))  # opens the lane
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        span = ac.trace.span("validate")
+        span.__enter__()
+        if me.rank == 0:
+            work = ac.all_reduce(torch.ones(4), lane="side")
+    await me.get(
+        ac.barrier()
+    )  # a rank that is not the first goes on only after the first's profiler has stopped
+    if me.rank:
+        work = ac.all_reduce(torch.ones(4), lane="side")
+    with profile(activities=[ProfilerActivity.CPU]) as later:
+        assert (await me.get(work)).tolist() == [me.size] * 4
+        span.__exit__(None, None, None)
+    assert len([us for us in events_of(prof, "validate") if us > 0]) == 1
+    assert len([us for us in events_of(prof, "asynccoll.all_reduce [side]") if us > 0]) == (me.rank == 0)
+    assert not events_of(later, "validate")
+    # torch's own: they would end when gloo's thread comes to it, in memory that is freed by then
+    assert not [event.name for event in prof.events() if event.name.startswith("gloo:")]
+
+
+def test_what_goes_on_when_the_profiler_stops_ends_there(pair: World, runner: str) -> None:
+    """Its later end would be written to memory of the profiler's that has been freed: a crash, anywhere."""
+    pair.run(profiled_partly, runner=runner)
+
+
 async def profiled_beside_torch(me: Rank) -> None:
     group = ac.new_group(range(me.size)).process_group()
     assert "gloo" in torch.distributed.get_backend_config(group)  # the profiler asks this of every group

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from asynccoll.backends.api import Communicator, Completion, ReduceOp, uncast
 from asynccoll.backends.c10d.channels import Channels
-from asynccoll.backends.c10d.completion import MILLISECOND
+from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
+from asynccoll.backends.c10d.unprofiled import Unprofiled
 
 __all__ = ["C10dCommunicator", "Transport"]
 
@@ -66,12 +68,19 @@ def _broadcast_from(root: int) -> object:
 class Transport:
     """One native process group, and the ``Completion`` class for its works."""
 
-    def __init__(
-        self, native: Any, complete: Callable[[object], Completion], exchange_bytes: int = 0
-    ) -> None:
-        self.native = native
+    def __init__(self, group: Any, complete: Callable[[object], Completion], exchange_bytes: int = 0) -> None:
+        self.group = group
         self.complete = complete
         self.exchange_bytes = exchange_bytes
+        # nccl's works are over for the host when they are issued.
+        self._ends_later = complete is HostCompletion
+
+    @property
+    def native(self) -> Any:
+        """The group, as calls are made on it."""
+        if self._ends_later and profiler._is_profiler_enabled:
+            return Unprofiled(self.group)
+        return self.group
 
 
 #: The communicators within the node and across nodes, and a function that opens them.
@@ -127,7 +136,7 @@ class C10dCommunicator:
         return self._only or self._transports[x.device.type]
 
     def native(self, device: str) -> object:
-        return self._transports[device].native
+        return self._transports[device].group
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         to = self._only or self._transports[x.device.type]
@@ -228,15 +237,15 @@ class C10dCommunicator:
 
     def _abort_collectives(self) -> None:
         for to in list(self._transports.values()):
-            _abort(to.native)
+            _abort(to.group)
 
 
 def _end_all(held: list[Transport]) -> None:
     """Shut down groups of nccl: if one is only destroyed, it aborts its kernels."""
     for to in held:
-        if to.native.name() == "nccl":
+        if to.group.name() == "nccl":
             with contextlib.suppress(Exception):
-                to.native.shutdown()
+                to.group.shutdown()
 
 
 def _destroy(held: list[Transport]) -> None:

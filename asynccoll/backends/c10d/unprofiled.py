@@ -1,0 +1,34 @@
+"""Calls on a native group that torch.profiler does not record.
+
+The end of a call that it does record is written down by gloo's thread, after the call's future has completed.
+By then the profiler may have been stopped and its memory freed, to which torch writes nevertheless (2.13). So
+of operations the profiler gets only what the lane shows, which ends in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._autograd import _enable_record_function
+
+__all__ = ["Unprofiled"]
+
+
+class Unprofiled:
+    """Stands for a native group while a profiler is running."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._native, name)
+
+        def call(*args: object) -> Any:
+            _enable_record_function(False)
+            try:
+                return method(*args)
+            finally:
+                _enable_record_function(True)
+
+        return call
