@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 import oracle
+from asynccoll.backends.serial.backend import SerialCommunicator
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import (
     Capabilities,
@@ -193,6 +195,54 @@ def test_explain_knows_how_numbers_and_texts_travel() -> None:
             ac.all_reduce({"x": refused}, op=op)
         with pytest.raises(ac.PayloadTypeError):
             ac.explain("all_reduce", {"x": refused}, op=op)
+
+
+#: Payloads that describe themselves, or are sent as those that do.
+IN_MESSAGES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "anything": ("broadcast", torch.ones(3), {"safe_mode": True}),
+    "any tree": ("broadcast", {"x": torch.ones(3), "n": 1}, {"safe_mode": True}),
+    "any shape": ("all_gather", torch.ones(3), {"uneven": True}),
+    "any shape on one": ("gather", torch.ones(3), {"uneven": True}),
+    "tree of any shapes": ("all_gather", {"x": torch.ones(3), "y": torch.ones(4)}, {"uneven": True}),
+    "parts": ("scatter", [torch.ones(3)], {}),
+    "rows": ("scatter", torch.ones(3), {}),
+    "parts for all": ("all_to_all", [torch.ones(3)], {}),
+    "number": ("all_reduce", 1.5, {}),
+    "text": ("broadcast", "a", {}),
+    "numbers": ("reduce", [1, 2], {}),
+}
+
+
+@pytest.mark.parametrize("case", IN_MESSAGES)
+def test_explain_tells_of_messages_what_is_sent(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native call that there is, of bytes, where the plain call sends the tensor itself."""
+    name, x, call = IN_MESSAGES[case]
+    sent: list[tuple[str, torch.dtype]] = []
+
+    def spy(native: str, at: int) -> None:
+        original = getattr(SerialCommunicator, native)
+
+        def called(self: Any, *args: Any) -> Any:
+            sent.append((native, args[at].dtype))
+            return original(self, *args)
+
+        monkeypatch.setattr(SerialCommunicator, native, called)
+
+    for native, at in (("broadcast", 0), ("all_gather", 1), ("gather", 1), ("scatter", 0), ("all_to_all", 1)):
+        spy(native, at)
+    getattr(ac, name)(x, **call).wait()
+    chosen = ac.explain(name, x, **call)
+    assert (chosen.native, torch.uint8) in sent
+    assert {chosen.native} == {native for native, _ in sent}  # of parts for all, their lengths go first
+    assert "in a message" in str(chosen) or "in one message" in str(chosen)
+    assert chosen.wire is Wire.SAME
+
+
+def test_explain_refuses_what_the_call_refuses() -> None:
+    """A number where tensors alone are taken, or an object."""
+    for name, x in (("reduce_scatter", 5), ("all_gather", [torch.ones(1), object()]), ("send", "text")):
+        with pytest.raises(ac.PayloadTypeError, match=name):
+            ac.explain(name, x)
 
 
 @pytest.mark.parametrize("op", oracle.OPS)

@@ -114,6 +114,15 @@ async def said(me: Rank) -> None:
     x = torch.ones(1000)
     assert "through memory that the ranks of each share" in ac.explain("all_reduce", x).why[0]
     assert ac.explain("gather", x).why[0] == "gloo: these ranks are on 2 hosts"
+    for name, given, call in (
+        ("broadcast", "text", {}),
+        ("broadcast", x, {"safe_mode": True}),
+        ("all_gather", x, {"uneven": True}),
+        ("all_reduce", 1, {}),
+    ):
+        told = ac.explain(name, given, **call)
+        assert told.via != "nodes", f"{name} of messages: {told}"
+        assert "gloo: these ranks are on 2 hosts" in told.why
     mine = [rank for rank, node in enumerate(current().nodes) if node == current().nodes[me.rank]]
     for ranks in (mine, [rank for rank in range(me.size) if rank not in mine]):
         group = ac.new_group(ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from asynccoll.backends.choosing import capabilities_among
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.words import plural
 from asynccoll.order.lane import Lane
-from asynccoll.payload.common import check_number
+from asynccoll.payload.common import check_number, refuse
 from asynccoll.payload.kinds import is_number, is_value
 from asynccoll.payload.scaling import Scaling
 from asynccoll.payload.values import as_number, to_message
@@ -28,6 +29,9 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     """Return the plan of the collective ``name`` for ``x`` on ``lane``; ``call`` has its other arguments."""
     op = Op.parse(name)
     leaves = flatten(x)[0] if is_tree(x) else [x]
+    if (how := _described(op, x, call)) is not None:
+        return _plan_of_messages(lane, op, how)
+    _check(op, leaves)
     values = [leaf for leaf in map(as_number, leaves) if is_value(leaf)]
     of_values = _plan_of_values(lane, op, values, call) if values and op in TAKE_VALUES else None
     if is_tree(x) and (xs := [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
@@ -48,6 +52,28 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.world.policy, reduce)
 
 
+def _check(op: Op, leaves: Sequence[object]) -> None:
+    """Refuse what the call would refuse as no payload of its."""
+    for leaf in map(as_number, leaves):
+        if isinstance(leaf, torch.Tensor):
+            continue
+        if op not in TAKE_VALUES:
+            raise refuse(op.value, leaf, "a tensor")
+        if not is_value(leaf):
+            raise refuse(op.value, leaf)
+
+
+def _described(op: Op, x: object, call: dict[str, Any]) -> str | None:
+    """Say how a payload is sent that describes itself, as others do not know its kind or shape; else None."""
+    if op is Op.BROADCAST and call.get("safe_mode"):
+        return "all of it in one message, which says what it is (safe_mode=True)"
+    if op in (Op.ALL_GATHER, Op.GATHER) and call.get("uneven") and isinstance(x, torch.Tensor):
+        return "in a message, which says its dtype and shape (uneven=True)"
+    if op is Op.SCATTER or (op is Op.ALL_TO_ALL and isinstance(x, (list, tuple))):
+        return "each part in a message, which says what it is"
+    return None
+
+
 #: The collectives that take numbers, strings and paths, and send those of a call in one message.
 TAKE_VALUES = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.ALL_GATHER, Op.GATHER, Op.BROADCAST})
 
@@ -59,11 +85,17 @@ def _plan_of_values(lane: Lane, op: Op, values: list[Any], call: dict[str, Any])
         if reduce is not None:
             check_number(op.value, x, reduce)
         to_message(x)
-    native = Op.BROADCAST if op is Op.BROADCAST else Op.ALL_GATHER
-    slot = TensorSpec(torch.uint8, (512,))
-    sent = dispatch.plan(native, slot, lane.group.topology(slot.device), lane.world.policy)
     what = plural(len(values), "number" if all(map(is_number, values)) else "value")
     how = f"{what} in one message" + (", reduced by Python in rank order" if reduce is not None else "")
+    return _plan_of_messages(lane, op, how, reduce)
+
+
+def _plan_of_messages(lane: Lane, op: Op, how: str, reduce: ReduceOp | None = None) -> Plan:
+    """Return the plan of a call whose ranks send messages, which are bytes, and never by node."""
+    native = op if op in (Op.BROADCAST, Op.SCATTER, Op.ALL_TO_ALL) else Op.ALL_GATHER
+    slot = TensorSpec(torch.uint8, (512,))
+    policy = replace(lane.world.policy, by_node=False)
+    sent = dispatch.plan(native, slot, lane.group.topology(slot.device), policy)
     via = "all_gather" if reduce is not None else sent.via
     return replace(sent, op=op, reduce=reduce, via=via, why=(how, *sent.why))
 
