@@ -42,6 +42,36 @@ def test_without_an_event_loop(make: Any) -> None:
     assert model.weight.tolist() == [[0.5, 0.5]]
 
 
+def late(rank: int) -> list[float]:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    if rank:
+        ac.recv(torch.zeros(1), src=0).wait()
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    step = optimizer.step()
+    assert not step.done()
+    if rank:
+        step.wait(timeout=60)
+    else:
+        with pytest.raises(ac.CollectiveTimeoutError):
+            step.wait(timeout=1.0)
+        assert not step.done()
+        ac.send(torch.zeros(1), dst=1).wait()
+        step.wait()
+    assert step.done()
+    optimizer.close()
+    return model.weight[0].tolist()  # type: ignore[no-any-return]  # torch's tolist is untyped
+
+
+def test_a_wait_of_limited_time_is_continued_by_the_next() -> None:
+    """One limit for all that the call waits for, as ``Work.wait`` has."""
+    report = simulate(late, world_size=2, loop="none")
+    report.check()
+    # Gradients of 0 and 1 average to 0.5, of which half is taken off.
+    assert report.results == {0: [0.75, 0.75], 1: [0.75, 0.75]}
+
+
 @pytest.mark.parametrize("make", [sharded, awaited])
 def test_a_step_that_is_awaited_twice_is_one(make: Any) -> None:
     async def main() -> None:

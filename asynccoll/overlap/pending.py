@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host.call_site import Spot, caller
+from asynccoll.host.timeouts import check_patience
 from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
 from asynccoll.waiting.forgotten import NotItsResult, warn
 
@@ -77,12 +78,20 @@ class Pending(NotItsResult, Generic[T]):
                 self._result = (await run(self._begin()),)
         return self._result[0]
 
-    def wait(self) -> T:
-        """Wait without an event loop, and return the method's result."""
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait without an event loop, and return the method's result.
+
+        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the call.
+        """
+        check_patience(timeout)
         if self._result is None:
             with self._beginning():
-                self._result = (run_blocking(self._begin()),)
+                self._result = (run_blocking(self._begin(), timeout),)
         return self._result[0]
+
+    def done(self) -> bool:
+        """Whether a wait returns at once. The call begins with the first wait, and is not done before."""
+        return self._result is not None or self._failure is not None
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 
 __all__ = ["Resumable", "Steps", "Waitable", "run", "run_blocking"]
@@ -47,12 +48,13 @@ async def run(steps: Steps[T]) -> T:
 
 
 def run_blocking(steps: Steps[T], timeout: float | None = None) -> T:
-    """Run ``steps``, blocking the thread in each wait (up to ``timeout`` seconds); return their result."""
+    """Run ``steps``, blocking the thread for up to ``timeout`` seconds in all; return their result."""
+    ends = None if timeout is None else host.monotonic() + timeout
     try:
         waited_for = next(steps)
         while True:
             try:
-                result = waited_for.wait(timeout)
+                result = waited_for.wait(None if ends is None else ends - host.monotonic())
             except Exception as error:
                 waited_for = steps.throw(error)
             else:
