@@ -14,6 +14,7 @@ import pytest
 from asynccoll.backends.api import tcpstore
 from asynccoll.launch import processes
 from jobs import LIMIT_S, on_linux
+from worlds import free_port
 
 #: The launcher with less time between Ctrl-C and what follows.
 HASTY = f"""
@@ -122,11 +123,6 @@ def test_a_second_sigterm_kills_ranks_that_are_still_saving(start, script):
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == (128 + signal.SIGTERM, "", "asynccoll run: got SIGTERM; all ranks stopped\n")
     assert job.left() == []
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def test_a_restart_meets_at_the_port_that_was_asked_for(start, script):

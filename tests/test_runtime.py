@@ -143,7 +143,7 @@ def spelled(me: Rank, port: int) -> None:
 
 def test_backend_names_in_any_spelling(bare: World) -> None:
     """Any case, and torch's own "cpu:gloo"."""
-    bare.run(spelled, worlds.free_port())
+    bare.run(spelled, worlds.free_port(3))
 
 
 def connecting_late(me: Rank, port: int, marks: Path) -> None:
@@ -179,7 +179,7 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 def test_who_leaves_at_once_waits_for_those_that_are_still_connecting(bare: World, tmp_path: Path) -> None:
     """To them it would be a lost peer: gloo is done on one side before it is on the other."""
-    bare.run(connecting_late, worlds.free_port(), tmp_path)
+    bare.run(connecting_late, worlds.free_port(6), tmp_path)
 
 
 def places(me: Rank, port: int, other: int) -> None:

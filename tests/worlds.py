@@ -124,16 +124,17 @@ LAUNCHER_VARIABLES = {
 }
 
 
-def free_port() -> int:
-    """A port below the range from which outgoing connections draw theirs."""
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` free ports in a row, below the range that outgoing connections draw from."""
     # Not the module's own: hypothesis seeds that, and two runs would look for the same ports.
-    for port in random.SystemRandom().sample(range(15_000, 32_000), 200):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+    for first in random.SystemRandom().sample(range(15_000, 32_000), 200):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first
     raise RuntimeError("no free port below 32000")
 
 
