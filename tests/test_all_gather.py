@@ -100,6 +100,12 @@ async def uneven(me: Rank) -> None:
         for dtype in (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64):
             inputs = [oracle.moving(rank, shapes[rank], dtype) for rank in range(me.size)]
             await me.check(f"{name} {dtype}", ac.all_gather, inputs[me.rank], uneven=True, expect=inputs)
+    dtypes = [(torch.float32, torch.int64, torch.bool)[rank % 3] for rank in range(me.size)]
+    mixed = [oracle.moving(rank, (rank, 2), dtype) for rank, dtype in enumerate(dtypes)]
+    await me.check("dtypes", ac.all_gather, mixed[me.rank], uneven=True, expect=mixed)
+    tree = {"x": mixed[me.rank], "n": me.rank}
+    whole = {"x": mixed, "n": list(range(me.size))}
+    await me.check("dtypes of leaves", ac.all_gather, tree, uneven=True, expect=whole)
 
 
 def test_uneven_gives_the_list_of_all(world: World, runner: str) -> None:

@@ -19,7 +19,7 @@ from asynccoll.payload.messages import (
     Message,
 )
 from asynccoll.payload.values import as_number, check_number_reduction, from_message, to_message
-from asynccoll.plan.spec import Op, ReduceOp, dtype_name
+from asynccoll.plan.spec import Op, ReduceOp
 from asynccoll.plan.trees import TreeSpec, flatten, unflatten
 from asynccoll.tensors import autograd
 from asynccoll.tensors.bucketing import kind_of
@@ -238,7 +238,7 @@ def check_sendable(lane: Lane, op: Op, x: object) -> None:
 def message_kind(name: str, x: object) -> str:
     """Return how the call's signature describes a payload sent as a message; refuse one that cannot be."""
     if isinstance(x, torch.Tensor):
-        return f"{dtype_name(x.dtype)} of any shape"
+        return "tensor of any dtype and shape"
     if not is_value(x):
         raise refuse(name, x)
     return "number" if is_number(x) else kind_name(x)  # an int may meet a float, a str one of its subclasses
