@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import asynccoll as ac
 from asynccoll.backends import choosing
 from asynccoll.environment.slurm import (
     MAX_HOSTS,
@@ -355,6 +356,19 @@ FOUND = {
         LaunchInfo("tpu", 3, 4, 1, 2, 1, 2, "a"),
     ),
     "tpu-alone": ({"PJRT_DEVICE": "TPU"}, LaunchInfo("tpu")),
+    # How people start a process of a job as a world of one: what is left then says nothing.
+    "torchrun-without-the-three-that-are-all-or-none": (
+        without(TORCHRUN, "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+        LaunchInfo("serial"),
+    ),
+    "srun-without-the-job": (without(SLURM, "SLURM_JOB_ID"), LaunchInfo("serial")),
+    "mpiexec-without-pmi": (without(MPICH, "PMI_RANK", "PMI_SIZE"), LaunchInfo("serial")),
+    # MVAPICH's way to choose a GPU, set by hand from SLURM's.
+    "local-rank-of-mvapich-beside-srun": ({**SLURM, "MV2_COMM_WORLD_LOCAL_RANK": "1"}, SLURM_INFO),
+    "local-rank-of-another-launcher": (
+        {**MPICH, "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        LaunchInfo("mpich", 1, 2, 1, 2),
+    ),
 }
 
 
@@ -386,6 +400,10 @@ REFUSED = {
     ),
     "pals-without-pmi": ({"PALS_RANKID": "0"}, ["PALS started this process", "RANK and WORLD_SIZE"]),
     "aprun": ({"ALPS_APP_PE": "0"}, ["aprun started this process", "ALPS_APP_PE='0'"]),
+    "mpiexec-with-pmi-port": (  # as MPICH's sets them
+        {"PMI_ID": "1", "PMI_PORT": "n1:38611", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        ["mpiexec -pmi-port started this process (PMI_ID='1')", "how many ranks"],
+    ),
     "jsrun-partly": (without(JSRUN, "JSM_NAMESPACE_SIZE"), ["missing JSM_NAMESPACE_SIZE", "jsrun sets"]),
     "mvapich-partly": ({"MV2_COMM_WORLD_RANK": "0"}, ["missing MV2_COMM_WORLD_SIZE", "mpirun_rsh"]),
     "flux-partly": ({"FLUX_TASK_RANK": "0"}, ["missing FLUX_JOB_SIZE", "flux run"]),
@@ -446,6 +464,28 @@ REFUSED = {
         without(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ["OMPI_COMM_WORLD_RANK='2'", "missing OMPI_COMM_WORLD_LOCAL_SIZE"],
     ),
+    "jsrun-local-alone": (
+        {"JSM_NAMESPACE_LOCAL_RANK": "0"},
+        ["given JSM_NAMESPACE_LOCAL_RANK='0'", "missing JSM_NAMESPACE_RANK, JSM_NAMESPACE_SIZE"],
+    ),
+    "openmpi-local-alone": (
+        without(OPENMPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ["given OMPI_COMM_WORLD_LOCAL_RANK='0'", "missing OMPI_COMM_WORLD_RANK", "unset the stale ones"],
+    ),
+    "mvapich2-local-alone": ({"MV2_COMM_WORLD_LOCAL_RANK": "0"}, ["missing MV2_COMM_WORLD_RANK"]),
+    "mvapich-local-alone": ({"MVP_COMM_WORLD_LOCAL_SIZE": "2"}, ["missing MVP_COMM_WORLD_RANK"]),
+    "flux-local-alone": (
+        {"FLUX_TASK_LOCAL_ID": "0"},
+        ["given FLUX_TASK_LOCAL_ID='0'", "missing FLUX_TASK_RANK, FLUX_JOB_SIZE"],
+    ),
+    "cray-pmi-local-alone": (
+        {"PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "2"},
+        ["given PMI_LOCAL_RANK='0', PMI_LOCAL_SIZE='2'", "missing PMI_RANK, PMI_SIZE"],
+    ),
+    "horovod-local-alone": (
+        {"HOROVOD_LOCAL_RANK": "0"},
+        ["given HOROVOD_LOCAL_RANK='0'", "missing HOROVOD_RANK, HOROVOD_SIZE"],
+    ),
     "pmi-size-alone": ({"PMI_SIZE": "2"}, ["missing PMI_RANK"]),
     "horovod-partly": (without(HOROVOD, "HOROVOD_SIZE"), ["missing HOROVOD_SIZE"]),
     "tpu-without-id": ({"TPU_WORKER_HOSTNAMES": "a,b"}, ["missing TPU_WORKER_ID"]),
@@ -464,6 +504,29 @@ def test_what_cannot_be_true_is_refused_by_name(environ, texts):
     assert isinstance(caught.value, ValueError)
     for text in texts:
         assert text in str(caught.value)
+
+
+NOWHERE = {
+    "no-address": ({"MASTER_PORT": "29500"}, "MASTER_ADDR=unset, MASTER_PORT=29500"),
+    "no-port": ({"MASTER_ADDR": "n1"}, "MASTER_ADDR=n1, MASTER_PORT=unset"),
+    "any-port": ({"MASTER_ADDR": "n1", "MASTER_PORT": "0"}, "MASTER_ADDR=n1, MASTER_PORT=unset"),
+    "neither": ({}, "MASTER_ADDR=unset, MASTER_PORT=unset"),
+}
+
+
+@pytest.mark.parametrize(("meeting", "text"), NOWHERE.values(), ids=NOWHERE)
+@pytest.mark.parametrize("place", [{}, {"LOCAL_RANK": "1"}], ids=["bare", "placed"])
+def test_ranks_that_do_not_know_where_they_meet_are_refused(monkeypatch, place, meeting, text):
+    """Each says what it was told, and what to do; one rank meets nobody."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **place, **meeting}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchEnvironmentError) as caught:
+        ac.initialize("gloo")
+    assert f"rank 1 of 2 does not know where the ranks meet: {text}; set both" in str(caught.value)
+    assert "asynccoll run" in str(caught.value)
+    assert not ac.is_initialized()
 
 
 @pytest.mark.parametrize(

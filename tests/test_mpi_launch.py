@@ -123,6 +123,16 @@ def test_ranks_that_are_told_by_pmix_alone_are_refused(tmp_path: Path) -> None:
     assert ended.out == ""
 
 
+@pytest.mark.skipif(mpiexec.find().family != "mpich", reason="MPICH has that option, Open MPI does not")
+def test_ranks_that_are_told_of_a_port_alone_are_refused(tmp_path: Path) -> None:
+    """MPI asks there which rank it is, of how many."""
+    source = WHO.replace("initialize()", "initialize('gloo')")
+    ended = call([mpiexec.find().path, "-pmi-port", "-n", "2", sys.executable, write(tmp_path, source)])
+    assert ended.code != 0
+    assert "LaunchEnvironmentError: mpiexec -pmi-port started this process (PMI_ID='" in ended.err, ended.said
+    assert ended.out == ""
+
+
 RAISES = """
     import asynccoll as ac
     ac.initialize()

@@ -168,6 +168,10 @@ class _Launcher:
         """The two without which there is no place."""
         return self.rank, self.world_size
 
+    def local(self) -> tuple[str, ...]:
+        """Those that say nothing of the job, only of its node."""
+        return (*self.local_rank, *self.local_world_size)
+
 
 def _siblings(name: str, prefix: str, command: str) -> _Launcher:
     """A launcher whose variables differ in their endings only."""
@@ -221,7 +225,7 @@ _LAUNCHERS = (
 PLACE = frozenset(
     {*_TORCH, *_TORCH_NODE, "NODE_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
     | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"}
-    | {name for one in _LAUNCHERS for name in (*one.place(), *one.local_rank, *one.local_world_size)}
+    | {name for one in _LAUNCHERS for name in (*one.place(), *one.local())}
     | {name for one in _LAUNCHERS for name in (one.node_rank, one.nnodes) if name is not None}
 )
 
@@ -230,7 +234,12 @@ _MUTE = {
     "PMIx": ("PMIX_RANK", "PMIX_NAMESPACE"),
     "PALS": ("PALS_RANKID", "PALS_APID"),
     "aprun": ("ALPS_APP_PE",),
+    "mpiexec -pmi-port": ("PMI_ID",),
 }
+
+#: Not marks of a launcher: they remain where ``PMI*`` was removed to start a process alone, which to MPI it
+#: then is. Torch's LOCAL_WORLD_SIZE and GROUP_RANK likewise remain without RANK, LOCAL_RANK and WORLD_SIZE.
+_LEFT_BEHIND = frozenset({"MPI_LOCALRANKID", "MPI_LOCALNRANKS"})
 
 
 def _inner(variables: Variables) -> LaunchInfo | None:
@@ -238,6 +247,9 @@ def _inner(variables: Variables) -> LaunchInfo | None:
     for launcher in _LAUNCHERS:
         if variables.any(launcher.place()):
             return _from_launcher(launcher, variables)
+    for launcher in _LAUNCHERS:
+        if variables.any([name for name in launcher.local() if name not in _LEFT_BEHIND]):
+            return _from_launcher(launcher, variables)  # which is refused, as incomplete
     for name, marks in _MUTE.items():
         if variables.any(marks):
             raise LaunchEnvironmentError(
@@ -250,11 +262,11 @@ def _inner(variables: Variables) -> LaunchInfo | None:
 
 
 def _from_launcher(launcher: _Launcher, variables: Variables) -> LaunchInfo:
-    local = (*launcher.local_rank, *launcher.local_world_size)
-    if not launcher.local_world_size or not variables.any(local):
-        names: tuple[str, ...] = launcher.place()
-        variables.require(launcher.name, names, f"{launcher.command} sets both; unset the stale one")
-        info = unplaced(launcher.name, *(variables.integer(name) for name in names))
+    if not launcher.local_world_size or not variables.any(launcher.local()):
+        place = launcher.place()
+        names = (*place, *(name for name in launcher.local() if variables.any((name,))))
+        variables.require(launcher.name, names, f"{launcher.command} sets all of them; unset the stale ones")
+        info = unplaced(launcher.name, *(variables.integer(name) for name in place))
         return checked(with_master(info, variables), variables, names)
     local_rank, local_world_size = (
         next((name for name in names if variables.any((name,))), names[0])
