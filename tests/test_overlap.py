@@ -8,7 +8,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -667,14 +667,86 @@ def test_two_tasks_await_one_step(pair: World, loop: str, dtype: torch.dtype | N
     pair.run(in_two_tasks, dtype, runner=loop)
 
 
-async def sparse(me: Rank) -> None:
-    model = nn.Embedding(5, 3, sparse=True)
-    with ac.overlap_gradients(model), raising(ac.PayloadTypeError, "sparse=False"):
-        model(torch.tensor([me.rank])).sum().backward()
+class Words(nn.Module):
+    """An embedding with sparse gradients, and what follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3, sparse=True)
+        self.last = nn.Linear(3, 2, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(words)).sum()  # type: ignore[no-any-return]  # torch's call is untyped
 
 
-def test_sparse_gradients_are_refused(pair: World) -> None:
-    pair.run(sparse)
+def words(rank: int, step: int) -> list[int]:
+    """Some twice; none on the first rank in the second step, and from no rank in the third."""
+    if step == 2 or (step == 1 and rank == 0):
+        return []
+    return [rank, rank, (3 * rank + step) % 7]
+
+
+def counted(size: int, steps: Sequence[int]) -> list[int]:
+    """How often each word occurs, on all ranks."""
+    found = [word for step in steps for rank in range(size) for word in words(rank, step)]
+    return [found.count(word) for word in range(7)]
+
+
+async def sparse(me: Rank, op: str, dtype: torch.dtype | None) -> None:
+    model = Words()
+    nn.init.ones_(model.last.weight)  # so each occurrence of a word adds 2 to its row's gradient
+    optimizer = torch.optim.SparseAdam([model.table.weight], lr=0.1)
+    share = me.size if op == "avg" else 1
+    with ac.overlap_gradients(model, op=op, reduce_dtype=dtype, bucket_bytes=16) as gradients:
+        for steps in ([0], [1], [2], [0, 1], [0, 1]):
+            model.zero_grad()
+            for step in steps:  # of two, both are sent, or the first is accumulated
+                with gradients.no_sync() if step == 1 else contextlib.nullcontext():
+                    if given := words(me.rank, step):
+                        model(torch.tensor(given)).backward()
+                if step == 0 or len(steps) == 1:
+                    await me.get(gradients)
+            if len(steps) == 2:
+                await me.get(gradients)
+            counts = counted(me.size, steps)
+            expected = [[2 * n / share] * 3 for n in counts]
+            got = model.table.weight.grad
+            if not any(counts):
+                assert got is None
+                continue
+            assert got is not None
+            assert got.is_sparse
+            oracle.same(got.to_dense(), torch.tensor(expected))
+            optimizer.step()
+            oracle.same(*(await me.get(ac.all_gather(model.table.weight.detach()[None])))[[0, -1]])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("op", ["avg", "sum"])
+def test_sparse_gradients_stay_sparse(world: World, loop: str, op: str, dtype: torch.dtype | None) -> None:
+    """The rows of all ranks, added up; a rank without any, and steps that add to the ones before."""
+    world.run(sparse, op, dtype, runner=loop)
+
+
+async def sparse_beside_dense(me: Rank) -> None:
+    table = nn.Embedding(7, 3, sparse=True)
+    with ac.overlap_gradients(table, op="sum") as gradients:
+        (table(torch.tensor(words(me.rank, 0))).sum() + table.weight.sum()).backward()
+        await me.get(gradients)
+        assert table.weight.grad is not None
+        expected = [[float(n + me.size)] * 3 for n in counted(me.size, [0])]
+        oracle.same(table.weight.grad, torch.tensor(expected))
+    with (
+        ac.overlap_gradients(list(table.parameters())),
+        raising(ac.PayloadTypeError, "overlap_gradients the module"),
+    ):
+        table.zero_grad()
+        table(torch.tensor([me.rank])).sum().backward()
+
+
+def test_a_table_that_is_used_densely_too_has_a_dense_gradient(pair: World) -> None:
+    """And without the module nobody knows that gradients will be sparse: they are refused."""
+    pair.run(sparse_beside_dense)
 
 
 REFUSED = {

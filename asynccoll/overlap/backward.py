@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
-from asynccoll.overlap.buckets import Bucket
+from asynccoll.overlap.buckets import Gradients
 from asynccoll.overlap.gradients import GradientReducer, living
 from asynccoll.overlap.unawaited import BY_BACKWARD
 
@@ -60,7 +60,7 @@ class BackwardReducer(GradientReducer):
 
     # During backward
 
-    def _arrived(self, bucket: Bucket, index: int) -> None:
+    def _arrived(self, bucket: Gradients, index: int) -> None:
         if self._syncing:
             self._expect_end()
         super()._arrived(bucket, index)

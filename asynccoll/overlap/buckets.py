@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +18,7 @@ from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.aligned import Layout
 from asynccoll.overlap.accepted import named_in
 
-__all__ = ["Bucket", "FlaggedBucket", "assign", "shaped"]
+__all__ = ["Bucket", "FlaggedBucket", "Gradients", "assign", "shaped"]
 
 
 def _references() -> int:
@@ -30,31 +31,15 @@ def _references() -> int:
 _REFERENCES = _references()
 
 
-class Bucket:
-    """Gradients that are sent together, followed by ``tail`` further elements.
+class Gradients(ABC):
+    """Gradients that are sent together, and what has become of them since: the base of all buckets."""
 
-    The gradients are padded to a multiple of ``parts``, not counting the tail. ``dtype`` is that of the
-    reduction. If it is not the parameters' own, each ``.grad`` keeps its own memory, and the result is
-    rounded to its dtype once.
-    """
+    #: what is sent
+    flat: torch.Tensor
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        tail: int = 0,
-        dtype: torch.dtype | None = None,
-        parts: int = 1,
-    ) -> None:
-        first = parameters[0]
-        held = dtype or first.dtype
-        if dtype is not None and first.is_complex():
-            held = torch.promote_types(dtype, torch.complex64)
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.dtype: torch.dtype = first.dtype
-        self.layout: Layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)
-        self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
-        self.views: list[torch.Tensor] = self._views()
-        self._strides = [parameter.stride() for parameter in parameters]
+        self.dtype: torch.dtype = parameters[0].dtype
         #: by index, the gradients being sent, with their versions and their parameters' at that time
         self._sent: dict[int, tuple[torch.Tensor, int, int]] = {}
         #: the gradients that were summed over all ranks before (op="sum"), else None
@@ -65,65 +50,45 @@ class Bucket:
         self.named: Callable[[torch.Tensor], str] = named_in(None)
         self.begin()
 
-    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view for each parameter, in its shape and strides, of a tensor laid out as the bucket."""
-        places = self.layout.cut(flat)
-        return [shaped(place, like) for place, like in zip(places, self.parameters, strict=True)]
-
-    def _views(self) -> list[torch.Tensor]:
-        """Return the gradients' views of the bucket. Each has its own version counter, for writes to it."""
-        return [view.data for view in self.cut(self.flat)]
-
     def begin(self) -> None:
         """Expect every gradient anew."""
         self.waiting: int = len(self.parameters)
         self.has: list[bool] = [False] * self.waiting
         self._sent.clear()
 
-    def put(self, index: int, scale: float) -> None:
-        """Put the gradient of the parameter at ``index``, times ``scale``, into the bucket.
+    def checked(self, index: int, shape: torch.Size, *, may_be_sparse: bool = False) -> torch.Tensor:
+        """Do what ``check`` does, with the ``shape`` that is expected."""
+        return _checked_gradient(
+            self.parameters[index], shape, self.dtype, self.named, may_be_sparse=may_be_sparse
+        )
 
-        The parameter's ``.grad`` is the view of the bucket afterwards, unless the dtypes differ.
-        """
+    @abstractmethod
+    def check(self, index: int) -> torch.Tensor:
+        """Return the gradient of the parameter at ``index``; refuse one that cannot be sent."""
+
+    @abstractmethod
+    def put(self, index: int, scale: float) -> None:
+        """Put the gradient of the parameter at ``index``, times ``scale``, into what is sent."""
+
+    @abstractmethod
+    def fill(self, scale: float) -> None:
+        """Complete what is sent: where backward brought no gradient, put the present ``.grad``, or zeros."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Make the reduced gradients each parameter's ``.grad``."""
+
+    def took(self, index: int) -> None:
+        """Note that the gradient of the parameter at ``index`` is in the bucket."""
         parameter = self.parameters[index]
-        gradient = self.check(index)
-        self.divide(index)
-        if self.flat.dtype is self.dtype:
-            gradient, view = self._laid_out(index, gradient)
-            torch.mul(gradient, scale, out=view)
-            parameter.grad = view
-        else:
-            self._laid_out(index, gradient)[1].copy_(gradient).mul_(scale)
         assert parameter.grad is not None
         self._sent[index] = parameter.grad, parameter.grad._version, parameter._version
         self.has[index] = True
         self.waiting -= 1
 
-    def check(self, index: int) -> torch.Tensor:
-        """Return the gradient of the parameter at ``index``; refuse one that cannot be sent."""
-        return _checked_gradient(self.parameters[index], self.views[index].shape, self.dtype, self.named)
-
-    def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient and its view, laid out as the parameter is now.
-
-        ``model.to(memory_format=...)`` may have changed that.
-        """
-        strides = self.parameters[index].stride()
-        if strides != self._strides[index]:
-            if gradient is self.views[index]:
-                gradient = gradient.clone()  # as it is read in the old layout while the new one is written
-            self._strides[index] = strides
-            self.views[index] = self._views()[index]
-        if gradient is not self.views[index]:
-            self._vacate(index)
-        return gradient, self.views[index]
-
-    def _vacate(self, index: int) -> None:
-        """Make room for another gradient. Code that kept the view of the last one keeps its values."""
-        view = self.views[index]
-        if sys.getrefcount(view) > _REFERENCES:
-            view.data = view.clone()
-            self.views[index] = self._views()[index]
+    def summed(self, gradients: list[torch.Tensor | None]) -> None:
+        """Note that ``gradients`` are sums over all ranks."""
+        self._summed = gradients
 
     def divide(self, index: int) -> None:
         """Divide a gradient that was summed over all ranks before by their number: it will be summed again.
@@ -135,7 +100,7 @@ class Bucket:
         gradient = self.parameters[index].grad
         if summed is None or gradient is None:
             return
-        if gradient is not summed and not may_overlap(gradient, summed) and gradient.any():
+        if gradient is not summed and _is_another(gradient, summed):
             self._summed[index] = summed
             raise InvalidArgumentError(
                 f"the .grad of {self.named(self.parameters[index])} is another tensor than the one "
@@ -175,8 +140,83 @@ class Bucket:
                     "`await optimizer.clip_grad_norm_(...)`)"
                 )
 
+
+class Bucket(Gradients):
+    """Gradients that are sent together, followed by ``tail`` further elements.
+
+    The gradients are padded to a multiple of ``parts``, not counting the tail. ``dtype`` is that of the
+    reduction. If it is not the parameters' own, each ``.grad`` keeps its own memory, and the result is
+    rounded to its dtype once.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        tail: int = 0,
+        dtype: torch.dtype | None = None,
+        parts: int = 1,
+    ) -> None:
+        first = parameters[0]
+        held = dtype or first.dtype
+        if dtype is not None and first.is_complex():
+            held = torch.promote_types(dtype, torch.complex64)
+        super().__init__(parameters)
+        self.layout: Layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)
+        self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
+        self.views: list[torch.Tensor] = self._views()
+        self._strides = [parameter.stride() for parameter in parameters]
+
+    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view for each parameter, in its shape and strides, of a tensor laid out as the bucket."""
+        places = self.layout.cut(flat)
+        return [shaped(place, like) for place, like in zip(places, self.parameters, strict=True)]
+
+    def _views(self) -> list[torch.Tensor]:
+        """Return the gradients' views of the bucket. Each has its own version counter, for writes to it."""
+        return [view.data for view in self.cut(self.flat)]
+
+    def put(self, index: int, scale: float) -> None:
+        """Put the gradient of the parameter at ``index``, times ``scale``, into the bucket.
+
+        The parameter's ``.grad`` is the view of the bucket afterwards, unless the dtypes differ.
+        """
+        parameter = self.parameters[index]
+        gradient = self.check(index)
+        self.divide(index)
+        if self.flat.dtype is self.dtype:
+            gradient, view = self._laid_out(index, gradient)
+            torch.mul(gradient, scale, out=view)
+            parameter.grad = view
+        else:
+            self._laid_out(index, gradient)[1].copy_(gradient).mul_(scale)
+        self.took(index)
+
+    def check(self, index: int) -> torch.Tensor:
+        return self.checked(index, self.views[index].shape)
+
+    def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradient and its view, laid out as the parameter is now.
+
+        ``model.to(memory_format=...)`` may have changed that.
+        """
+        strides = self.parameters[index].stride()
+        if strides != self._strides[index]:
+            if gradient is self.views[index]:
+                gradient = gradient.clone()  # as it is read in the old layout while the new one is written
+            self._strides[index] = strides
+            self.views[index] = self._views()[index]
+        if gradient is not self.views[index]:
+            self._vacate(index)
+        return gradient, self.views[index]
+
+    def _vacate(self, index: int) -> None:
+        """Make room for another gradient. Code that kept the view of the last one keeps its values."""
+        view = self.views[index]
+        if sys.getrefcount(view) > _REFERENCES:
+            view.data = view.clone()
+            self.views[index] = self._views()[index]
+
     def fill(self, scale: float) -> None:
-        """Complete the bucket: where backward brought no gradient, put the present ``.grad``, or zeros."""
         if not self.waiting:
             return
         for index, parameter in enumerate(self.parameters):
@@ -195,7 +235,7 @@ class Bucket:
                 if self.has[index]:
                     self._give(index)
         if self.summed_over > 1:
-            self._summed = [parameter.grad for parameter in self.parameters]
+            self.summed([parameter.grad for parameter in self.parameters])
 
     def _give(self, index: int) -> None:
         """Make the reduced gradient the ``.grad`` of the parameter at ``index``."""
@@ -243,6 +283,13 @@ class FlaggedBucket(Bucket):
         super().adopt()
 
 
+def _is_another(gradient: torch.Tensor, summed: torch.Tensor) -> bool:
+    """Whether it is a gradient, other than zeros, that has nothing to do with the one that was summed."""
+    if gradient.is_sparse or summed.is_sparse:
+        return not gradient.is_sparse or gradient._nnz() > 0
+    return not may_overlap(gradient, summed) and bool(gradient.any())
+
+
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a view of ``flat`` in the shape of ``like``, and in its strides if ``like`` is dense.
 
@@ -270,7 +317,12 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def _checked_gradient(
-    parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype, named: Callable[[torch.Tensor], str]
+    parameter: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    named: Callable[[torch.Tensor], str],
+    *,
+    may_be_sparse: bool,
 ) -> torch.Tensor:
     """Return the gradient of ``parameter``; refuse one that cannot be sent."""
     gradient = parameter.grad
@@ -279,11 +331,11 @@ def _checked_gradient(
             f"the .grad of {named(parameter)} was gone when backward had just made it: a hook has "
             "taken it (an optimizer that steps in hooks of backward comes before the gradients are reduced)"
         )
-    if gradient.layout is not torch.strided:
+    if gradient.layout is not torch.strided and not may_be_sparse:
         raise PayloadTypeError(
-            f"the gradient of {named(parameter)} is sparse, and buckets are "
-            "dense: build the layer with sparse=False, or leave its parameters out of the reducer "
-            "and all_reduce their .grad yourself"
+            f"the gradient of {named(parameter)} is sparse, which is not expected here: give "
+            "overlap_gradients the module, with torch's Embedding or EmbeddingBag in it; elsewhere build the "
+            "layer with sparse=False"
         )
     if gradient.requires_grad:
         parameter.grad = gradient.detach()  # so that the step can be completed without its graph

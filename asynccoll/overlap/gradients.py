@@ -55,7 +55,7 @@ from asynccoll.overlap.accepted import (
     place_in,
     source_of,
 )
-from asynccoll.overlap.buckets import Bucket, FlaggedBucket, assign
+from asynccoll.overlap.buckets import FlaggedBucket, Gradients, assign
 from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.divergence import checksum
 from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
@@ -63,6 +63,7 @@ from asynccoll.overlap.hooks import after_accumulation, before_accumulation, rem
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike, tell_apart, told_alike
 from asynccoll.overlap.pending import Forgotten
+from asynccoll.overlap.rows import SparseGradient, sparse_of
 from asynccoll.overlap.scaling import before_scaling
 from asynccoll.overlap.unawaited import BY_REDUCER, Calls
 from asynccoll.overlap.window import InFlight
@@ -98,6 +99,8 @@ class GradientReducer(Companion):
 
     - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; if no rank
       made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
+    - **Sparse gradients**, of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True``, stay sparse: the
+      result has the rows of all ranks. They are sent after the others. ``model`` has to be a module then.
     - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates, and the sum is sent
       with the next backward outside of it. Without ``zero_grad`` the next gradients are added to those that
       are reduced already, as with DDP, for ``op="sum"`` too.
@@ -140,7 +143,7 @@ class GradientReducer(Companion):
         broadcast_buffers: bool | torch.nn.Module = False,
     ) -> None:
         self._source = source_of(model)
-        self._named = named_in(model)
+        self._named, self._sparse = named_in(model), {id(x) for x in sparse_of(model)}
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         check_initialized(parameters)
         check_whole(parameters)
@@ -167,7 +170,7 @@ class GradientReducer(Companion):
         if init_sync:
             start_alike(model if isinstance(model, torch.nn.Module) else self._source(), **self._tail())
         self._limits = (first_bucket_bytes, bucket_bytes)
-        self._buckets: list[Bucket] = []
+        self._buckets: list[Gradients] = []
         # The works of the buckets sent in this step, in order. Each step has a new list, so that a waiter can
         # tell whether the step that it waited for is still the current one.
         self._works: list[Work[torch.Tensor]] = []
@@ -205,11 +208,12 @@ class GradientReducer(Companion):
         """Return group, lane and timeout, as keyword arguments for an operation."""
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
 
-    def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Bucket]:
+    def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Gradients]:
         """Return buckets for ``parameters``; the very first one also compares steps, by its ``marks``."""
-        members = list(assign(parameters, first, limit))
+        members = list(assign([x for x in parameters if id(x) not in self._sparse], first, limit))
         marks = [0 if self._buckets or index else len(self._marks()) for index in range(len(members))]
-        return [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
+        dense = [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
+        return [*dense, *(SparseGradient(x, self._reduce_dtype) for x in parameters if id(x) in self._sparse)]
 
     def _add_parameters(self, parameters: list[torch.Tensor]) -> None:
         """Make buckets for these parameters, and hook them."""
@@ -220,7 +224,7 @@ class GradientReducer(Companion):
                 self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))
                 self._hooks += self._before(parameter, bucket, index)
 
-    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[object]:
+    def _before(self, parameter: torch.Tensor, bucket: Gradients, index: int) -> Sequence[object]:
         """Hooks that run before backward adds to a gradient."""
         return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.summed_over > 1 else ()
 
@@ -395,7 +399,7 @@ class GradientReducer(Companion):
 
     # During backward
 
-    def _arrived(self, bucket: Bucket, index: int) -> None:
+    def _arrived(self, bucket: Gradients, index: int) -> None:
         """Take a gradient that backward has accumulated, and send the buckets that are complete.
 
         Called on a thread of backward.
@@ -426,7 +430,7 @@ class GradientReducer(Companion):
         """Whether buckets are sent by the await only, not during backward."""
         return False
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Gradients) -> None:
         """Start the reduction of the next bucket. Called with the lock held."""
         check_place(self._place, self._group, "what reduces these gradients")
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
@@ -440,7 +444,9 @@ class GradientReducer(Companion):
         work.detach()  # a step that nobody awaits is reported by the next backward, not by each work
         self._works.append(work)
 
-    def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
+    def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
+        if isinstance(bucket, SparseGradient):
+            return bucket.reduce(all_reduce, **self._tail())
         return all_reduce(flat, out=flat, **self._tail())
 
     @contextmanager
@@ -533,7 +539,8 @@ def overlap_gradients(
             model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size is invalid; a reducer
             that is not closed has this lane or one of these parameters. From backward: ``create_graph=True``.
         CollectiveMismatchError: the ranks do not have the same parameters.
-        PayloadTypeError: from backward, for a sparse gradient.
+        PayloadTypeError: from backward, for a sparse gradient of another parameter than that of an
+            ``Embedding`` or ``EmbeddingBag`` in ``model``.
 
     Source: Li et al., VLDB 2020 (``torch.nn.parallel.DistributedDataParallel``).
     """
@@ -608,7 +615,7 @@ def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) ->
 
 
 def _hook(
-    reducer: weakref.ref[GradientReducer], bucket: Bucket, index: int
+    reducer: weakref.ref[GradientReducer], bucket: Gradients, index: int
 ) -> Callable[[torch.Tensor], None]:
     """Return the hook that backward calls. It refers weakly to the reducer, which may be dropped."""
 

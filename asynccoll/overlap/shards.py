@@ -19,7 +19,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
 from asynccoll.overlap.arrivals import Arrival
-from asynccoll.overlap.buckets import Bucket, assign
+from asynccoll.overlap.buckets import Bucket, Gradients, assign
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.hooks import before_accumulation
 from asynccoll.overlap.steps import Steps
@@ -219,17 +219,17 @@ class ShardReducer(GradientReducer):
             return not self.rounds or self.touched
         return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
 
-    def _before(self, parameter: torch.Tensor, bucket: Bucket, index: int) -> Sequence[object]:
+    def _before(self, parameter: torch.Tensor, bucket: Gradients, index: int) -> Sequence[object]:
         assert isinstance(bucket, ShardBucket)
         return before_accumulation(parameter, partial(bucket.look, index))
 
-    def _reduce(self, flat: torch.Tensor, bucket: Bucket) -> Work[torch.Tensor]:
+    def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         assert isinstance(bucket, ShardBucket)
         return reduce_scatter(
             flat, out=bucket.target(), group=self._group, lane=self._lane, timeout=self._timeout
         )
 
-    def _arrived(self, bucket: Bucket, index: int) -> None:
+    def _arrived(self, bucket: Gradients, index: int) -> None:
         assert isinstance(bucket, ShardBucket)
         bucket.noted(index)
         if index in bucket.arrival.stale:

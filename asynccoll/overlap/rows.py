@@ -1,0 +1,74 @@
+"""The gradients of embeddings with ``sparse=True``: rows, of which each rank has others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from asynccoll.overlap.buckets import Gradients
+from asynccoll.waiting.work import Work
+
+__all__ = ["SparseGradient", "sparse_of"]
+
+
+def sparse_of(model: object) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a module whose gradients will be sparse, so far as torch's layers say so."""
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            yield module.weight
+
+
+class SparseGradient(Gradients):
+    """The gradient of one such parameter, reduced on its own: the sum has the rows of all ranks.
+
+    If the parameter is used densely as well, its gradient is dense, and stays so; its rows are sent.
+    """
+
+    def __init__(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        super().__init__([parameter])
+        self._held = dtype or parameter.dtype
+        self.flat: torch.Tensor = self._nothing()
+        self._work: Work[torch.Tensor] | None = None
+
+    def _nothing(self) -> torch.Tensor:
+        (parameter,) = self.parameters
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = torch.empty(0, *parameter.shape[1:], dtype=self._held, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+    def check(self, index: int) -> torch.Tensor:
+        return self.checked(index, self.parameters[index].shape, may_be_sparse=True)
+
+    def put(self, index: int, scale: float) -> None:
+        gradient = self.check(index)
+        self.divide(index)
+        rows = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        self.flat = (rows.to(self._held) * scale).coalesce()
+        self.took(index)
+
+    def fill(self, scale: float) -> None:
+        if not self.waiting:
+            return
+        if self.parameters[0].grad is not None:
+            self.put(0, scale)
+        else:
+            self.flat = self._nothing()
+
+    def reduce(self, all_reduce: Callable[..., Work[Any]], **tail: Any) -> Work[torch.Tensor]:
+        """Start the reduction, by ``all_reduce``."""
+        self._work = all_reduce(self.flat, **tail)
+        return self._work
+
+    def adopt(self) -> None:
+        """Make the sum the parameter's ``.grad``, unless no rank has a gradient."""
+        assert self._work is not None
+        (parameter,), total = self.parameters, self._work.wait().to(self.dtype)
+        self._work, self.flat = None, self._nothing()
+        if not self.has[0] and not total._nnz():
+            return
+        dense = parameter.grad is not None and not parameter.grad.is_sparse
+        parameter.grad = total.to_dense() if dense else total
+        if self.summed_over > 1:
+            self.summed([parameter.grad])
