@@ -72,7 +72,7 @@ memory: ## the tests that run on any backend, between ranks that share memory
 
 # That which starts whole jobs takes longest, and goes first: at the end it would leave one core idle.
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,mpi_launch $(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
-	spawn parallel slurm_mpi)
+	spawn parallel ranks_fixture slurm_mpi)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 # The ten training loops on two ranks and, as a world that is no power of two, on three.

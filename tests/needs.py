@@ -10,11 +10,15 @@ import importlib
 import importlib.util
 import os
 import shutil
-from typing import NoReturn
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+import envbuild
 import system
+from envs import ENVIRONMENTS
 
 #: With the directories of the daemons, which are not on everybody's path.
 PATH = system.SEARCH
@@ -35,6 +39,15 @@ def need_package(name: str, backend: str, where: str) -> None:
         importlib.import_module(name)
     else:
         pytest.importorskip(name, reason=where, exc_type=ImportError)
+
+
+def need_package_of(group: str, name: str) -> Any:
+    """A package of a group of requirements; in an environment that has the group its absence is an error."""
+    having = [row for row in ENVIRONMENTS.values() if group in row.groups]
+    if any(envbuild.directory(row).name == Path(sys.prefix).name for row in having):
+        return importlib.import_module(name)
+    where = f"environments that have {name}: {', '.join(row.name for row in having)}"
+    return pytest.importorskip(name, reason=where, exc_type=ImportError)
 
 
 def has_package(name: str, backend: str) -> bool:

@@ -17,6 +17,11 @@ DIRECTORY = "ASYNCCOLL_TEST_RECORDS"
 #: Files that are about what is not a backend of every test.
 _OF_FILES = {"test_slurm": "slurm", "test_gpu": "nccl"}
 _NAMES = {"xla-tpu": "xla"}
+#: Packages of which an environment has one at most, and what its tests of a backend then count as.
+_KINDS = {
+    "mpi": {"mpich": "mpi, MPICH", "openmpi": "mpi, Open MPI"},
+    "gloo": {"torch_xla": "gloo, old torch"},  # beside the oldest torch that is supported
+}
 
 
 def register(config: pytest.Config) -> None:
@@ -61,17 +66,17 @@ class Recorder:
 def label() -> str:
     """The backend under test, with its library where there are several."""
     names = os.environ.get("ASYNCCOLL_TEST_BACKENDS", "gloo").split(",")
-    return " + ".join(_NAMES.get(name, _mpi() if name == "mpi" else name) for name in names)
+    return " + ".join(_kind(_NAMES.get(name, name)) for name in names)
 
 
-def _mpi() -> str:
-    for package, name in (("mpich", "MPICH"), ("openmpi", "Open MPI")):
+def _kind(name: str) -> str:
+    for package, kind in _KINDS.get(name, {}).items():
         try:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        return f"mpi, {name}"
-    return "mpi"
+        return kind
+    return name
 
 
 def _reason(report: Any) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import asynccoll
+import needs
 from patience import patient
 from worlds import LAUNCHER_VARIABLES
 
@@ -67,7 +68,7 @@ def test_two_lanes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "launched"), [(1, False), (2, True)], ids=["plain", "2"])
 def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
-    pytest.importorskip("sklearn")
+    needs.need_package_of("demo", "sklearn")
     picture = tmp_path / "here" / "timeline.png"
     epochs = ("--epochs", "3" if launched else "1")
     options = ("--steps", "2", "--picture", str(picture), *epochs)
@@ -103,7 +104,7 @@ GPT = {
 @pytest.mark.parametrize("steps", [4, pytest.param(8, marks=pytest.mark.nightly)])
 def test_train_gpt(tmp_path: Path, steps: int) -> None:
     """Stopped and resumed, it takes DDP's steps: bit for bit, or to within rounding with sharded sums."""
-    pytest.importorskip("matplotlib")
+    needs.need_package_of("demo", "matplotlib")
     options = ("--steps", str(steps), "--dtype", "float64", "--checkpoint")
     found = {}
     for way, worlds in GPT[steps].items():

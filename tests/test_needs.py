@@ -1,10 +1,14 @@
-"""A backend that is to be tested and is not there is a failure, never a skip."""
+"""What is to be tested and is not there is a failure, never a skip."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+import envbuild
 import needs
+from envs import ENVIRONMENTS
 
 
 def test_what_is_under_test_may_not_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +22,15 @@ def test_what_is_under_test_may_not_be_absent(monkeypatch: pytest.MonkeyPatch) -
     assert not needs.has_package("smoke_signals", "smoke")
     with pytest.raises(pytest.skip.Exception, match="on hills"):
         needs.need_package("smoke_signals", "smoke", "on hills")
+
+
+def test_what_an_environment_is_made_of_may_not_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In those that have the group; elsewhere the tests skip, and say which have it."""
+    monkeypatch.setattr(sys, "prefix", str(envbuild.directory(ENVIRONMENTS["demo"])))
+    with pytest.raises(ImportError, match="smoke_signals"):
+        needs.need_package_of("demo", "smoke_signals")
+    with pytest.raises(pytest.skip.Exception, match=r"environments that have smoke_signals: test$"):
+        needs.need_package_of("notebook", "smoke_signals")
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    with pytest.raises(pytest.skip.Exception, match=r"test, demo, xla$"):
+        needs.need_package_of("demo", "smoke_signals")

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import asynccoll
+import needs
 from patience import patient
 
 pytestmark = pytest.mark.slow
 
-nbclient = pytest.importorskip("nbclient", reason="the environment `test` has it", exc_type=ImportError)
-nbformat = pytest.importorskip("nbformat", reason="it comes with nbclient", exc_type=ImportError)
+nbclient = needs.need_package_of("notebook", "nbclient")
+nbformat = needs.need_package_of("notebook", "nbformat")
 
 LIMIT_S = patient(90)
 

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import ran
+import records
 from patience import patient
 
 HERE = Path(__file__).parent
@@ -76,7 +80,36 @@ def test_what_ran_is_told_by_backend(tmp_path: Path) -> None:
     assert told["slurm"][:3] == ["1", "0", "0"]
     assert told["gloo"][:2] == ["not", "run:"]
     assert told["nccl"][:2] == ["not", "run:"]
+    assert told["memory"] == ["not", "run:", "make", "memory"]
     assert "skipped     1: no such thing (pip install it)" in rows
     assert "skipped     1: a whole file" in rows
     again = [row for row in rows if "second time" in row]
     assert again == ["passed the second time only: test_some.py::test_twice (horovod)"]
+
+
+#: The backends of an environment that has the package, and what its tests count as.
+KINDS = {
+    "test": (None, None, "gloo"),
+    "memory": ("memory", None, "memory"),
+    "mpich": ("mpi", "mpich", "mpi, MPICH"),
+    "openmpi": ("mpi", "openmpi", "mpi, Open MPI"),
+    "xla": ("xla-tpu", "torch_xla", "xla"),
+    "xla-on-gloo": (None, "torch_xla", "gloo, old torch"),
+}
+
+
+@pytest.mark.parametrize(("backends", "package", "label"), KINDS.values(), ids=KINDS)
+def test_each_environment_has_a_row(monkeypatch: pytest.MonkeyPatch, backends, package, label: str) -> None:
+    """So that the table says so if nothing ran there."""
+
+    def version(name: str) -> str:
+        if name != package:
+            raise records.importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(records.importlib.metadata, "version", version)
+    monkeypatch.delenv("ASYNCCOLL_TEST_BACKENDS", raising=False)
+    if backends is not None:
+        monkeypatch.setenv("ASYNCCOLL_TEST_BACKENDS", backends)
+    assert records.label() == label
+    assert label in ran.BACKENDS

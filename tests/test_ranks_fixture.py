@@ -16,6 +16,7 @@ import torch
 
 import asynccoll
 import asynccoll as ac
+import needs
 from asynccoll.testing import RankError, World, live, world
 from patience import patient
 
@@ -201,10 +202,41 @@ def fails(rank):
 """
 
 
+ON_MPI = """
+import asynccoll as ac
+
+async def where(rank):
+    return ac.backend(), rank, ac.get_world_size(), await ac.all_reduce(rank + 1)
+
+def test_two(ranks):
+    assert ranks.run(where) == [("mpi", 0, 2, 3), ("mpi", 1, 2, 3)]
+
+def test_fails(ranks):
+    ranks.run(fails)
+
+def fails(rank):
+    assert rank == 0, "told by its rank"
+
+def test_two_again(ranks):
+    test_two(ranks)
+"""
+
+
 def test_the_fixture(tmp_path: Path) -> None:
     """One world for all tests that ask for the same; what fails on a rank fails the test."""
-    tmp_path.joinpath("conftest.py").write_text('pytest_plugins = ["asynccoll.testing.pytest_plugin"]')
-    tmp_path.joinpath("test_suite.py").write_text(SUITE)
+    _check_suite(tmp_path, SUITE, "1 failed, 4 passed")
+
+
+def test_the_fixture_on_mpi(tmp_path: Path) -> None:
+    """Its option says so for all tests whose mark does not."""
+    needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
+    _check_suite(tmp_path, ON_MPI, "1 failed, 2 passed", "--ranks-backend=mpi")
+
+
+def _check_suite(directory: Path, source: str, counts: str, *options: str) -> None:
+    """Run a suite of tests in a pytest of its own; the one that fails does so on its rank."""
+    directory.joinpath("conftest.py").write_text('pytest_plugins = ["asynccoll.testing.pytest_plugin"]')
+    directory.joinpath("test_suite.py").write_text(source)
     here = str(Path(asynccoll.__file__).parent.parent)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(
@@ -217,13 +249,14 @@ def test_the_fixture(tmp_path: Path) -> None:
             "no:cacheprovider",
             "--import-mode=importlib",
             "--strict-markers",
+            *options,
         ],
-        cwd=tmp_path,
+        cwd=directory,
         env=environ,
         capture_output=True,
         text=True,
         timeout=patient(60),
         check=False,
     )
-    assert "1 failed, 4 passed" in done.stdout, done.stdout + done.stderr
+    assert counts in done.stdout, done.stdout + done.stderr
     assert "told by its rank" in done.stdout

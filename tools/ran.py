@@ -19,6 +19,8 @@ OUTCOMES = ("passed", "failed", "skipped")
 #: In the order of the table, and how each comes to run.
 BACKENDS = {
     "gloo": "make test",
+    "gloo, old torch": "make xla",
+    "memory": "make memory",
     "mpi, MPICH": "make mpi",
     "mpi, Open MPI": "make mpi",
     "horovod": "make horovod",
