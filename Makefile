@@ -72,7 +72,7 @@ memory: ## the tests that run on any backend, between ranks that share memory
 
 # That which starts whole jobs takes longest, and goes first: at the end it would leave one core idle.
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,mpi_launch $(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
-	spawn parallel ranks_fixture slurm_mpi)
+	spawn parallel ranks_fixture slurm_mpi pages)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 # The ten training loops on two ranks and, as a world that is no power of two, on three.
@@ -94,7 +94,7 @@ system: ## install the Debian packages that some tests need (SLURM), where this 
 
 # The same on Horovod, which has no messages: under horovodrun, and objects again by horovod.run, which
 # differs in how ranks are started only; by night all collectives, on more ranks.
-HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod)
+HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod pages)
 # By night with four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most
 # of a second, so these then go one by one.
 HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,horovod_launch sync_horovod five_ranks horovod_wheel)

@@ -6,6 +6,8 @@ import ast
 import inspect
 import json
 import re
+import subprocess
+import sys
 import types
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import asynccoll
+import needs
 from asynccoll.bench.request import Row
 from asynccoll.cli import main
 from asynccoll.flight import Call, Hang, Parting, Unmet
@@ -22,6 +25,7 @@ from asynccoll.jobs.live import RankNow
 from asynccoll.jobs.whereabouts import Job, Whereabouts
 from asynccoll.trace import findings
 from asynccoll.trace.stragglers import Straggling
+from patience import patient
 
 DOCS = Path(__file__).parent.parent / "docs"
 #: They say where a group is kept, or what a build of torch has, and are nobody's calls.
@@ -57,14 +61,68 @@ def test_every_environment_variable_is_listed() -> None:
     assert listed == variables
 
 
+def first_column(page: str, heading: str = "") -> set[str]:
+    """Every word in the first column of the tables under a heading, or before the first one."""
+    text = (DOCS / page).read_text()
+    section = text.partition(f"\n## {heading}\n")[2] if heading else text
+    rows = re.findall(r"^\| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    return {word for cell in rows for word in re.findall(r"\w+", cell)}
+
+
 def test_every_call_of_torch_distributed_has_a_row() -> None:
     """Whatever function a program may call there is in the table."""
-    table = (DOCS / "coming-from.md").read_text().partition("## Horovod")[0]
     module = dist.distributed_c10d
     calls = {name for name in module.__all__ if type(vars(module)[name]) is types.FunctionType} - NO_CALLS
     assert len(calls) > 40
-    missing = {name for name in calls if not re.search(rf"\b{name}\b", table)}
+    missing = calls - first_column("coming-from.md", "torch.distributed")
     assert {name for name in missing if not name.startswith("is_")} == set()
+
+
+#: Prints names of a library. In a process of its own: one that has loaded mpi4py cannot start an MPI program.
+NAMES_OF = {
+    "horovod": "from horovod import torch as owner",
+    "mpi4py": "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI as owner",
+    "ignite": "import ignite.distributed as owner",
+}
+PUBLIC = """
+import inspect
+classes = ("Intracomm", "Request", "Prequest", "Status")
+owners = [owner, *(getattr(owner, name) for name in classes if hasattr(owner, name))]
+for name in {name for one in owners for name in dir(one) if not name.startswith("_")}:
+    found = [getattr(one, name) for one in owners if hasattr(one, name)]
+    if any(inspect.isclass(one) or callable(one) and hasattr(one, "__name__") for one in found):
+        print(name)
+"""
+
+
+def public(library: str) -> set[str]:
+    """The functions and classes of a library, and the methods of a communicator and of what it returns."""
+    line = [sys.executable, "-c", f"{NAMES_OF[library]}\n{PUBLIC}"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=patient(60), check=True)
+    return {*done.stdout.split()}
+
+
+def test_every_call_of_horovod_has_a_row() -> None:
+    """Of `horovod.torch`, in the environment that has it."""
+    needs.need_package("horovod", "horovod", "the environment horovod has it: make horovod")
+    calls = public("horovod")
+    assert len(calls) > 50
+    assert calls - first_column("coming-from.md", "Horovod") == set()
+
+
+def test_every_call_of_mpi4py_has_a_row() -> None:
+    """Of `mpi4py.MPI`, its communicators and requests, in the environments that have it."""
+    needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
+    calls = public("mpi4py")
+    assert len(calls) > 200
+    assert calls - first_column("coming-from.md", "mpi4py") == set()
+
+
+def test_every_call_of_ignite_has_a_row() -> None:
+    """Of `ignite.distributed`."""
+    calls = public("ignite")
+    assert len(calls) > 25
+    assert calls - first_column("migrating-from-ignite.md") == set()
 
 
 def fields_on(page: str) -> dict[str, set[str]]:
