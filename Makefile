@@ -72,7 +72,7 @@ memory: ## the tests that run on any backend, between ranks that share memory
 
 # That which starts whole jobs takes longest, and goes first: at the end it would leave one core idle.
 MPI_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,mpi_launch $(EVERY_BACKEND) five_ranks mismatch mpi mpi_levels \
-	spawn parallel ranks_fixture slurm_mpi pages)
+	spawn parallel ranks_fixture slurm_mpi pages blocks)
 ON_MPI    := env ASYNCCOLL_TEST_BACKENDS=mpi
 MPI_CASES := $(PYTEST) $(AT_ONCE) -k
 # The ten training loops on two ranks and, as a world that is no power of two, on three.
@@ -97,7 +97,7 @@ system: ## install the Debian packages that some tests need (SLURM), where this 
 HVD_TESTS := $(patsubst %,$(CURDIR)/tests/test_%.py,$(filter-out p2p sync_parity,$(EVERY_BACKEND)) horovod pages)
 # By night with four and five ranks, each of which wakes up a thousand times a second: beside them a call takes most
 # of a second, so these then go one by one.
-HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,horovod_launch sync_horovod five_ranks horovod_wheel)
+HVD_JOBS  := $(patsubst %,$(CURDIR)/tests/test_%.py,horovod_launch sync_horovod five_ranks horovod_wheel blocks)
 HVD_RUN_FEW := $(CURDIR)/tests/test_objects.py
 HVD_RUN_ALL := $(HVD_RUN_FEW) $(patsubst %,$(CURDIR)/tests/test_%.py,all_gather all_reduce all_to_all barrier \
 	broadcast gather groups reduce reduce_scatter scaling scatter)
@@ -118,7 +118,7 @@ APART      := python $(CURDIR)/tools/apart.py --limit 900 --jobs 2 -q -c $(CURDI
 TESTS_OF    = $(patsubst %,$(CURDIR)/tests/test_%.py,$(1))
 ON_XLA     := env ASYNCCOLL_TEST_BACKENDS=xla-tpu
 XLA_ITSELF := xla xla_soak xla_training xla_launch xla_replicas sync_xla
-XLA_TESTS  := $(filter-out faults sync_parity,$(EVERY_BACKEND))
+XLA_TESTS  := $(filter-out faults sync_parity,$(EVERY_BACKEND)) blocks
 XLA_TWO    := ASYNCCOLL_TEST_WORLD_SIZES=2
 XLA_OTHERS := ASYNCCOLL_TEST_WORLD_SIZES=1,4 ASYNCCOLL_TEST_RUNNERS=asyncio
 XLA_SIZES  := all_gather all_reduce autograd broadcast groups objects reduce_scatter scatter
@@ -190,7 +190,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@$(MAKE) --no-print-directory kills
 
 # Those of files that start whole programs, or run many schedules, are left to `make test`.
-PROGRAMS  := cli cli_ends cli_hosts compiled endings examples exit faults faults_matrix hosts howtos launchers leaving meeting \
+PROGRAMS  := blocks cli cli_ends cli_hosts compiled endings examples exit faults faults_matrix hosts howtos launchers leaving meeting \
 	memory_containers memory_hosts meshes nodes notebook packaging parallel ranks_fixture slurm spawn sync_environment sync_launch \
 	settings trace_page where
 SCHEDULES := confirming memory_soak shifts simulated_found simulated_memory simulated_messages training_generated \

@@ -18,10 +18,9 @@ import pytest
 import asynccoll
 import asynccoll.sync
 from asynccoll.cli import entry as cli
+from pages import DOCS, PAGES, ROOT, blocks
 
-ROOT = Path(__file__).parent.parent
-API = ROOT / "docs" / "api.md"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+API = DOCS / "api.md"
 
 
 def test_every_public_name_is_on_the_api_page():
@@ -45,11 +44,6 @@ def test_every_public_name_says_what_it_is(name):
 
 
 # Code
-
-
-def blocks(page: Path, *languages: str) -> list[str]:
-    fences = re.findall(r"^( *)```(\w+)\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(text) for _, language, text in fences if language in languages]
 
 
 def spans(page: Path) -> list[str]:
@@ -99,9 +93,9 @@ def wrong(tree: ast.AST) -> Iterator[str]:
 def test_code_names_what_there_is(page):
     """Every block is Python; every name of ours in it, and in the text, exists and takes what it is given."""
     found = []
-    for code in blocks(page, "python"):
-        tree = parsed(code)
-        assert tree is not None, code
+    for block in blocks(page, "python"):
+        tree = parsed(block.code)
+        assert tree is not None, block.name
         found += wrong(tree)
     for span in spans(page):
         tree = parsed(span) if re.match(r"(await )?(ac|idist)\.", span) else None
@@ -123,8 +117,8 @@ def test_wrong_code_would_be_found():
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of every command line that a page tells to type."""
-    for text in blocks(page, "console", "bash"):
-        for line in text.replace("\\\n", " ").splitlines():
+    for block in blocks(page, "console", "bash"):
+        for line in block.code.replace("\\\n", " ").splitlines():
             typed = shlex.split(line.removeprefix("$ "), comments=True)
             yield list(itertools.takewhile(lambda word: word not in (">", "|"), typed))
     for span in spans(page):

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pages import DOCS, blocks
 from patience import patient
 from worlds import rank_environment
 
-PAGE = Path(__file__).parent.parent / "docs" / "inside.md"
-PROGRAMS = dict(
-    re.findall(r"^## ([\w ]+)\n.*?^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-)
+PROGRAMS = {block.heading: block.code for block in blocks(DOCS / "inside.md", "python")}
 #: What a program imports, and whether a launcher of ours starts it.
 NEEDS = {
     "accelerate": ("accelerate", True),

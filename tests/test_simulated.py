@@ -26,6 +26,7 @@ from asynccoll.testing import PCT, Cancel, Fault, Interrupt, Kill, Link, RandomW
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
 from determined import differing
+from pages import DOCS, blocks
 
 SCHEDULES = [RandomWalk(), PCT()]
 
@@ -374,9 +375,8 @@ def test_joining_a_world_twice_says_what_to_leave_out(joined: bool) -> None:
 
 
 def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parent.parent / "docs" / "simulation.md"
-    first, script, training, explored, second, racing = re.findall(
-        r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    first, script, training, explored, second, racing = (
+        block.code for block in blocks(DOCS / "simulation.md", "python")
     )
     names: dict[str, Any] = {}
     exec(first + explored.replace("range(500)", "range(50)"), names)  # it is ours
