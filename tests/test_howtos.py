@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs import Job
+from pages import DOCS, blocks
 from patience import patient
 from worlds import rank_environment
 
-PAGE = (Path(__file__).parent.parent / "docs" / "how-to.md").read_text()
+PAGE = DOCS / "how-to.md"
 #: All in one job, one after the other: starting one takes longer than running most of them.
 RUN = """
 import sys, warnings
@@ -46,17 +47,19 @@ ac.finalize()
 
 def appended() -> str:
     """What the page says to append to a program."""
-    found = re.search(r"append these lines.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"append these lines.*?^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     assert found is not None
     return found[1]
 
 
 def programs() -> list[str]:
     """As a reader puts them into files."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    codes = [block.code for block in blocks(PAGE, "python")]
     return [
         code if re.search(r"asyncio\.run\(|ac\.finalize\(", code) else f"{code}\n{appended()}"
-        for code in blocks
+        for code in codes
     ]
 
 
@@ -100,12 +103,25 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
     tmp_path: Path, start: Callable[..., Job], script: Callable[..., str]
 ) -> None:
     """In the middle of an epoch, and it comes to the same weight."""
-    (code,) = [code for code in programs() if "FILE.exists()" in code]
+    (code,) = [code for code in programs() if 'Path("checkpoint.pt")' in code]
     name = script(code, "resumable.py")
     ended, first, error = start("run", "-n", "2", name).wait()
     assert ended == 0, error[-3000:]
     assert first.startswith("after step 12 the weight is ")
     assert alone(tmp_path, name) == f"resumed after step 10\n{first}"
+
+
+def test_a_sharded_optimizer_of_two_ranks_is_resumed_by_one(
+    tmp_path: Path, start: Callable[..., Job], script: Callable[..., str]
+) -> None:
+    """To the weight at which one process arrives without a break."""
+    (code,) = [code for code in programs() if 'Path("sharded.pt")' in code]
+    name = script(code, "sharded.py")
+    ended, first, error = start("run", "-n", "2", name).wait()
+    assert ended == 0, error[-3000:]
+    assert first.startswith("after step 3 the weight is ")
+    without = script(code.replace("range(3)", "range(6)").replace("sharded.pt", "other.pt"), "without.py")
+    assert alone(tmp_path, name) == f"resumed after step 3\n{alone(tmp_path, without)}"
 
 
 def test_survivors_go_on_where_no_launcher_stops_them(tmp_path: Path, script: Callable[..., str]) -> None:

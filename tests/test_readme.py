@@ -19,5 +19,8 @@ def test_the_first_snippet_is_the_quickstart_and_its_output() -> None:
         r"```console\n\$ asynccoll run -n 2 examples/quickstart.py\n(.*?)```", readme, re.DOTALL
     )
     assert shown is not None
+    for page in (readme, (ROOT / "docs" / "quickstart.md").read_text()):
+        assert snippet[0] in page
+        assert shown[0] in page
     lines = [f"rank {rank}: 3, and meanwhile (512, 512) computed" for rank in range(2)]
     assert shown[1].splitlines() == lines
