@@ -103,6 +103,9 @@ def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
         pair.run(failing)
     says = ("failing failed", "rank 0: not done when another", "rank 1", "LookupError: lost here")
     assert all(text in str(told.value) for text in says), told.value
+    assert (
+        str(told.value).splitlines()[0].endswith(": rank 1: LookupError: lost here")
+    )  # the cause comes first
     assert pair.run(total) == [1, 1]
     with pytest.raises(RankError, match="exit code 3") as told:
         pair.run(dying)

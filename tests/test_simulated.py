@@ -151,7 +151,10 @@ def test_without_a_loop() -> None:
     def main(rank: int) -> float:
         return float(ac.all_reduce(torch.tensor(rank + 1.0)).wait())
 
-    assert simulate(main, world_size=3, loop="none").results == {0: 6.0, 1: 6.0, 2: 6.0}
+    report = simulate(main, world_size=3, loop="none")
+    assert report.results == {0: 6.0, 1: 6.0, 2: 6.0}
+    assert str(report).startswith("seed 0: 3 ranks ended after ")
+    assert str(report).endswith(" simulated seconds: {0: 6.0, 1: 6.0, 2: 6.0}")
 
 
 @pytest.mark.parametrize("number", range(10))  # the last of all calls may be over where it died
@@ -183,11 +186,12 @@ def test_a_deadlock_is_told_with_everybodys_stack() -> None:
     assert "rank 1, MainThread" in report.deadlock
     assert "test_simulated.py" in report.deadlock
     lines = report.deadlock.splitlines()
-    assert lines[0] == "all wait until after the end of the simulation (timeout=):"
+    assert lines[0] == "all wait for longer than the simulation lasts (timeout=):"
     assert re.fullmatch(r"rank 0 waits in barrier #1 on lane 'default' at .*test_simulated.py:\d+", lines[1])
     assert "asynccoll-" not in report.deadlock, "threads of the library say nothing"
-    with pytest.raises(AssertionError, match="seed 0"):
+    with pytest.raises(AssertionError, match="seed 0") as told:
         report.check()
+    assert str(report) == str(told.value)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])

@@ -193,7 +193,8 @@ class _Shown:
         self._bar.clear()
         if self.rows and not self._as_json:
             self._print(self.rows[-1]["operation"])
-            show(f"# not all was measured: {self._where()}")
+            if self._done < self.header["steps"]:
+                show(f"# not all was measured: {self._where()}")
 
     def end(self) -> None:
         self._bar.clear()

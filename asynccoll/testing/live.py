@@ -202,7 +202,8 @@ class World:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = "when another had failed" if failures else f"after {timeout:g} s"
-                verdict, stands = self._whereabouts()
+                hang, stands = self._whereabouts()
+                verdict = verdict or hang
                 failures |= {rank: f"not done {late}{stands.get(rank, '')}" for rank in waiting.values()}
                 break
             for connection in ready:
@@ -216,6 +217,7 @@ class World:
                     results[rank] = told
                 else:
                     failures[rank] = failure
+                    verdict = verdict or f": rank {rank}: {failure.rstrip().splitlines()[-1]}"
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
             told = "\n".join(f"--- rank {rank}: {failures[rank].rstrip()}" for rank in sorted(failures))

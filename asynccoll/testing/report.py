@@ -76,16 +76,24 @@ class Report:
         It tells what each rank raised, the cause first; of many ranks the first of them. Calls that were
         paired at different lines come last.
         """
+        if wrong := self._wrong():
+            raise AssertionError(self._told(wrong)) from (self.first_cause()[1] if self.errors else None)
+
+    def __str__(self) -> str:
+        """What ``check`` says; if nothing is wrong, the results."""
+        results = dict(sorted(self.results.items()))
+        well = f"{len(results)} ranks ended after {self.virtual_seconds:.3g} simulated seconds: {results}"
+        return self._told(self._wrong() or well)
+
+    def _wrong(self) -> str:
+        """What went wrong first; "" if nothing did."""
         if self.errors:
             ranks = self._from_the_cause()
             raised = [_raised(rank, one) for rank in ranks[:_MOST_TOLD] for one in leaves(self.errors[rank])]
             if len(ranks) > _MOST_TOLD:
                 raised.append(f"and {len(ranks) - _MOST_TOLD} more ranks raised: see report.errors")
-            raise AssertionError(self._told("\n".join(raised))) from self.errors[ranks[0]]
-        if self.deadlock is not None:
-            raise AssertionError(self._told(self.deadlock))
-        if self.mismatches:
-            raise AssertionError(self._told(self.mismatches[0]))
+            return "\n".join(raised)
+        return self.deadlock or next(iter(self.mismatches), "")
 
     def _told(self, wrong: str) -> str:
         strays = told(self.strays, wrong)

@@ -344,7 +344,7 @@ class Scheduler:
                 self._give_up(
                     "nobody can go on"
                     if not self._timers
-                    else "all wait until after the end of the simulation (timeout=)"
+                    else "all wait for longer than the simulation lasts (timeout=)"
                 )
             else:
                 self.current = None

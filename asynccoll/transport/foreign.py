@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.errors import PayloadTypeError, collective_error
+from asynccoll.host.misfits import named_type
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.progress import progress
 from asynccoll.transport.waiters import Waiters
@@ -41,7 +42,7 @@ def foreign(x: Any) -> Foreign:
     if callable(getattr(x, "test", None)) and callable(getattr(x, "Get_status", None)):
         return _of_request(x)
     raise PayloadTypeError(
-        f"cannot wait for a {type(x).__name__}; expected a torch Work or Future, a concurrent Future, an "
+        f"cannot wait for {named_type(x)}; expected a torch Work or Future, a concurrent Future, an "
         "event of a device, an mpi4py Request, or a list of these (coroutines and asyncio's futures are "
         "awaited as they are)"
     )
