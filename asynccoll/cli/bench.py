@@ -155,7 +155,7 @@ class _Shown:
     """The run as it is shown: a bar meanwhile, a table for each operation, all of it as JSON in the end."""
 
     def __init__(self, *, as_json: bool) -> None:
-        self.header: dict[str, object] = {}
+        self.header: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
         self._as_json = as_json
         self._done = 0
