@@ -50,16 +50,20 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 # As many processors as the tests ask for, whatever this machine has.
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=2
 # Heterogeneous jobs wait for the backfill scheduler.
 SchedulerParameters=batch_sched_delay=0,bf_interval=1
-NodeName={first} NodeHostname={host} NodeAddr={first} Port={first_port} CPUs=4
-NodeName={second} NodeHostname={host} NodeAddr={second} Port={second_port} CPUs=4
+NodeName={first} NodeHostname={host} NodeAddr={first} Port={first_port} CPUs=4 Gres=gpu:2
+NodeName={second} NodeHostname={host} NodeAddr={second} Port={second_port} CPUs=4 Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
+
+#: SLURM hands out GPUs by their device files, and any two will do: nothing opens them.
+GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,7 @@ def start(directory: Path) -> None:
     key.chmod(0o600)
     key.write_bytes(os.urandom(128))
     directory.joinpath("slurm.conf").write_text(configuration(directory))
+    directory.joinpath("gres.conf").write_text(GPUS)
     names = {name: directory / name for name in ("munge.socket", "munge.seed", "munged.pid", "munge.log")}
     munge = ["munged", "-F", "--num-threads=1", f"--key-file={key}", f"--socket={names['munge.socket']}"]
     munge += [f"--seed-file={names['munge.seed']}", f"--pid-file={names['munged.pid']}"]

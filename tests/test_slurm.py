@@ -112,6 +112,19 @@ def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -
     check_places(tasks)
 
 
+@pytest.mark.parametrize(("option", "visible"), [("--gpus-per-task=1", 1), ("--gpus=2", 2)])
+def test_whether_each_task_has_gpus_of_its_own(cluster: Cluster, show: list[str], option, visible) -> None:
+    """With one each it sees no other; SLURM says so by nothing but what is visible."""
+    ended = cluster.call("srun", "-N1", "-n2", option, *show)
+    assert ended.code == 0, ended.said
+    tasks = environments(show)
+    check_places(tasks)
+    seen = [one["CUDA_VISIBLE_DEVICES"].split(",") for one in tasks]
+    assert [len(one) for one in seen] == [visible] * 2
+    assert (seen[0] == seen[1]) == (visible == 2)
+    assert [detect(one).own_gpus for one in tasks] == [visible == 1] * 2
+
+
 def test_a_task_with_a_terminal(cluster: Cluster, show: list[str]) -> None:
     """``srun --pty`` starts a task like any other."""
     ours, theirs = pty.openpty()
