@@ -343,7 +343,7 @@ OF_ANOTHER_TYPE = {
     "clipped by": (lambda: _layers().clip_grad_norm_(1.0, "inf"), "norm_type must be a number, got 'inf'"),
     "state": (
         lambda: _sharded().load_full_state_dict({}),
-        "with the entries 'state' and 'param_groups', got a dict",
+        "with an entry 'param_groups', got a dict",
     ),
     "state of layers": (
         lambda: _layers().load_full_state_dict(_net()),

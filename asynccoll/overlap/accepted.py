@@ -239,14 +239,10 @@ def check_norm(max_norm: object, norm_type: object) -> None:
             raise misfit(name, "a number", given)
 
 
-def check_state(state: object, *names: str) -> None:
-    """Check that ``state`` is a dict with the entries ``names``, as one of ``state_dict()`` is."""
-    if not (isinstance(state, Mapping) and all(name in state for name in names)):
-        has = (
-            f"a dict with the entries {' and '.join(map(repr, names))}"
-            if names
-            else "a dict of tensors by name"
-        )
+def check_state(state: object, entry: str = "") -> None:
+    """Check that ``state`` is a dict, with this ``entry``, as one of ``state_dict()`` is."""
+    if not (isinstance(state, Mapping) and (not entry or entry in state)):
+        has = f"a dict with an entry {entry!r}" if entry else "a dict of tensors by name"
         raise misfit("the state", has, state)
 
 

@@ -14,7 +14,7 @@ from asynccoll.host.misfits import check
 from asynccoll.ops.collectives import all_gather, broadcast, broadcast_object
 from asynccoll.overlap.accepted import check_state
 from asynccoll.overlap.gathering import Layer, Shard
-from asynccoll.overlap.states import State, loaded, options_of, parts_of, whole_of
+from asynccoll.overlap.states import State, loaded, options_of, parts_of, saved_states, whole_of
 from asynccoll.overlap.steps import Steps
 from asynccoll.runtime.process import get_rank
 
@@ -105,7 +105,7 @@ def optimizer_state(
 def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Give the optimizer this rank's part of ``state``, and the options of its groups."""
     check("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    check_state(state, "state", "param_groups")
+    check_state(state, "param_groups")
     of = {id(shard.own): (shard, names) for shard, names in _named(layers)}
     listed = [
         [name for own in given["params"] for name in _ours(of, own)[1]] for given in optimizer.param_groups
@@ -118,7 +118,7 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
     parts: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for own in (own for given in optimizer.param_groups for own in given["params"]):
         shard, names = _ours(of, own)
-        whole = [loaded(state["state"].get(name, {}), own) for name in names]
+        whole = [loaded(saved_states(state).get(name, {}), own) for name in names]
         if any(whole):
             parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size)
     optimizer.state = parts

@@ -50,7 +50,15 @@ from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardReducer, waiting_hooks
-from asynccoll.overlap.states import State, gathered_apart, loaded, options_of, parts_of, whole_of
+from asynccoll.overlap.states import (
+    State,
+    gathered_apart,
+    loaded,
+    options_of,
+    parts_of,
+    saved_states,
+    whole_of,
+)
 from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.overlap.wrapping import Wrapping
 from asynccoll.waiting.forgotten import warn
@@ -327,7 +335,7 @@ class ShardedOptimizer(Wrapping):
         Raises:
             InvalidArgumentError: the state has other parameter groups, or parameters that are in no group.
         """
-        check_state(state_dict, "state", "param_groups")
+        check_state(state_dict, "param_groups")
         counts = [len(given["params"]) for given in state_dict["param_groups"]]
         expected = [len(group) for group in self._groups]
         if counts != expected:
@@ -336,7 +344,7 @@ class ShardedOptimizer(Wrapping):
                 "optimizer that was sharded"
             )
         # torch.distributed.checkpoint turns the numbers into strings.
-        found = {str(number): state for number, state in state_dict["state"].items()}
+        found = {str(number): state for number, state in saved_states(state_dict).items()}
         states: dict[object, State] = {}
         for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
             numbered = zip(group, map(str, given["params"]), strict=True)

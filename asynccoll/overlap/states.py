@@ -17,7 +17,7 @@ from asynccoll.ops.collectives import all_gather
 from asynccoll.ops.scopes import backward_lane, close_lane
 from asynccoll.overlap.steps import Steps
 
-__all__ = ["State", "gathered_apart", "is_of", "loaded", "options_of", "parts_of", "whole_of"]
+__all__ = ["State", "gathered_apart", "is_of", "loaded", "options_of", "parts_of", "saved_states", "whole_of"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,11 @@ def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Step
 def options_of(group: Mapping[str, Any]) -> State:
     """Return a copy of a group's options; deep, as schedulers write to a learning rate that is a tensor."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def saved_states(state: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """Return the saved states by parameter. torch.distributed.checkpoint leaves out an empty dict of them."""
+    return state.get("state", {})  # type: ignore[no-any-return]  # of a file
 
 
 def loaded(state: Mapping[str, object], parameter: torch.Tensor) -> State:
