@@ -39,6 +39,7 @@ help: ## list the targets
 
 demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS=...)
 	@$(ENVS) exec demo -- python -m asynccoll run -n $(RANKS) examples/train_digits.py $(ARGS)
+	@$(ENVS) exec demo -- python examples/slow_link.py
 
 gpt: ## train a small GPT on real text beside DDP, stopped and resumed, and draw both (ARGS=--draw: only draw)
 	@$(ENVS) exec demo -- python examples/compare_gpt.py $(ARGS)

@@ -66,6 +66,15 @@ def meaning(seconds: dict[str, list[float]], hidden: float) -> str:
         f"{hidden:.0%} of the communication that was recorded ran while something was computed; a step takes "
         f"{ratio:.2f} of DDP's time\n"
         "ranks of one machine share its cores: communication takes little time here, and takes it from\n"
-        "the cores that compute, so hiding it gains little, or nothing. Over a network it waits for the\n"
-        "link: docs/overlap.md has figures for 1 Gbit/s, and `make overlap`, as root, measures it"
+        "the cores that compute, so hiding it gains little, or nothing"
+    )
+
+
+def over_a_link(seconds: dict[str, list[float]], hidden: float, link: str) -> str:
+    """The same of two hosts with a slow link between them."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    blocking, ddp = (median["overlapped"] / median[name] for name in ("blocking", "DDP"))
+    return (
+        f"over a link of {link} between two hosts {hidden:.0%} of the communication is hidden; a step takes\n"
+        f"{blocking:.2f} of the time that it takes if it waits for each gradient, and {ddp:.2f} of DDP's"
     )

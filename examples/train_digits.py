@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 import asynccoll as ac
 from digits import Batches, digits, network
-from reporting import Advance, Step, meaning, progress, table, time_steps
+from reporting import Advance, Step, meaning, over_a_link, progress, table, time_steps
 
 Mark = Callable[[str], AbstractContextManager[None]]  # a span of the timeline, or nothing
 
@@ -169,6 +169,27 @@ async def same_on_all_ranks(model: nn.Module) -> bool:
     return torch.equal(least, most)
 
 
+# Timing
+
+
+async def three_ways(
+    start: nn.Module, batches: Batches, steps: int
+) -> tuple[dict[str, list[float]], ac.trace.Timeline]:
+    """Seconds of each step, by its way; and what a few overlapped ones do."""
+    overlapped = Overlapped(copy.deepcopy(start), in_thread=False)  # nobody else needs the loop
+    ways: dict[str, Step] = {"blocking": Blocking(copy.deepcopy(start)).step}
+    if dist.is_initialized():  # not in the world of one without a launcher
+        ways["DDP"] = TorchDDP(copy.deepcopy(start)).step
+    ways["overlapped"] = overlapped.step
+    seconds = await time_steps(ways, batches, steps)
+    with ac.trace.recording() as timeline:
+        overlapped.mark = lambda name: timeline.span(name, row="training")
+        for x, y in itertools.islice(batches.of(0), 4 * RECORDED_STEPS):
+            await overlapped.step(x, y)
+    overlapped.gradients.close()
+    return seconds, timeline
+
+
 # All of it
 
 
@@ -181,6 +202,12 @@ async def main(arguments: argparse.Namespace) -> None:
     batches = Batches(data.train, max(1, arguments.batch // ac.get_world_size()))
     start = network()
     await ac.overlap.broadcast_parameters(start)
+    if arguments.link:
+        seconds, timeline = await three_ways(start, batches, arguments.steps)
+        say(table(seconds))
+        say(over_a_link(seconds, timeline.hidden_fraction(), arguments.link))
+        ac.finalize()
+        return
 
     training = Training(batches, arguments.epochs)
     overlapped = Overlapped(copy.deepcopy(start), in_thread=True)  # the validating task goes on
@@ -203,12 +230,7 @@ async def main(arguments: argparse.Namespace) -> None:
     say(f"the parameters of a run that blocks {same}")
 
     overlapped.gradients.close()
-    again = Overlapped(copy.deepcopy(start), in_thread=False)  # nobody else needs the loop now
-    ways: dict[str, Step] = {"blocking": Blocking(copy.deepcopy(start)).step}
-    if dist.is_initialized():  # not in the world of one without a launcher
-        ways["DDP"] = TorchDDP(copy.deepcopy(start)).step
-    ways["overlapped"] = again.step
-    seconds = await time_steps(ways, batches, arguments.steps)
+    seconds, _ = await three_ways(start, batches, arguments.steps)
     say(table(seconds))
     say(meaning(seconds, training.timeline.hidden_fraction()))
     if ac.get_rank() == 0:
@@ -222,5 +244,6 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--batch", type=int, default=128, help="samples of a step, on all ranks")
     parser.add_argument("--steps", type=int, default=30, help="how many steps to time each way")
+    parser.add_argument("--link", default="", help="only time the steps, over a link that is called so")
     parser.add_argument("--picture", type=Path, default=Path("build/timeline.png"))
     asyncio.run(main(parser.parse_args()))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,50 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
     assert f"what ran when: {picture}" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size < 200_000
+
+
+@pytest.mark.slow
+def test_slow_link(tmp_path: Path) -> None:
+    """It times the steps, and leaves nothing of its two hosts."""
+    needs.need_package_of("demo", "sklearn")
+    needs.need_root("a network of two hosts")
+    said = run(tmp_path, "slow_link", "--steps", "2", launched=False)
+    for way in ("blocking", "DDP", "overlapped"):
+        assert re.search(rf"^ +{way} +[\d.]+ +[\d.]+ +[\d.]+$", said, re.MULTILINE), said
+    told = r"over a link of 300 Mbit/s between two hosts \d+% of the communication is hidden; a step takes\n"
+    assert re.search(told + r"\d\.\d\d of", said), said
+    assert not timing()
+
+
+def test_slow_link_is_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C ends the ranks on both hosts, and the hosts."""
+    needs.need_package_of("demo", "sklearn")
+    needs.need_root("a network of two hosts")
+    line = [sys.executable, str(EXAMPLES / "slow_link.py"), "--steps", "1000000"]
+    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as running:
+        until(lambda: len(timing()) >= 2)
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=LIMIT_S)
+    assert running.returncode == 128 + signal.SIGINT
+    assert b"Traceback" not in errors
+    until(lambda: not timing())
+
+
+def timing() -> list[str]:
+    """The processes of ranks that time their steps over a link."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if "/train_digits.py\0--link\0" in path.read_text():
+                found.append(path.parent.name)
+    return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 #: By steps: each way's worlds, and until when each trains. The whole at night.
