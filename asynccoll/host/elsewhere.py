@@ -52,9 +52,14 @@ _HOROVOD = {
     "broadcast_": "await ac.broadcast(x, src=0, out=x)",
     "broadcast_async": "ac.broadcast(x, src=0)",
     "broadcast_async_": "ac.broadcast(x, src=0, out=x)",
+    "broadcast_optimizer_state": (
+        "optimizer.load_state_dict(await ac.broadcast_object(optimizer.state_dict()))"
+    ),
     "cross_rank": "ac.get_node_rank()",
     "cross_size": "ac.get_nnodes()",
+    "grouped_allgather": "await ac.wait_all([ac.all_gather(x) for x in xs])",
     "grouped_allreduce": 'await ac.all_reduce(xs, op="avg")',
+    "grouped_reducescatter": 'await ac.wait_all([ac.reduce_scatter(x, op="avg") for x in xs])',
     "init": "ac.initialize()",
     "local_rank": "ac.get_local_rank()",
     "local_size": "ac.get_nproc_per_node()",
@@ -63,6 +68,8 @@ _HOROVOD = {
     "reducescatter": 'await ac.reduce_scatter(x, op="avg")',
     "shutdown": "ac.finalize()",
     "size": "ac.get_world_size()",
+    "sparse_allreduce_async": "ac.all_reduce(x)",
+    "start_timeline": "with ac.trace.recording() as timeline:",
     "synchronize": "work.wait()",
     "Average": 'op="avg"',
     "Compression": 'compression="fp16"',
@@ -72,6 +79,7 @@ _HOROVOD = {
     "ProcessSet": "ac.new_group(ranks)",
     "Product": 'op="product"',
     "Sum": 'op="sum"',
+    "SyncBatchNorm": "ac.auto_model(model, sync_bn=True)",
 }
 _IGNITE = {
     "model_name": "ac.backend()",
