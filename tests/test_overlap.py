@@ -728,6 +728,27 @@ def test_sparse_gradients_stay_sparse(world: World, loop: str, op: str, dtype: t
     world.run(sparse, op, dtype, runner=loop)
 
 
+async def sparse_later(me: Rank) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    with ac.overlap_gradients(model) as gradients:
+        model(torch.ones(1, 3)).sum().backward()
+        await me.get(gradients)
+        table = nn.Embedding(7, 3, sparse=True)
+        model.append(table)
+        nn.init.ones_(table.weight)  # the same on all ranks, which is looked at
+        for _ in range(2):  # it takes part from the first await on
+            model.zero_grad()
+            table(torch.tensor(words(me.rank, 0))).sum().backward()
+            await me.get(gradients)
+            assert table.weight.grad is not None
+            expected = [[n / me.size] * 3 for n in counted(me.size, [0])]
+            oracle.same(table.weight.grad.to_dense(), torch.tensor(expected), rtol=1e-6)
+
+
+def test_a_table_that_is_added_later(pair: World) -> None:
+    pair.run(sparse_later)
+
+
 async def sparse_beside_dense(me: Rank) -> None:
     table = nn.Embedding(7, 3, sparse=True)
     with ac.overlap_gradients(table, op="sum") as gradients:

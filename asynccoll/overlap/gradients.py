@@ -143,7 +143,7 @@ class GradientReducer(Companion):
         broadcast_buffers: bool | torch.nn.Module = False,
     ) -> None:
         self._source = source_of(model)
-        self._named, self._sparse = named_in(model), {id(x) for x in sparse_of(model)}
+        self._named, self._sparse = named_in(model), partial(sparse_of, model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         check_initialized(parameters)
         check_whole(parameters)
@@ -210,10 +210,11 @@ class GradientReducer(Companion):
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[Gradients]:
         """Return buckets for ``parameters``; the very first one also compares steps, by its ``marks``."""
-        members = list(assign([x for x in parameters if id(x) not in self._sparse], first, limit))
+        rows = {id(x) for x in self._sparse()}
+        members = list(assign([x for x in parameters if id(x) not in rows], first, limit))
         marks = [0 if self._buckets or index else len(self._marks()) for index in range(len(members))]
         dense = [FlaggedBucket(x, self._reduce_dtype, marks=n) for x, n in zip(members, marks, strict=True)]
-        return [*dense, *(SparseGradient(x, self._reduce_dtype) for x in parameters if id(x) in self._sparse)]
+        return [*dense, *(SparseGradient(x, self._reduce_dtype) for x in parameters if id(x) in rows)]
 
     def _add_parameters(self, parameters: list[torch.Tensor]) -> None:
         """Make buckets for these parameters, and hook them."""
