@@ -181,7 +181,8 @@ class ShardedOptimizers(Overlap):
     directory = "state"
 
     def close(self) -> None:
-        self.optimizer.gathered().wait()
+        if "optimizer" in vars(self):  # else the block has made its own
+            self.optimizer.gathered().wait()
 
 
 class Blocks(nn.Module):
