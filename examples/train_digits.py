@@ -204,6 +204,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await ac.overlap.broadcast_parameters(start)
     if arguments.link:
         seconds, timeline = await three_ways(start, batches, arguments.steps)
+        say("the same steps over a slow link:")
         say(table(seconds))
         say(over_a_link(seconds, timeline.hidden_fraction(), arguments.link))
         ac.finalize()
