@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FACTOR = float(os.environ.get("ASYNCCOLL_TEST_PATIENCE", "1"))
@@ -17,6 +17,14 @@ FACTOR = float(os.environ.get("ASYNCCOLL_TEST_PATIENCE", "1"))
 def patient(seconds: float) -> float:
     """These seconds, on a machine as quick as they were chosen for."""
     return seconds * FACTOR
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it comes true within so long."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
 
 
 def outlive(pids: Iterable[int], seconds: float = 5.0) -> list[int]:

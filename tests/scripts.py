@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patience import patient
-from worlds import free_port, rank_environment
+from ports import free_port
+from worlds import rank_environment
 
 
 @dataclass(frozen=True)

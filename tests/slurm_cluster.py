@@ -26,6 +26,7 @@ from pathlib import Path
 import asynccoll
 from asynccoll.launch import child, processes
 from patience import patient
+from ports import free_ports
 
 NODES = ("127.0.0.1", "127.0.0.2")
 START_SECONDS = patient(60)
@@ -205,7 +206,7 @@ def start(directory: Path) -> None:
 
 def configuration(directory: Path) -> str:
     """slurm.conf, on ports that are free."""
-    port = free_ports(3)
+    port = free_ports(3, PORTS)
     return CONFIGURATION.format(
         directory=directory,
         host=socket.gethostname().partition(".")[0],
@@ -216,19 +217,6 @@ def configuration(directory: Path) -> str:
         second=NODES[1],
         second_port=port + 2,
     )
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on."""
-    for first in PORTS:
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("", port))
-        except OSError:
-            continue
-        return first
-    raise RuntimeError(f"no {count} free ports in a row in {PORTS}")
 
 
 def daemon(directory: Path, name: str, line: list[str]) -> subprocess.Popen[bytes]:

@@ -15,7 +15,8 @@ import pages
 from jobs import Job
 from pages import BLOCKS
 from patience import patient
-from worlds import free_port, rank_environment
+from ports import free_port
+from worlds import rank_environment
 
 PROGRAM = str(Path(__file__).with_name("preludes.py"))
 #: Where whole pages run in another way.

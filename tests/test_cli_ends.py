@@ -14,7 +14,7 @@ import pytest
 from asynccoll.backends.api import tcpstore
 from asynccoll.launch import processes
 from jobs import LIMIT_S, on_linux
-from worlds import free_port
+from ports import free_port
 
 #: The launcher with less time between Ctrl-C and what follows.
 HASTY = f"""

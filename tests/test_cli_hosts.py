@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from patience import patient
-from worlds import free_port
+from ports import free_port
 
 pytestmark = pytest.mark.slow
 

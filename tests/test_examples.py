@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import torch
 
 import asynccoll
 import needs
-from patience import patient
+from patience import patient, until
 from worlds import LAUNCHER_VARIABLES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -116,12 +114,12 @@ def test_slow_link_is_interrupted(tmp_path: Path) -> None:
     needs.need_root("a network of two hosts")
     line = [sys.executable, str(EXAMPLES / "slow_link.py"), "--steps", "1000000"]
     with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as running:
-        until(lambda: len(timing()) >= 2)
+        assert until(lambda: len(timing()) >= 2, LIMIT_S)
         running.send_signal(signal.SIGINT)
         _, errors = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 128 + signal.SIGINT
     assert b"Traceback" not in errors
-    until(lambda: not timing())
+    assert until(lambda: not timing(), LIMIT_S)
 
 
 def timing() -> list[str]:
@@ -132,13 +130,6 @@ def timing() -> list[str]:
             if "/train_digits.py\0--link\0" in path.read_text():
                 found.append(path.parent.name)
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 #: By steps: each way's worlds, and until when each trains. The whole at night.
@@ -157,10 +148,10 @@ def test_train_gpt(tmp_path: Path, steps: int) -> None:
     found = {}
     for way, worlds in GPT[steps].items():
         path = tmp_path / f"{way}.pt"
-        for ranks, until in worlds:
-            more = ("--way", way, "--until", str(until))
+        for ranks, last in worlds:
+            more = ("--way", way, "--until", str(last))
             said = run(tmp_path, "train_gpt", *options, str(path), *more, ranks=ranks)
-            assert f"{until} steps, in {path}" in said
+            assert f"{last} steps, in {path}" in said
         found[way] = torch.load(path, weights_only=True)
     reference = found["ddp"]
     assert reference["losses"][-1] < reference["losses"][0] - 0.05 * steps  # it learns

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import scripts
-import worlds
 from asynccoll.host.exits import EXIT_SECONDS
+from ports import free_port
 
 ENDS_IN_FLIGHT = """
     import torch, asynccoll as ac
@@ -296,7 +296,7 @@ FINALIZES = """
 @pytest.mark.slow
 def test_four_ranks_end_without_an_abort(tmp_path: Path) -> None:
     """Initialize and finalize ten times, each at a port of its own: no signal ends a process."""
-    ports = " ".join(str(worlds.free_port()) for _ in range(10))
+    ports = " ".join(str(free_port()) for _ in range(10))
     for ended in scripts.run(tmp_path, FINALIZES, ranks=4, env={"PORTS": ports}):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["done"]

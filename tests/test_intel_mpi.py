@@ -10,7 +10,8 @@ import envbuild
 import needs
 from envs import ENVIRONMENTS
 from patience import patient
-from worlds import free_port, rank_environment
+from ports import free_port
+from worlds import rank_environment
 
 RANKS = 3
 WHO = """

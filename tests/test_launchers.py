@@ -11,7 +11,8 @@ import pytest
 
 import training
 from patience import patient
-from worlds import free_port, rank_environment
+from ports import free_port
+from worlds import rank_environment
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,8 @@ import needs
 from asynccoll.backends.api import agent, resolver
 from jobs import on_linux
 from patience import patient
-from worlds import free_port, rank_environment
+from ports import free_port
+from worlds import rank_environment
 
 #: `make nightly` says 40.
 RANKS = int(os.environ.get("ASYNCCOLL_TEST_MEETING_RANKS", "2"))

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -23,7 +23,7 @@ from asynccoll.transport.progress import (
     _Pace,
     _Watched,
 )
-from patience import patient
+from patience import patient, until
 
 
 class Item:
@@ -50,14 +50,6 @@ class Item:
             self.finished = True
             self.over.set()
         return self.finished
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Come back when it is true; it has to be in time."""
-    deadline = time.monotonic() + patient(10)
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -137,7 +129,7 @@ def test_with_nothing_to_do_it_burns_no_core(progress: Progress, turns: list[flo
     item = Item(1)
     progress.watch(item)
     assert item.over.wait(patient(5))
-    until(lambda: turns[-1] == math.inf)
+    assert until(lambda: turns[-1] == math.inf, patient(10))
     taken = len(turns)
     time.sleep(0.2)  # a time in which nothing may happen
     assert len(turns) == taken
@@ -147,11 +139,11 @@ def test_with_one_operation_out_it_burns_little(progress: Progress, turns: list[
     """It goes on looking, but backs off to naps of a millisecond, then of ten and more."""
     stuck = Item()
     progress.watch(stuck)
-    until(lambda: turns[-1:] == [LONGEST_NAP_SECONDS])
-    until(lambda: turns[-1] >= SHORTEST_REST_SECONDS / 2)
+    assert until(lambda: turns[-1:] == [LONGEST_NAP_SECONDS], patient(10))
+    assert until(lambda: turns[-1] >= SHORTEST_REST_SECONDS / 2, patient(10))
     assert len(turns) <= YIELDS + LONG_SECONDS / LONGEST_NAP_SECONDS + 50
     seen = stuck.polled
-    until(lambda: stuck.polled > seen + 3)
+    assert until(lambda: stuck.polled > seen + 3, patient(10))
 
 
 def test_it_is_tight_while_an_operation_is_expected(progress: Progress, turns: list[float]) -> None:
@@ -159,7 +151,7 @@ def test_it_is_tight_while_an_operation_is_expected(progress: Progress, turns: l
     item = Item(urgent=True, expected=600.0)
     progress.watch(item)
     progress.rouse()
-    until(lambda: item.polled > 1000)
+    assert until(lambda: item.polled > 1000, patient(10))
     assert set(turns) <= {0.0, GRACE_SECONDS}
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,8 @@ import scripts
 import worlds
 from asynccoll.backends.memory import sharing
 from asynccoll.host.store import Exchange
+from patience import until
+from ports import free_port
 from ranks import Rank, raising
 from worlds import World
 
@@ -111,12 +112,12 @@ def by_file_store(me: Rank, path: str) -> None:
 
 def test_meets_by_environment(bare: World) -> None:
     """env://, said or not, with a launcher's variables; twice in one process."""
-    bare.run(by_env, worlds.free_port())
+    bare.run(by_env, free_port())
 
 
 def test_meets_by_tcp(bare: World) -> None:
     """tcp://host:port with rank and world_size."""
-    bare.run(by_tcp, worlds.free_port())
+    bare.run(by_tcp, free_port())
 
 
 def test_meets_by_file(bare: World, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_meets_by_file(bare: World, tmp_path: Path) -> None:
 
 def test_meets_by_tcp_store(bare: World) -> None:
     """A TCPStore of the user's, and a PrefixStore on it."""
-    bare.run(by_tcp_store, worlds.free_port())
+    bare.run(by_tcp_store, free_port())
 
 
 def test_meets_by_file_store(bare: World, tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def spelled(me: Rank, port: int) -> None:
 
 def test_backend_names_in_any_spelling(bare: World) -> None:
     """Any case, and torch's own "cpu:gloo"."""
-    bare.run(spelled, worlds.free_port(3))
+    bare.run(spelled, free_port(3))
 
 
 def connecting_late(me: Rank, port: int, marks: Path) -> None:
@@ -169,17 +170,9 @@ def connecting_late(me: Rank, port: int, marks: Path) -> None:
             left.touch()
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it comes true within so long."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
-
-
 def test_who_leaves_at_once_waits_for_those_that_are_still_connecting(bare: World, tmp_path: Path) -> None:
     """To them it would be a lost peer: gloo is done on one side before it is on the other."""
-    bare.run(connecting_late, worlds.free_port(6), tmp_path)
+    bare.run(connecting_late, free_port(6), tmp_path)
 
 
 def places(me: Rank, port: int, other: int) -> None:
@@ -200,7 +193,7 @@ def places(me: Rank, port: int, other: int) -> None:
 
 def test_local_rank_and_its_siblings(bare: World) -> None:
     """As the launcher says: two ranks on one node, or one on each of two."""
-    bare.run(places, worlds.free_port(), worlds.free_port())
+    bare.run(places, free_port(), free_port())
 
 
 # ---------------------------------------------------------------- whose world it is
@@ -232,7 +225,7 @@ def adopting(me: Rank, port: int) -> None:
 
 def test_adopts_a_group_that_the_user_made(bare: World) -> None:
     """It works without initialize, does not mix with dist.*, and stays the user's."""
-    bare.run(adopting, worlds.free_port())
+    bare.run(adopting, free_port())
 
 
 def adopting_apart(me: Rank, port: int) -> None:
@@ -260,7 +253,7 @@ def adopting_apart(me: Rank, port: int) -> None:
 def test_ranks_of_a_group_of_torchs_compare_their_calls_between_hosts(size: int) -> None:
     """Of which torch has not said where they are."""
     with worlds.fresh("gloo", size, bare=True) as world:
-        world.run(adopting_apart, worlds.free_port())
+        world.run(adopting_apart, free_port())
 
 
 def for_torch(me: Rank, port: int) -> None:
@@ -277,7 +270,7 @@ def for_torch(me: Rank, port: int) -> None:
 
 def test_torch_code_works_beside_ours(bare: World) -> None:
     """initialize sets torch's default group: DDP trains on it while ours are in flight."""
-    bare.run(for_torch, worlds.free_port())
+    bare.run(for_torch, free_port())
 
 
 def forgotten(me: Rank, port: int) -> None:
@@ -300,7 +293,7 @@ def forgotten(me: Rank, port: int) -> None:
 def test_a_forgotten_initialize_is_an_error() -> None:
     """Under a launcher, and after finalize: never silently a world of one."""
     with worlds.fresh("gloo", 2, bare=True) as world:
-        world.run(forgotten, worlds.free_port())
+        world.run(forgotten, free_port())
 
 
 def called_wrongly(me: Rank, port: int) -> None:
@@ -337,7 +330,7 @@ def called_wrongly(me: Rank, port: int) -> None:
 
 def test_wrong_arguments(bare: World) -> None:
     """Each is a typed error that names it, and initialize works afterwards."""
-    bare.run(called_wrongly, worlds.free_port())
+    bare.run(called_wrongly, free_port())
 
 
 # ---------------------------------------------------------------- alone
@@ -400,7 +393,7 @@ def drained(me: Rank, port: int) -> None:
 
 def test_finalize_waits_for_what_is_outstanding(bare: World) -> None:
     """After finalize every work is done and has its result."""
-    bare.run(drained, worlds.free_port())
+    bare.run(drained, free_port())
 
 
 def aborted(me: Rank, port: int) -> None:
@@ -422,7 +415,7 @@ def aborted(me: Rank, port: int) -> None:
 
 def test_finalize_aborts_when_told_to(bare: World) -> None:
     """A stuck operation fails with a typed error and finalize(abort=True) does not wait."""
-    bare.run(aborted, worlds.free_port())
+    bare.run(aborted, free_port())
 
 
 def too_late(me: Rank, port: int) -> None:
@@ -437,7 +430,7 @@ def too_late(me: Rank, port: int) -> None:
 
 def test_a_rank_that_nobody_joins_times_out(bare: World) -> None:
     """initialize, or at the latest the first operation, raises after its timeout."""
-    bare.run(too_late, worlds.free_port())
+    bare.run(too_late, free_port())
 
 
 ALONE = """
@@ -455,7 +448,7 @@ ALONE = """
 def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, rank: int) -> None:
     """Rank 0 serves the store and names the other; the other finds no store. Both within the timeout."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(worlds.free_port())}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
     wanted = (
         "rank 0 timed out waiting for rank 1 of 2",

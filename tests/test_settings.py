@@ -10,7 +10,8 @@ import pytest
 
 from asynccoll.backends.api.assembly import Member
 from patience import patient
-from worlds import free_port, rank_environment
+from ports import free_port
+from worlds import rank_environment
 
 #: Joins the world with the settings of its own rank, and prints what it is told.
 PROGRAM = """

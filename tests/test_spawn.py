@@ -20,7 +20,8 @@ import asynccoll as ac
 import spawned
 from asynccoll.runtime.state import process
 from patience import patient
-from worlds import BACKENDS, free_port
+from ports import free_port
+from worlds import BACKENDS
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from ignite.distributed.comp_models.native import _NativeDistModel
 import asynccoll.sync as ours
 import worlds
 from asynccoll.sync.environment import Environment
+from ports import free_port
 from ranks import raising
 
 TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -120,7 +121,7 @@ def alone(me, port):
 
 def test_what_a_program_finds_in_between():
     with worlds.fresh("gloo", 1, bare=True) as world:
-        world.run(alone, worlds.free_port())
+        world.run(alone, free_port())
 
 
 def twice(me):
@@ -158,7 +159,7 @@ def launched(me, port, other, local_rank, local_world_size):
 )
 def test_where_a_launcher_put_us(local_ranks, told):
     """Nodes are counted as ignite counts them, also where no launcher says how many ranks one has."""
-    port, other = worlds.free_port(), worlds.free_port()
+    port, other = free_port(), free_port()
     per_node = max(local_ranks) + 1 if told else None
     with worlds.fresh("gloo", len(local_ranks), bare=True) as world:
         world.run(launched, port, other, per_rank=[(local, per_node) for local in local_ranks], timeout=60.0)
@@ -189,4 +190,4 @@ def adopted(me, port, hint):
 @pytest.mark.parametrize("hints", [[0, 1], [0, 0], [None, None]], ids=str)
 def test_where_a_group_of_the_user_is(hints):
     with worlds.fresh("gloo", 2, bare=True) as world:
-        world.run(adopted, worlds.free_port(), per_rank=[(hint,) for hint in hints])
+        world.run(adopted, free_port(), per_rank=[(hint,) for hint in hints])

@@ -16,6 +16,7 @@ import asynccoll.sync as idist
 import spawned
 import worlds
 from patience import patient
+from ports import free_port
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
@@ -54,7 +55,7 @@ def test_spawn(tmp_path, start_method):
 
 
 def test_spawn_meets_where_it_is_told(tmp_path, monkeypatch):
-    port = worlds.free_port()
+    port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
     idist.spawn(
         "gloo", spawned.tell_sync, (str(tmp_path),), nproc_per_node=2, nnodes=1, timeout=timedelta(seconds=60)
@@ -169,7 +170,7 @@ def _lines(module):
     script = f"import {module} as idist\nidist.show_config()\n"
     script += "with idist.Parallel() as p: p.run(print, 'called')\n"
     script += "with idist.Parallel('gloo') as p: idist.show_config()\n"
-    environ = {**worlds.rank_environment(), "MASTER_PORT": str(worlds.free_port())}
+    environ = {**worlds.rank_environment(), "MASTER_PORT": str(free_port())}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", script],

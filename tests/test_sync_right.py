@@ -14,6 +14,7 @@ import asynccoll as ac
 import asynccoll.sync as idist
 import worlds
 from patience import patient
+from ports import free_port
 from ranks import raising
 
 SIZES = [2, 4]
@@ -294,12 +295,12 @@ def twice(me, port):
 @pytest.mark.parametrize("case", [behind_our_back, destroyed])
 def test_contexts_come_and_go(case):
     with worlds.fresh("gloo", 2, bare=True) as world:
-        world.run(case, [worlds.free_port() for _ in range(5)], timeout=60.0)
+        world.run(case, [free_port() for _ in range(5)], timeout=60.0)
 
 
 def test_initialize_beside_a_group_of_the_user():
     with worlds.fresh("gloo", 1, bare=True) as world:
-        world.run(twice, worlds.free_port())
+        world.run(twice, free_port())
 
 
 def test_unknown_keywords_are_refused():

@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import os
 import pickle
-import random
 import shutil
 import signal
 import socket
@@ -34,6 +33,7 @@ import starters_horovod
 import starters_mpi
 import starters_xla
 from patience import patient
+from ports import free_port
 
 HERE = Path(__file__).parent
 START_SECONDS = patient(120)
@@ -122,20 +122,6 @@ LAUNCHER_VARIABLES = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-
-
-def free_port(count: int = 1) -> int:
-    """The first of ``count`` free ports in a row, below the range that outgoing connections draw from."""
-    # Not the module's own: hypothesis seeds that, and two runs would look for the same ports.
-    for first in random.SystemRandom().sample(range(15_000, 32_000), 200):
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("", port))
-        except OSError:
-            continue
-        return first
-    raise RuntimeError("no free port below 32000")
 
 
 def _start_processes(world: World, address: str) -> list[_Process]:

@@ -37,9 +37,14 @@ class Gradients(ABC):
     #: what is sent
     flat: torch.Tensor
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        """``dtype``: that of the reduction, if not the parameters' own; for complex ones its counterpart."""
         self.parameters = parameters
         self.dtype: torch.dtype = parameters[0].dtype
+        #: the dtype of what is sent
+        self.held: torch.dtype = dtype or self.dtype
+        if dtype is not None and self.dtype.is_complex:
+            self.held = torch.promote_types(dtype, torch.complex64)
         #: by index, the gradients being sent, with their versions and their parameters' at that time
         self._sent: dict[int, tuple[torch.Tensor, int, int]] = {}
         #: the gradients that were summed over all ranks before (op="sum"), else None
@@ -156,13 +161,10 @@ class Bucket(Gradients):
         dtype: torch.dtype | None = None,
         parts: int = 1,
     ) -> None:
-        first = parameters[0]
-        held = dtype or first.dtype
-        if dtype is not None and first.is_complex():
-            held = torch.promote_types(dtype, torch.complex64)
-        super().__init__(parameters)
-        self.layout: Layout = Layout([parameter.numel() for parameter in parameters], held.itemsize, parts)
-        self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=held, device=first.device)
+        super().__init__(parameters, dtype)
+        sizes, device = [parameter.numel() for parameter in parameters], parameters[0].device
+        self.layout: Layout = Layout(sizes, self.held.itemsize, parts)
+        self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=self.held, device=device)
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
 

@@ -27,15 +27,14 @@ class SparseGradient(Gradients):
     """
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        super().__init__([parameter])
-        self._held = dtype or parameter.dtype
+        super().__init__([parameter], dtype)
         self.flat: torch.Tensor = self._nothing()
         self._work: Work[torch.Tensor] | None = None
 
     def _nothing(self) -> torch.Tensor:
         (parameter,) = self.parameters
         indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        values = torch.empty(0, *parameter.shape[1:], dtype=self._held, device=parameter.device)
+        values = torch.empty(0, *parameter.shape[1:], dtype=self.held, device=parameter.device)
         return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
     def check(self, index: int) -> torch.Tensor:
@@ -45,7 +44,7 @@ class SparseGradient(Gradients):
         gradient = self.check(index)
         self.divide(index)
         rows = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        self.flat = (rows.to(self._held) * scale).coalesce()
+        self.flat = (rows.to(self.held) * scale).coalesce()
         self.took(index)
 
     def fill(self, scale: float) -> None:
@@ -64,7 +63,7 @@ class SparseGradient(Gradients):
     def adopt(self) -> None:
         """Make the sum the parameter's ``.grad``, unless no rank has a gradient."""
         assert self._work is not None
-        (parameter,), total = self.parameters, self._work.wait().to(self.dtype)
+        (parameter,), total = self.parameters, self._work.result().to(self.dtype)
         self._work, self.flat = None, self._nothing()
         if not self.has[0] and not total._nnz():
             return
