@@ -127,10 +127,8 @@ def is_carried(program: Program, transport: str) -> bool:
 
 
 def wrong(program: Program, number: int) -> list[str]:
-    """What is wrong with the program in the order of this number."""
+    """What is wrong with the program, which its transport carries, in the order of this number."""
     order = Order(number, program)
-    if not is_carried(program, order.transport):
-        return []
     try:
         found, _ = order.run()
     except TimeoutError as error:
@@ -200,6 +198,8 @@ class Exploration:
         for number in range(first, first + SCHEDULES):
             if self.over:
                 return
+            if not is_carried(program, Order(number, program).transport):
+                continue  # nothing is tried, and nothing counted
             self.schedules += 1
             if found := wrong(program, number):
                 self.found = found
