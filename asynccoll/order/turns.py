@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from asynccoll import host
-from asynccoll.transport.completion import Completion, Promise
+from asynccoll.transport.completion import READY, Completion, Promise
 
 __all__ = ["Turns"]
 
@@ -35,16 +35,8 @@ class Turns:
     def take(self, key: Key, ask: Ask) -> Completion:
         """Ask for a message now, or once earlier ones have been asked for. Returns its completion."""
         asked, over = Promise(), Promise()
-        with self._lock:
-            before = self._asked.get(key)
-            self._asked[key] = asked
         asked.add_callback(partial(self._leave, key, asked))
-        if before is None:
-            try:
-                return ask(asked)
-            except BaseException:
-                asked.settle()
-                raise
+        before: Promise | None = None
 
         def follow() -> None:
             try:
@@ -53,7 +45,16 @@ class Turns:
                 asked.settle()
                 over.settle(error)
 
-        before.add_callback(follow)
+        try:
+            with self._lock:
+                before = self._asked.get(key)
+                self._asked[key] = asked
+            if before is None:
+                return ask(asked)
+            before.add_callback(follow)
+        except BaseException:  # Ctrl-C among them: the turn passes to later receives, when it would have come
+            (before or READY).add_callback(asked.settle)
+            raise
         return over
 
     def _leave(self, key: Key, asked: Promise) -> None:

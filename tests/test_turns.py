@@ -1,0 +1,54 @@
+"""The turns of receives from one source with one tag, when some of them come to nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccoll.order.turns import Turns
+from asynccoll.transport.completion import Completion, Promise
+
+
+class Interrupted:
+    """A lock; Ctrl-C strikes as it is left."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *raised: object) -> None:
+        raise KeyboardInterrupt
+
+
+class Receives:
+    """Asks for messages, and notes down the order."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.asked: dict[str, Promise] = {}
+
+    def take(self, turns: Turns, name: str) -> Completion:
+        def ask(asked: Promise) -> Completion:
+            self.order.append(name)
+            self.asked[name] = asked
+            return Promise()
+
+        return turns.take((0, 7), ask)
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["first", "behind another"])
+def test_ctrl_c_in_taking_a_turn_leaves_it_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, waiting: bool
+) -> None:
+    turns, receives = Turns(), Receives()
+    if waiting:
+        receives.take(turns, "earlier")
+    with monkeypatch.context() as here:
+        here.setattr(turns, "_lock", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            receives.take(turns, "interrupted")
+    receives.take(turns, "later")
+    if waiting:
+        assert receives.order == ["earlier"], "the message's second piece has not been asked for yet"
+        receives.asked["earlier"].settle()
+        assert receives.order == ["earlier", "later"]
+    assert receives.order[-1] == "later"
+    receives.asked["later"].settle()
+    assert not turns
