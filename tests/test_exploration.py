@@ -281,13 +281,68 @@ def test_what_is_found_is_made_small_and_shown_again(jobs: int, tmp_path: Path) 
 
 
 def _run(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
-    file = directory / "shows.py"
-    file.write_text(script)
+    (directory / "shows.py").write_text(script)
+    return _python(directory, ["shows.py"])
+
+
+#: A script that explores its own function, and judges by another.
+_SCRIPT = """
+import sys
+import asynccoll as ac
+from asynccoll.testing import explore
+
+
+class Loops:
+    @staticmethod
+    async def main(rank):
+        await ac.barrier()
+
+
+def judge(report):
+    report.check()
+    assert report.steps < 0, "too many steps"
+
+
+if __name__ == "__main__":
+    main = (lambda: ac.barrier()) if "lambda" in sys.argv else Loops.main
+    print(explore(main, seeds=range(1), world_size=2, shrink_seconds=0, expect=judge).script)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        ("prog.py", ["prog.py"]),
+        ("sub/train-loop.py", ["sub/train-loop.py"]),
+        ("sub/prog.py", ["-m", "sub.prog"]),
+    ],
+)
+def test_what_a_script_finds_in_itself_is_shown_by_a_program_that_runs(
+    name: str, typed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(_SCRIPT)
+    shown = _run(tmp_path, _python(tmp_path, typed).stdout)
+    assert shown.returncode == 1
+    assert "AssertionError: too many steps" in shown.stderr, shown.stderr
+
+
+def test_what_no_other_program_can_import_is_to_be_defined_there(tmp_path: Path) -> None:
+    (tmp_path / "prog.py").write_text(_SCRIPT)
+    for typed in (["prog.py", "lambda"], ["-c", _SCRIPT, "lambda"]):
+        told = _python(tmp_path, typed).stdout
+        assert "# Define main here: no other program can import it from where it is.\n" in told
+        assert "simulate(main, world_size=2" in told
+
+
+def _python(directory: Path, typed: list[str]) -> subprocess.CompletedProcess[str]:
     package = str(Path(ac.__file__).parent.parent)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([package, str(HERE)])}
     return subprocess.run(
-        [sys.executable, str(file)], env=environ, capture_output=True, text=True, check=False, timeout=120
-    )
+        [sys.executable, *typed],
+        cwd=directory, env=environ, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
 
 
 def test_the_cause_is_told_and_not_what_it_caused() -> None:
@@ -358,6 +413,22 @@ def test_the_command_line(asked: Any) -> None:
     assert code == 1
     assert "LaneOrderError" in told
     assert "simulate(crossed, world_size=2, seed=0, transport='mpi', schedule=Replay({}))" in told
+    assert "sys.path" not in told
+
+
+@pytest.mark.slow
+def test_the_program_that_shows_it_finds_a_file_of_another_folder(
+    asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of-loops").mkdir()
+    (tmp_path / "of-loops" / "dying.py").write_text(
+        "async def main(rank):\n    raise KeyError('of its own')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, told, _ = asked("of-loops/dying.py::main", "--seeds", "1", "--jobs", "1")
+    assert code == 1
+    shown = _run(tmp_path, told.partition("# Shows it again:\n")[2])
+    assert "KeyError: 'of its own'" in shown.stderr
 
 
 def test_the_command_line_takes_what_joins_the_world_itself(asked: Any) -> None:

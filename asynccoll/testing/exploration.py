@@ -363,21 +363,29 @@ def _script(target: Target, look: _Looking, case: Case, taken: dict[int, int]) -
         told.append(f"faults=[{', '.join(map(_told, case.faults))}]")
     names = {"Replay", "simulate"} | {type(fault).__name__ for fault in case.faults}
     names |= {"Link"} if any("Link(" in one for one in told) else set()
-    imported, judged = _judged(look, case)
-    return (
-        f"from asynccoll.testing import {', '.join(sorted(names))}\n{target.imported}\n{imported}\n"
-        f"report = simulate({target.name}, {', '.join(told)}, schedule=Replay({taken}))\n{judged}\n"
+    used = [target] if look.expect is None else [target, of_function(look.expect)]
+    folders = dict.fromkeys(one.folder for one in used if one.folder)
+    return "\n".join(
+        [
+            *(["import sys", ""] if folders else []),
+            f"from asynccoll.testing import {', '.join(sorted(names))}",
+            *(f"sys.path.insert(0, {folder!r})" for folder in folders),
+            *(one.imported for one in used),
+            "",
+            f"report = simulate({target.name}, {', '.join(told)}, schedule=Replay({taken}))",
+            _judged(used[1:], case),
+            "",
+        ]
     )
 
 
-def _judged(look: _Looking, case: Case) -> tuple[str, str]:
-    """What a script imports to judge the report as ``explore`` did, and how it does."""
-    if look.expect is not None:
-        one = of_function(look.expect)
-        return f"{one.imported}\n", f"{one.name}(report)"
+def _judged(expected: Sequence[Target], case: Case) -> str:
+    """How a script judges the report as ``explore`` did."""
+    if expected:
+        return f"{expected[0].name}(report)"
     if case.faults:  # what ``check`` raises for may be right
-        return "", 'print(report.deadlock, report.errors, report.mismatches, sep="\\n")'
-    return "", "report.check()"
+        return 'print(report.deadlock, report.errors, report.mismatches, sep="\\n")'
+    return "report.check()"
 
 
 def _told(fault: Fault) -> str:

@@ -25,9 +25,10 @@ class Target:
     """A function: as it is, or as another process finds it."""
 
     function: Callable[..., object]
-    #: the line that imports it in a script, and what it is called there
+    #: how a script imports it, what it is called there, and the folder that has to be on its ``sys.path``
     imported: str
     name: str
+    folder: str = ""
     path: str = ""
 
     def sendable(self) -> bytes:
@@ -52,8 +53,37 @@ class Target:
 
 def of_function(function: Callable[..., object]) -> Target:
     """A function that the caller has."""
-    name = getattr(function, "__qualname__", repr(function))
-    return Target(function, f"from {getattr(function, '__module__', '?')} import {name}", name)
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if all(part.isidentifier() for part in name.split(".")):  # else it is made within a function
+        if module == "__main__":
+            module, script = _main()
+            if script and "." not in Path(script).stem:
+                return Target(function, *_in_script(Path(script).resolve(), name))
+        if module:
+            return Target(function, _import(module, name), name)
+    name = getattr(function, "__name__", "")
+    name = name if name.isidentifier() else "main"
+    return Target(function, f"# Define {name} here: no other program can import it from where it is.", name)
+
+
+def _main() -> tuple[str, str]:
+    """What other programs import ``__main__`` by: its module (``python -m``), or its file, if it has one."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return ("", getattr(main, "__file__", "")) if spec is None else (spec.name, "")
+
+
+def _in_script(file: Path, name: str) -> tuple[str, str, str]:
+    """How a program imports ``name`` from a script, ``name``, and the script's folder if not this one."""
+    folder = "" if file.parent == Path.cwd() else str(file.parent)
+    return _import(file.stem, name), name, folder
+
+
+def _import(module: str, name: str) -> str:
+    top = name.partition(".")[0]
+    if all(part.isidentifier() for part in module.split(".")):
+        return f"from {module} import {top}"
+    return f"import importlib\n\n{top} = importlib.import_module({module!r}).{top}"
 
 
 def of_path(path: str) -> Target:
@@ -70,7 +100,7 @@ def of_path(path: str) -> Target:
     where = Path(file).resolve()
     if not where.is_file():
         raise InvalidArgumentError(f"there is no file {file!r}")
-    return Target(_load(str(where), name), f"from {where.stem} import {name}", name, str(where))
+    return Target(_load(str(where), name), *_in_script(where, name), str(where))
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:
