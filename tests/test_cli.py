@@ -688,6 +688,7 @@ def test_ranks_that_fail_in_the_same_way_are_told_together():
         for rank, text in enumerate(said)
     ]
     failures.append(report.Failure(6, 106, -signal.SIGTERM, "host"))
+    failures.append(report.Failure(7, 107, -signal.SIGTERM, "host", ended=True))  # while it exited
     assert report.report(failures).splitlines() == [
         "asynccoll run: rank 0 failed on host (pid 100): exit code 1",
         "asynccoll run: ranks 1, 3 failed in the same way",

@@ -7,7 +7,9 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -366,6 +368,55 @@ def test_a_rank_that_had_left_and_is_stopped_is_not_to_blame(start, script):
     assert "has left its world (finalize)" in errors
     assert "Traceback" in errors
     assert "stopped rank 1" in errors
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit()"])
+def test_a_rank_that_was_exiting_is_not_said_to_have_been_stopped(tmp_path, start, script, end):
+    os.mkfifo(tmp_path / "exiting")
+    script(f"""
+        import atexit, os, signal, sys
+
+        def exiting():
+            open("exiting", "w").close()
+            signal.pause()
+
+        if os.environ["RANK"] == "1":
+            open("exiting").close()
+            raise KeyError("of its own")
+        atexit.register(exiting)
+        {end}
+    """)
+    code, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert code == 1
+    assert "rank 1 failed" in errors
+    assert "rank 0" not in errors
+
+
+#: The process between launcher and rank, where SIGTERM comes as late as Python can be asked to send it.
+KEEPER = f"""
+import os, runpy, signal, sys
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+sys.last = Last()
+sys.path.insert(0, {str(Path(processes.__file__).parent)!r})
+sys.argv = ["keeper.py", "-c", "pass"]
+runpy.run_path({str(Path(processes.__file__).with_name("keeper.py"))!r}, run_name="__main__")
+"""
+
+
+@on_linux
+def test_who_waits_for_ranks_that_go_on_ends_as_its_rank_did(tmp_path):
+    """The first to end has the launcher stop the others, which are about to end."""
+    (tmp_path / "attempt" / "0").mkdir(parents=True)
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt" / "0" / "error.json")}
+    ended = subprocess.run(
+        [sys.executable, "-c", KEEPER], env=os.environ | place | file, check=False, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0
 
 
 SURVIVORS = """

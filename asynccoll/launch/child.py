@@ -34,6 +34,8 @@ from typing import NoReturn
 CRASH_FILE = "crash.txt"
 #: Beside the error file: the process number of a rank that the launcher has not started itself.
 PID_FILE = "pid.txt"
+#: Beside the error file: the program has come to its end, and what is left is to exit.
+ENDED_FILE = "ended.txt"
 
 #: Names the process that has started this one. Gone once it has been read: its own children have another.
 LAUNCHER = "ASYNCCOLL_LAUNCHER"
@@ -65,15 +67,12 @@ def main() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         (_run_script if kind == "script" else _run_module)(target, arguments)
-        tell_peers(0)
+        _exits(SystemExit(), error_file)
     except KeyboardInterrupt:
         _set_excepthook(quiet=True)  # the launcher tells of it once, not every rank
         raise
     except SystemExit as stop:
-        tell_peers(_exit_code(stop))
-        if error_file and stop.code not in (None, 0):
-            record(Path(error_file), stop, shown=True)
-            abort_mpi(stop.code if isinstance(stop.code, int) else 1)
+        _exits(stop, error_file)
         raise
     except BaseException as error:
         error.__traceback__ = own_frames_removed(error.__traceback__)
@@ -199,6 +198,19 @@ def abort_mpi(code: int) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         mpi._set_abort_status(code)
+
+
+def _exits(stop: SystemExit, error_file: str | None) -> None:
+    """Have it known how the program ends: another rank's failure may stop it while it exits."""
+    tell_peers(_exit_code(stop))
+    if not error_file:
+        return
+    if stop.code not in (None, 0):
+        record(Path(error_file), stop, shown=True)
+        abort_mpi(stop.code if isinstance(stop.code, int) else 1)
+    else:
+        with contextlib.suppress(OSError):
+            Path(error_file).with_name(ENDED_FILE).touch()
 
 
 def tell_peers(code: int) -> None:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -341,7 +342,9 @@ def _failure(rank: int, failure: ProcessFailure, error_file: str) -> Failure:
     recorded = failure.error_file_data if Path(failure.error_file).is_file() else {}
     crash = _left(error_file, child.CRASH_FILE)
     pid = int(_left(error_file, child.PID_FILE) or failure.pid)
-    return read_failure(rank, pid, failure.exitcode, socket.gethostname(), recorded, crash)
+    ended = Path(error_file).with_name(child.ENDED_FILE).exists()
+    found = read_failure(rank, pid, failure.exitcode, socket.gethostname(), recorded, crash)
+    return replace(found, ended=ended)
 
 
 def _left(error_file: str, name: str) -> str:

@@ -27,6 +27,7 @@ else:  # started by its path, beside which child is; the package would import to
 #: How often it looks whether the others have ended, as torch elastic looks after its processes. They are not
 #: its children, and one may not have begun: there is nothing to wait on.
 _LOOK_SECONDS = 0.1
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
@@ -44,10 +45,13 @@ def main() -> None:
         stopped.append(number)
         rank.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in _STOPPING:
         signal.signal(number, pass_on)
     code = rank.wait()
     _await_others(stopped)
+    # The first of these to end has torch elastic stop the others, which end, too: each as its rank did.
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
     if code < 0:
         _end_by(-code)
     sys.exit(code)

@@ -58,6 +58,8 @@ class Failure:
     lost: tuple[int, ...] = ()
     #: and those that it found to have left their world, in order or on account of an error
     left: tuple[int, ...] = ()
+    #: its program had come to its end: what ended the process came while it exited
+    ended: bool = False
 
     @property
     def how(self) -> str:
@@ -201,7 +203,7 @@ def report(
         if failure is first:
             continue
         if failure.time is None and failure.code in (-signal.SIGTERM, -signal.SIGKILL):
-            stopped.append(failure.rank)
+            stopped += [] if failure.ended else [failure.rank]
         else:
             ways.setdefault(_way(failure), []).append(failure)
     alike = ways.pop(_way(first))
