@@ -256,7 +256,7 @@ def test_what_no_peer_can_do_is_an_empty_picture(tmp_path):
     assert "1 rank on gloo" in picture.draw(header, rows, tmp_path / "a.svg").read_text()
 
 
-def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
+def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys, tmp_path):
     row = {
         "operation": "all_reduce", "size_bytes": 4, "count": 1, "dtype": "float", "reduction": "sum",
         "root": -1, "peer": "asynccoll", "way": "in-place", "median_us": 12.5, "low_us": 12.0,
@@ -281,6 +281,22 @@ def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys):
     assert shown[-1] == "# not all was measured: 2 of 9 rounds"
     assert main(["bench", "--json"]) == 130
     assert capsys.readouterr().out == ""
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "out.svg"
+    assert main(["bench", "--plot", str(file)]) == 130
+    assert capsys.readouterr().err.endswith(f"drawn: {file} (not all was measured: 2 of 9 rounds)\n")
+    text = " ".join(ET.parse(file).getroot().itertext())
+    assert "asynccoll in-place" in text
+    assert "not all was measured: 2 of 9 rounds" in text
+
+
+def test_who_waits_for_a_picture_is_told_where_nothing_was_measured(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(starting, "bench", lambda *_, **__: 143)
+    file = tmp_path / "out.svg"
+    assert main(["bench", "--plot", str(file)]) == 143
+    assert capsys.readouterr().err == f"nothing was measured, and nothing is drawn: {file}\n"
+    assert not file.exists()
 
 
 def test_a_reader_who_has_seen_enough_ends_the_run(monkeypatch):

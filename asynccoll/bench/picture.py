@@ -37,8 +37,8 @@ def check_drawable(path: Path) -> None:
         raise InvalidArgumentError(f"{str(path)!r} has to end in one of .{', .'.join(sorted(kinds))}")
 
 
-def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path) -> Path:
-    """Draw what a run found into ``path``; the same rows give the same file.
+def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path, note: str = "") -> Path:
+    """Draw what a run found into ``path``, below a ``note``; the same rows give the same file.
 
     Raises:
         BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
@@ -49,6 +49,8 @@ def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path) 
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     figure = made(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
     pairs = figure.subplots(max(1, len(operations)), 2, squeeze=False)
+    if note:
+        figure.suptitle(note)
     how = f"{header['backend']}{' (ours: memory)' if header['memory'] else ''}"
     where = f"{words.plural(header['ranks'], 'rank')} on {how}"
     for (left, right), operation in zip(pairs, operations, strict=False):

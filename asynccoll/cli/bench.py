@@ -89,18 +89,22 @@ def _bench(given: argparse.Namespace) -> int:
         check_drawable(given.plot)
     shown = _Shown(as_json=given.json)
     code = bench(_request(given), shown.report, ranks=_at_least(given.ranks, 1, "--ranks"))
-    if not shown.header:
-        return code
     if code:
         shown.break_off()
-        return code
-    shown.end()
-    if given.plot is not None:
-        from asynccoll.bench.picture import draw
+    elif shown.header:
+        shown.end()
+    if given.plot is not None and (code or shown.header):
+        _draw(shown, given.plot)
+    return code or shown.code
 
-        draw(shown.header, shown.rows, given.plot)
-        print(f"drawn: {given.plot}", file=sys.stderr)
-    return shown.code
+
+def _draw(shown: _Shown, path: Path) -> None:
+    from asynccoll.bench.picture import draw
+
+    if shown.rows:
+        draw(shown.header, shown.rows, path, shown.missing)
+    what = "drawn" if shown.rows else "nothing was measured, and nothing is drawn"
+    print(f"{what}: {path}{f' ({shown.missing})' * bool(shown.missing)}", file=sys.stderr)
 
 
 def _request(given: argparse.Namespace) -> BenchRequest:
@@ -180,6 +184,12 @@ class _Shown:
                 self._print(self.rows[-1]["operation"])
             self.rows.append(what)
 
+    @property
+    def missing(self) -> str:
+        """That not all was measured; "" if it was."""
+        is_all = not self.header or self._done >= self.header["steps"]
+        return "" if is_all else f"not all was measured: {self._where()}"
+
     def _where(self) -> str:
         return f"{self._done} of {self.header['steps']} rounds"
 
@@ -193,8 +203,8 @@ class _Shown:
         self._bar.clear()
         if self.rows and not self._as_json:
             self._print(self.rows[-1]["operation"])
-            if self._done < self.header["steps"]:
-                show(f"# not all was measured: {self._where()}")
+            if self.missing:
+                show(f"# {self.missing}")
 
     def end(self) -> None:
         self._bar.clear()
