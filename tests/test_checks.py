@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import scripts
 import worlds
 from asynccoll.health.checks import mismatch
 from asynccoll.runtime import state
+from asynccoll.testing import simulate
 from ranks import Rank, raising
 from worlds import World
 
@@ -249,6 +251,27 @@ async def after_a_block(me: Rank) -> None:
 
 def test_a_call_behind_a_block_that_one_rank_has_not_sent_is_none_of_it(checked: World) -> None:
     checked.run(after_a_block)
+
+
+@pytest.mark.parametrize("check", ["local", "full"])
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_long_texts_that_differ_where_they_are_cut_are_told_apart(
+    check: str, transport: str, nodes: int
+) -> None:
+    """Both sides looked alike, as another call of one line, of whose cause the error then spoke."""
+
+    async def main(rank: int) -> str:
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await ac.all_reduce([*(torch.ones(7, 2) for _ in range(200)), torch.ones(3 + rank)])
+        return str(caught.value)
+
+    report = simulate(main, world_size=2, check=check, transport=transport, nodes=nodes)
+    report.check()
+    for said in report.results.values():
+        for rank in range(2):
+            assert re.search(rf"rank {rank}: all_reduce .*checksum of all: .* at .*test_checks\.py:\d+", said)
+        assert "another call of that line" not in said
 
 
 HINTED: dict[str, tuple[tuple[str, str], str]] = {

@@ -287,6 +287,25 @@ def test_a_block_that_has_more_calls_on_one_rank_is_a_mismatch(transport: str, n
             assert all(f"all_reduce max{more}" in one for one in said for more in ("):", ", broadcast")), said
 
 
+def test_a_block_on_a_lane_that_took_a_closed_ones_place_in_the_recorder_has_an_end() -> None:
+    """Of its own: by the end of the closed lane's block the others would wait until their deadline."""
+
+    async def main(rank: int) -> None:
+        for turn in range(4):
+            with ac.coalescing():
+                await ac.all_reduce(of(rank), lane=f"{turn}")
+                more = ac.all_gather(of(rank), lane=f"{turn}") if turn < 3 or rank == 0 else None
+            if turn < 3:
+                await more
+                ac.close_lane(f"{turn}")
+            elif more is not None:
+                with pytest.raises(ac.CollectiveMismatchError, match="rank 1: end of coalescing at"):
+                    await more
+            await ac.barrier()
+
+    simulate(main, world_size=2, nodes=2).check()
+
+
 def test_a_lane_for_which_the_recorder_has_no_room_leaves_the_others_headers_alone() -> None:
     """It would be taken for another lane's."""
     recorder = Recorder(0, 2)

@@ -18,6 +18,7 @@ from asynccoll.host.call_number import CHILD
 from asynccoll.host.call_site import called_at, caller
 from asynccoll.order.job import Program, Start
 from asynccoll.order.lane import Lane
+from asynccoll.plan.texts import at_line, shown
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import READY, Completion
 from asynccoll.waiting.started import Started
@@ -32,7 +33,7 @@ _UNEVEN = ("all_gather", "gather")
 
 def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, detail: str = "") -> str:
     """The signature of a call as one line: ``all_reduce sum float32[4, 8]``."""
-    tensor = dtype + (str(list(shape)) if shape is not None else "")
+    tensor = dtype + (shown(list(shape)) if shape is not None else "")
     return " ".join(part for part in (name, detail, tensor) if part)
 
 
@@ -66,17 +67,16 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
 
 def _row(text: str, child: int) -> torch.Tensor:
     digest = hashlib.blake2b(f"{child} {text}".encode(), digest_size=_DIGEST_BYTES).digest()
-    shown = f"{text} at {(called_at.get() or caller()).place}".encode()
-    shown = shown[: _ROW_BYTES - _DIGEST_BYTES].ljust(_ROW_BYTES - _DIGEST_BYTES, b"\0")
-    return torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
+    said = at_line(text, (called_at.get() or caller()).place, _ROW_BYTES - _DIGEST_BYTES)
+    return torch.frombuffer(bytearray((digest + said).ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def _verify(lane: Lane, rows: torch.Tensor) -> None:
     first = rows[0, :_DIGEST_BYTES]
     if all(torch.equal(first, row[:_DIGEST_BYTES]) for row in rows[1:]):
         return
-    shown = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-    raise mismatch(lane, lane.group.ranks, shown)
+    texts = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    raise mismatch(lane, lane.group.ranks, texts)
 
 
 def mismatch(

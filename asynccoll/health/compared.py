@@ -17,7 +17,7 @@ from asynccoll.flight import Headers, Recorder
 from asynccoll.flight.layout import TEXT_BYTES
 from asynccoll.health.checks import mismatch
 from asynccoll.health.confirming import Announced
-from asynccoll.plan.texts import shown
+from asynccoll.plan.texts import at_line, shown
 
 if TYPE_CHECKING:
     from asynccoll.health.confirming import Confirming
@@ -90,8 +90,5 @@ class Compared:
 
 
 def _said(what: Hashable, spot: Spot) -> bytes:
-    """The call and its source line as text. A long text is cut before the line, which helps most."""
-    said, line = shown(what).encode(), f" at {spot.place}".encode()
-    if len(said) + len(line) > TEXT_BYTES:
-        said = said[: max(0, TEXT_BYTES - len(line) - 3)] + b"..."
-    return said + line
+    """The call and its source line as text."""
+    return at_line(shown(what), spot.place, TEXT_BYTES)

@@ -66,7 +66,7 @@ class Records:
     def ended(self, place: int, part: int) -> None:
         """Record that the call in parts at ``place`` has no ``part``, for peers that wait for that part."""
         spot, now = called_at.get() or caller(), host.monotonic()
-        key = (END, self.number, id(spot[0]), spot[1])
+        key = (END, self, id(spot[0]), spot[1])  # not the row's number: a closed lane may have had that
         text = self._recorder.texts.get(key) or self._describe(key, Estimate(END), spot, None)
         self._recorder.ended(self._recorder.note(text, self.number, place, part, -1, 0, now, now), now)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.plan.spec import dtype_name
 
-__all__ = ["shown", "unlike"]
+__all__ = ["at_line", "shown", "unlike"]
 
 
 def shown(what: object) -> str:
@@ -21,6 +23,19 @@ def shown(what: object) -> str:
     if isinstance(what, tuple):
         return " ".join(text for text in map(shown, what) if text)
     return "" if what is None else str(getattr(what, "value", what))
+
+
+def at_line(text: str, place: object, most: int) -> bytes:
+    """Return the text of a call and the line that made it (``place``), in at most ``most`` bytes.
+
+    A long text is cut before the line, which helps most. It ends with the checksum of the whole text, so that
+    two that differ further on do not look alike.
+    """
+    said, line = text.encode(), f" at {place}".encode() if place else b""
+    if len(said) + len(line) > most:
+        line = f"... (checksum of all: {zlib.crc32(said):08x})".encode() + line
+        said = said[: max(0, most - len(line))]
+    return said + line
 
 
 def unlike(count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype) -> CollectiveMismatchError:

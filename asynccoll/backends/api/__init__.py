@@ -25,7 +25,7 @@ from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.modes.captured import as_called, uncast
 from asynccoll.plan.spec import DTYPES_BY_NAME, Capabilities, Op, ReduceOp, dtype_name
-from asynccoll.plan.texts import shown, unlike
+from asynccoll.plan.texts import at_line, shown, unlike
 from asynccoll.plan.trees import flatten
 from asynccoll.transport.backend import Backend
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
@@ -76,6 +76,7 @@ __all__ = [
     "agree_on_store",
     "as_called",
     "as_matrix",
+    "at_line",
     "connect",
     "detect",
     "dtype_name",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, ReduceOp, shown
+from asynccoll.backends.api import Completion, ReduceOp, at_line, shown
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call
 from asynccoll.backends.memory.exchanges import (
@@ -90,7 +90,8 @@ class MemoryCommunicator:
             self._kinds.clear()
         native, what = key[:2]
         text = shown(what) or shown(native)
-        found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), _line(text, self._spot)
+        line = at_line(text, self._spot and self._spot.place, TEXT_BYTES - 1)
+        found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), line
         return found
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
@@ -175,15 +176,6 @@ class MemoryCommunicator:
             self._engine.stop(state, why)
         finally:  # after Ctrl-C, too: others wait for this rank's messages
             self._messages.stop(state, why)
-
-
-def _line(text: str, spot: Any) -> bytes:
-    """Return what is shown of a call: ``text``, and the line that made it."""
-    line = (text if spot is None else f"{text} at {spot.place}").encode()
-    if len(line) >= TEXT_BYTES and spot is not None:  # keep the calling line, which helps most
-        where = f"... at {spot.place}".encode()
-        line = line[: TEXT_BYTES - 1 - len(where)] + where
-    return line
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
