@@ -14,6 +14,7 @@ import pytest
 import trio
 
 import asynccoll as ac
+from asynccoll.cli.where import folded
 from asynccoll.host.standing import Stack, stacks, summary
 from patience import patient
 
@@ -94,6 +95,38 @@ def test_of_a_loop_that_runs_something_its_thread_is_told() -> None:
     thread.join(patient(10))
     assert only.who == ""
     assert "holds_the_loop (test_standing.py:" in only.at
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_frames_of_loops_are_a_line(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what the program has called last; the variable shows all."""
+    here = threading.Event()
+
+    async def holds_the_loop(_: object) -> None:
+        here.set()
+        over.wait()
+
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: RUNNERS[runner](holds_the_loop)(None), daemon=True)
+    thread.start()
+    assert here.wait(patient(10))
+    assert thread.ident is not None
+    (held,) = stacks(thread.ident)
+    over.set()
+    thread.join(patient(10))
+    (asleep,) = asked(RUNNERS[runner](nobody_comes))
+    told = folded(held.frames)
+    loops = [line for line in told if "[..." in line]
+    assert loops == [f"[... {len(held.frames) - len(told) + 1} frames in {loops[0].rpartition(' in ')[2]}"]
+    assert {*loops[0].rpartition(" in ")[2].strip("]").split(", ")} <= {runner, "asyncio", "outcome"}
+    assert [line for line in told if line not in loops] == [
+        frame for frame in held.frames if "threading.py" in frame or "test_standing.py" in frame
+    ]
+    *inner, called, mine = folded(asleep.frames)
+    assert (mine, called) == (asleep.at, asleep.frames[-2])
+    assert len(inner) <= 1
+    monkeypatch.setenv("ASYNCCOLL_FULL_TRACEBACK", "1")
+    assert folded(held.frames) == list(held.frames)
 
 
 def test_what_is_within_a_call_is_one_frame() -> None:

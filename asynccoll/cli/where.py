@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import call_cells, call_columns, nobody, print_partings
@@ -14,7 +15,7 @@ from asynccoll.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from asynccoll.jobs.whereabouts import Job
 
-__all__ = ["add", "overview", "same_stacks"]
+__all__ = ["add", "folded", "overview", "same_stacks"]
 
 
 #: So many letters of a program and its arguments are shown.
@@ -93,9 +94,34 @@ def _print(job: Job, calls: int, title: str) -> None:
     for (of, frames), ranks in same_stacks(job).items():
         print()
         show(f"{listed(ranks)}{', ' * bool(of)}{of} {'stand' if len(ranks) > 1 else 'stands'} in")
-        print("\n".join(f"  {frame}" for frame in frames))
+        print("\n".join(f"  {frame}" for frame in folded(frames)))
     print()
     print_partings(job.partings, job.recorded)
+
+
+def folded(frames: Sequence[str]) -> list[str]:
+    """A stack, innermost first: successive frames of event loops are a line, but not what the program called.
+
+    >>> folded(["a (trio/_core.py:1)", "b (trio/_core.py:2)", "sleep (trio/_timeouts.py:3)", "main (x.py:4)"])
+    ['[... 2 frames in trio]', 'sleep (trio/_timeouts.py:3)', 'main (x.py:4)']
+    """
+    from asynccoll.host.frames import are_shown
+    from asynccoll.host.libraries import library_in
+
+    if are_shown() or all(map(library_in, frames)):
+        return list(frames)
+    told: list[str] = []
+    for is_loops, found in groupby(frames, key=lambda frame: bool(library_in(frame))):
+        run = list(found)
+        called = [] if told else run[-1:]  # by what stands below it, and is the program's
+        hidden = run[: len(run) - len(called)]
+        if is_loops and len(hidden) > 1:
+            run = [
+                f"[... {len(hidden)} frames in {', '.join(dict.fromkeys(map(library_in, hidden)))}]",
+                *called,
+            ]
+        told += run
+    return told
 
 
 def same_stacks(job: Job) -> dict[tuple[str, tuple[str, ...]], list[int]]:

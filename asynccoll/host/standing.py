@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from asynccoll.host.call_site import is_ours, is_users
+from asynccoll.host.libraries import with_library
 
 __all__ = ["Stack", "awaits", "stacks", "summary"]
 
@@ -149,6 +150,4 @@ def _stack(who: str, lines: list[_Line]) -> Stack:
 
 
 def _said(code: CodeType, line: int) -> str:
-    name, path = getattr(code, "co_qualname", code.co_name), Path(code.co_filename)
-    file = f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
-    return f"{name} ({file}:{line})"
+    return f"{getattr(code, 'co_qualname', code.co_name)} ({with_library(code.co_filename)}:{line})"

@@ -6,31 +6,21 @@ raised, unless that is an error of ours, whose text says what to do, or a group,
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 from asynccoll.host.call_site import Place, is_users
 from asynccoll.host.frames import FULL_VARIABLE, are_shown
+from asynccoll.host.libraries import library_of
 
-__all__ = ["FULL_VARIABLE", "folded", "library_of", "raised_at"]
+__all__ = ["FULL_VARIABLE", "folded", "raised_at"]
 
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 #: Behind frames that raised one of these there is nothing to be read: an error of ours says what to do, and
 #: of a group the errors in it do, which follow.
 _SPEAKS_FOR_ITSELF = re.compile(r"[ |]*(asynccoll\.errors\.|(exceptiongroup\.)?(Base)?ExceptionGroup: )")
-_INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
-_FOLDERS = {
-    str(Path(__file__).parents[1]): "asynccoll",
-    str(Path(asyncio.__file__).parent): "asyncio",
-    str(Path(concurrent.futures.__file__).parent): "concurrent.futures",
-}
 
 
 class _Frame(NamedTuple):
@@ -70,17 +60,6 @@ def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
             stack = []
             yield line
     yield from _shown(stack, "")
-
-
-def library_of(file: str) -> str:
-    """The library whose frames are folded that ``file`` belongs to; "" for the program's, and all others'."""
-    for folder, name in _FOLDERS.items():
-        if file.startswith(folder + os.sep):
-            return name
-    if file == contextlib.__file__:  # it leaves blocks for others: by itself its frames say nothing
-        return "contextlib"
-    found = _INSTALLED.search(file)
-    return found[1] if found is not None else ""
 
 
 def _shown(stack: Sequence[_Frame], error: str) -> Iterator[str]:

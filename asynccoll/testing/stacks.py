@@ -9,8 +9,8 @@ from typing import Any
 
 from asynccoll.host.call_site import is_users
 from asynccoll.host.frames import are_shown
+from asynccoll.host.libraries import library_of
 from asynccoll.host.standing import awaits
-from asynccoll.launch.folding import library_of
 from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["function_of", "suspended", "told"]
