@@ -310,17 +310,23 @@ def test_groups_are_process_sets() -> None:
 
 async def messages(me: Rank) -> None:
     x = torch.ones(2)
-    await me.refuses("send", ac.UnsupportedOpError, ac.send, x, dst=1 - me.rank, says=("gloo", "permute"))
-    await me.refuses("recv", ac.UnsupportedOpError, ac.recv, x, src=1 - me.rank, says=("gloo", "permute"))
-    group = ac.new_group([0])
+    peer = (me.rank + 1) % me.size
+    says = ("gloo", "permute or broadcast do it where all ranks of a group call them")
+    await me.refuses("send", ac.UnsupportedOpError, ac.send, x, dst=peer, says=says)
+    await me.refuses("recv", ac.UnsupportedOpError, ac.recv, x, src=peer, says=says)
+    two, one = ac.new_group([0, 1]), ac.new_group([0])
+    if me.rank < 2:
+        mine, received = x * me.rank, torch.zeros(2) if me.rank == 0 else x * 2
+        await me.check("permute", ac.permute, mine + 2, [(0, 1)], group=two, expect=received)
+        await me.check("broadcast", ac.broadcast, mine, src=1, group=two, expect=x)
     if me.rank == 0:
-        await me.check("a group of one", ac.all_gather, x, group=group, expect=x)
+        await me.check("a group of one", ac.all_gather, x, group=one, expect=x)
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
 
-def test_messages_are_refused_before_anything_is_sent(pair: worlds.World) -> None:
-    """Horovod has none; the text names who has, and what does it here."""
-    pair.run(messages)
+def test_messages_are_refused_before_anything_is_sent(three: worlds.World) -> None:
+    """Horovod has none; the text names who has, and what does it here: the third rank need not call that."""
+    three.run(messages)
 
 
 # ---------------------------------------------------------------- a rank that stands still

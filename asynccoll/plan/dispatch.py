@@ -138,7 +138,10 @@ def refuse_missing(op: Op, known: Capabilities) -> None:
         return
     advice = ""
     if op in (Op.SEND, Op.RECV):
-        advice = "; gloo, nccl and mpi have it, and permute or broadcast do it where all ranks call them"
+        advice = (
+            "; gloo, nccl and mpi have it, and permute or broadcast do it "
+            "where all ranks of a group call them"
+        )
     raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
 
 
