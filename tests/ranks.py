@@ -237,16 +237,20 @@ RUNNERS = {"asyncio": _under_asyncio, "trio": _under_trio, "blocking": _drive}
 
 
 def run_case(me: Rank, case: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run one case here; a handle that it drops without awaiting it is a failure."""
+    """Run one case here, on the loop that it is to have."""
+    if inspect.iscoroutinefunction(case):
+        return RUNNERS[me.runner](case, me, *args, **kwargs)
+    return case(me, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def none_dropped() -> Iterator[None]:
+    """A handle that any thread drops in the block without awaiting it is a failure."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        if inspect.iscoroutinefunction(case):
-            result = RUNNERS[me.runner](case, me, *args, **kwargs)
-        else:
-            result = case(me, *args, **kwargs)
+        yield
     lost = [str(one.message) for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
     assert not lost, f"handles dropped unawaited: {lost}"
-    return result
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -312,7 +316,9 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
         try:
             name, runner, signs, args, kwargs = pickle.loads(data)
             me = Rank(place, runner, signs, report)
-            report("done", run_case(me, resolve(name), args, kwargs))
+            with none_dropped():
+                result = run_case(me, resolve(name), args, kwargs)
+            report("done", result)
         except BaseException:
             report("raised", traceback.format_exc())
     if not bare:

@@ -129,3 +129,26 @@ def leaves_in_a_task(me: Rank) -> None:
 def test_a_rank_that_leaves_in_a_task_has_left() -> None:
     """The task has a copy of the thread's variables."""
     threads.run(2, leaves_in_a_task)
+
+
+def fails_on_one(me: Rank) -> None:
+    assert me.rank == 0, "as it is to"
+
+
+def test_a_case_that_fails_leaves_no_ranks_to_later_tests() -> None:
+    with pytest.raises(threads.ThreadsError, match="as it is to"):
+        threads.run(2, fails_on_one)
+    assert ac.get_world_size() == 1
+
+
+def nothing(me: Rank) -> None:
+    """A case that drops no handle."""
+
+
+def test_handles_that_earlier_tests_left_are_none_of_a_case() -> None:
+    """In a reference cycle, they go whenever garbage is collected."""
+    left: list[Any] = [ac.all_reduce(1)]
+    left.append(left)
+    del left
+    with pytest.warns(ac.UnawaitedWorkWarning):
+        threads.run(2, nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from patience import patient
-from ranks import Place, Rank, run_case
+from ranks import Place, Rank, none_dropped, run_case
 
 
 class ThreadsError(AssertionError):
@@ -45,22 +46,25 @@ def run(
             ac.initialize("gloo", store=store, rank=rank, world_size=size, timeout=patient(60))
             me = Rank(Place("gloo", rank, size), runner, signs, report)
             results[rank] = run_case(me, case, args, kwargs)
-            ac.finalize()
         except BaseException:
             failures[rank].append(traceback.format_exc())
+        finally:  # also for later tests: while ranks are threads, the process has no world of one
+            ac.finalize()
 
     threads = [
         threading.Thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(size)
     ]
-    for thread in threads:
-        thread.start()
-    for rank, thread in enumerate(threads):
-        thread.join(timeout)
-        if thread.is_alive():
-            frame = sys._current_frames().get(thread.ident or 0)
-            stack = "".join(traceback.format_stack(frame)) if frame else ""
-            failures[rank].append(f"not done after {timeout} s\n{stack}")
+    gc.collect()  # handles that earlier tests have left in reference cycles are none of this case's
+    with none_dropped():
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(timeout)
+            if thread.is_alive():
+                frame = sys._current_frames().get(thread.ident or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame else ""
+                failures[rank].append(f"not done after {timeout} s\n{stack}")
     texts = [f"--- rank {rank}: {text}" for rank in failures for text in failures[rank]]
     shutil.rmtree(signs, ignore_errors=True)
     if texts:
