@@ -294,6 +294,12 @@ HINTED: dict[str, tuple[tuple[str, str], str]] = {
 }
 
 
+def test_ranks_that_called_the_same_are_a_line() -> None:
+    texts = ["barrier at x.py:5", "all_reduce sum float32[3] at x.py:6", "barrier at x.py:5"]
+    shown = str(mismatch("lane 'default'", (0, 1, 4), texts)).splitlines()
+    assert shown[1:3] == ["  ranks 0, 4: barrier at x.py:5", "  rank 1: all_reduce sum float32[3] at x.py:6"]
+
+
 @pytest.mark.parametrize("case", HINTED)
 def test_what_may_be_behind_a_mismatch_is_said(case: str) -> None:
     texts, hint = HINTED[case]

@@ -16,6 +16,7 @@ import torch
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.host.call_number import CHILD
 from asynccoll.host.call_site import called_at, caller
+from asynccoll.host.words import listed
 from asynccoll.order.job import Program, Start
 from asynccoll.order.lane import Lane
 from asynccoll.plan.texts import at_line, shown
@@ -126,7 +127,4 @@ def _grouped(ranks: Iterable[int], texts: Sequence[str]) -> list[tuple[str, str]
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
-    return [
-        (f"rank {members[0]}" if len(members) == 1 else f"ranks {members}", text)
-        for text, members in by_text.items()
-    ]
+    return [(listed(members), text) for text, members in by_text.items()]
