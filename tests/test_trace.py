@@ -325,7 +325,8 @@ def test_chrome(timeline: Any, tmp_path: Path) -> None:
     assert names == {
         ("process_name", "rank 1 of 2"),
         ("thread_name", "training"),
-        ("thread_name", "default"),
+        ("thread_name", "lane default"),
+        ("thread_name", "lane default (2)"),  # at the same time as the first
     }
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {1}

@@ -34,11 +34,20 @@ def _events(
     rank: int, world_size: int, began: float, seconds: float, spans: Sequence[Span]
 ) -> Iterable[dict[str, object]]:
     yield _about("process_name", rank, 0, f"rank {rank} of {world_size}")
-    tracks = [(row, track) for row, stacked in stack(spans) for track in stacked]
-    for tid, (row, track) in enumerate(tracks, start=1):
-        yield _about("thread_name", rank, tid, row)
+    tracks = [
+        (_named(row, number, track), track)
+        for row, stacked in stack(spans)
+        for number, track in enumerate(stacked, start=1)
+    ]
+    for tid, (name, track) in enumerate(tracks, start=1):
+        yield _about("thread_name", rank, tid, name)
         for span in track:
             yield _event(span, rank, tid, began, seconds)
+
+
+def _named(row: str, number: int, track: Sequence[Span]) -> str:
+    """What a track is called: its thread, or its lane; with its number where it is not the first of a row."""
+    return f"{'lane ' * track[0].is_operation}{row}{f' ({number})' * (number > 1)}"
 
 
 def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dict[str, object]:
