@@ -128,6 +128,10 @@ async def said(me: Rank) -> None:
         group = ac.new_group(ranks)
         if me.rank in ranks:
             assert ac.explain("all_reduce", x, group=group).why[0] == "through memory that ranks share"
+    told = ac.explain("all_reduce", x, group=[me.rank]).why[0]
+    assert told == "gloo: one rank alone has nobody to share memory with"
+    offline = explain_offline("all_reduce", backend="gloo", world_size=1)
+    assert offline.why[0] == told
 
 
 def test_it_is_explained(hosts: World) -> None:

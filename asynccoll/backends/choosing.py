@@ -150,11 +150,13 @@ def capabilities_among(
 ) -> tuple[Capabilities, str]:
     """What a world on so many hosts would do for tensors on ``device``, and which way they would go."""
     known = capabilities_of(name, device)
-    if device != "cpu" or world_size == 1 or normal(name) not in ("gloo", "nccl"):
+    if device != "cpu" or normal(name) not in ("gloo", "nccl"):
         return known, ""
     from asynccoll.backends.memory.parking import supported
-    from asynccoll.backends.memory.tables import MEMORY, NEAR
+    from asynccoll.backends.memory.tables import ALONE, MEMORY, NEAR
 
+    if world_size == 1:
+        return known, f"{known.backend}: {ALONE}"
     if not memory:
         return known, f"{known.backend}: memory=False"
     if not supported():

@@ -19,7 +19,7 @@ from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.memory.neighbours import Failed
 from asynccoll.backends.memory.pair import Pair
 from asynccoll.backends.memory.parking import supported
-from asynccoll.backends.memory.tables import MEMORY, NEAR
+from asynccoll.backends.memory.tables import ALONE, MEMORY, NEAR
 from asynccoll.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class Sharing(Backend):
         return replace(known, near=NEAR, hop_bytes=0) if near else known
 
     def way(self, ranks: Sequence[int], device: str) -> str:
-        if device not in _CPU or len(ranks) == 1:
+        if device not in _CPU:
             return ""
-        why_not = self.why_not(ranks)
+        why_not = ALONE if len(ranks) == 1 else self.why_not(ranks)
         return f"{self.name}: {why_not}" if why_not else "through memory that ranks share"
 
     def open(self, opening: Opening) -> Communicator:

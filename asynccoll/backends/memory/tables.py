@@ -6,7 +6,10 @@ import torch
 
 from asynccoll.backends.api import Capabilities, Op, ReduceOp
 
-__all__ = ["MEMORY", "NEAR"]
+__all__ = ["ALONE", "MEMORY", "NEAR"]
+
+#: Why a group, or a world, of one rank does not use it.
+ALONE = "one rank alone has nobody to share memory with"
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
