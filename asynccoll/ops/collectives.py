@@ -64,7 +64,7 @@ from asynccoll.payload.codecs import Codec
 from asynccoll.payload.scaling import is_one
 from asynccoll.plan.spec import Op, Plan, ReduceOpLike, premul_factor
 from asynccoll.runtime.process import current
-from asynccoll.waiting.discarded import is_thrown_away
+from asynccoll.waiting.discarded import thrown_away_by
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.group import GroupLike
@@ -210,12 +210,14 @@ def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[obj
     roots_own = _IN_PLACE_IN_TORCH[start]
     if roots_own is not None and (args[1] == at.world.rank) is not roots_own:
         return
-    if is_thrown_away(_DEPTH) and not isinstance(args[0], (bool, int, float, complex, str)):
+    how = thrown_away_by(_DEPTH)
+    if how and not isinstance(args[0], (bool, int, float, complex, str)):
         name = name_of(start)
+        called = f"ac.{name}(x{_said(start, args)})"
+        kept = f"await {called}" if how == "await" else f"{called}.wait()"
         warnings.warn(
-            f"{name} leaves its input as it is, and its result is thrown away here: write "
-            f"`x = await ac.{name}(x{_said(start, args)})`, or pass out=x; where only the waiting is meant, "
-            "`_ = await ...`",
+            f"{name} leaves its input as it is, and its result is thrown away here: write `x = {kept}`, or "
+            "pass out=x; where only the waiting is meant, put `_ = ` before it",
             DiscardedResultWarning,
             stacklevel=_DEPTH + 1,
         )

@@ -11,7 +11,7 @@ from types import CodeType
 
 from asynccoll.host.call_site import is_users
 
-__all__ = ["is_discarded", "is_thrown_away"]
+__all__ = ["discarded_by", "thrown_away_by"]
 
 #: Calls whose result is used or that are not the user's, by the id of their code and the instruction. The
 #: code itself is kept so that no other code gets its id.
@@ -37,24 +37,27 @@ _ARGUMENTS = frozenset(
 _CALLS = frozenset(["CALL", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUNCTION_KW"])
 
 
-def is_thrown_away(depth: int) -> bool:
-    """Whether the user's call ``depth`` frames above throws its result away (0.3 us once known)."""
+def thrown_away_by(depth: int) -> str:
+    """By which wait the user's call ``depth`` frames above throws its result away (0.3 us once known).
+
+    "await", "wait", or "" if it does not.
+    """
     frame = sys._getframe(depth + 1)
     code, instruction = frame.f_code, frame.f_lasti
     if (id(code), instruction) in _kept:
-        return False
-    if is_users(code.co_filename) and is_discarded(code, instruction):
-        return True
+        return ""
+    if is_users(code.co_filename) and (how := discarded_by(code, instruction)):
+        return how
     _kept[id(code), instruction] = code
-    return False
+    return ""
 
 
-def is_discarded(code: CodeType, instruction: int) -> bool:
-    """Whether the work that the call at ``instruction`` returns is waited for, and the result thrown away."""
+def discarded_by(code: CodeType, instruction: int) -> str:
+    """By which wait the result of the call at ``instruction`` is thrown away: "await", "wait" or ""."""
     steps = [step for step in dis.get_instructions(code) if step.offset > instruction]
     first = next((step for step in steps if step.opname not in ("CACHE", "NOP")), None)
     if first is None:
-        return False
+        return ""
     if first.opname == "GET_AWAITABLE":
         # An await is a loop of instructions, whose SEND names the one behind the loop.
         ends = next((step.argval for step in steps if step.opname == "SEND"), 0)
@@ -64,9 +67,10 @@ def is_discarded(code: CodeType, instruction: int) -> bool:
         rest = steps[steps.index(first) + 1 :]
         called = next((at for at, step in enumerate(rest) if step.opname not in _ARGUMENTS), 0)
         if rest[called].opname not in _CALLS:
-            return False
+            return ""
         rest = rest[called + 1 :]
         passed = frozenset({"CACHE"})
     else:
-        return False
-    return next((step.opname for step in rest if step.opname not in passed), "") == "POP_TOP"
+        return ""
+    is_discarded = next((step.opname for step in rest if step.opname not in passed), "") == "POP_TOP"
+    return ("await" if passed is _AWAIT else "wait") * is_discarded
