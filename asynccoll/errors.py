@@ -2,12 +2,12 @@
 
     AsyncCollError
     ├── NotInitializedError (RuntimeError)      no context, or already finalized
-    │   └── ForkedProcessError                  a forked child would communicate (a CollectiveError, too)
+    │   └── ForkedProcessError                  a forked child tried to communicate (a CollectiveError, too)
     ├── BackendNotFoundError (ImportError)      unknown name, or its package is missing
     ├── LaunchEnvironmentError (ValueError)     contradictory or incomplete launcher variables
-    ├── InvalidArgumentError (ValueError)       a value no call of this kind can have
+    ├── InvalidArgumentError (ValueError)       a value that no call of this kind can have
     │   └── InvalidCallError (TypeError)        arguments that do not fit the function, or are of another type
-    ├── PayloadTypeError (TypeError)            a payload no collective of this kind can carry
+    ├── PayloadTypeError (TypeError)            a payload that this collective cannot carry
     ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the text names those that have it
     ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
     ├── LaneLimitError (RuntimeError)           too many lanes in one group
@@ -18,7 +18,7 @@
         ├── CollectiveMismatchError             ranks called different things
         ├── PeerRefusedError                    another rank refused its side of the call
         ├── PeerLostError                       a rank is gone; ``ranks`` says which
-        └── AbortedError                        the group was aborted while the work was out
+        └── AbortedError                        the group was aborted with the work in flight
 
 This module imports nothing of the package.
 """
@@ -102,7 +102,7 @@ class UnsupportedOpError(AsyncCollError, NotImplementedError):
 
 
 class LaneOrderError(AsyncCollError, RuntimeError):
-    """Nothing orders two tasks that issue on one lane, so ranks could run them in different order."""
+    """Two tasks issue on one lane in no defined order, so ranks could run them in different orders."""
 
 
 class LaneLimitError(AsyncCollError, RuntimeError):
@@ -130,8 +130,8 @@ class WorkNotDoneError(AsyncCollError, RuntimeError):
 class CollectiveError(AsyncCollError, RuntimeError):
     """An operation that was accepted has failed.
 
-    ``ranks`` are the global ranks it failed because of, as far as they are known; ``operation`` and ``lane``
-    are its name and its lane's, "" where no single one is meant.
+    ``ranks`` are the global ranks that caused the failure, as far as they are known; ``operation`` and
+    ``lane`` are its name and its lane's, "" if there is no single one.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class CollectiveError(AsyncCollError, RuntimeError):
 class ForkedProcessError(NotInitializedError, CollectiveError):
     """A process that was forked from a rank, as a DataLoader's worker is, cannot use that rank's connections.
 
-    Who it is (``get_rank`` and the like) can be asked there.
+    ``get_rank`` and the like work there.
     """
 
 
@@ -206,9 +206,10 @@ class UnawaitedWorkWarning(RuntimeWarning):
 
 
 class DiscardedResultWarning(RuntimeWarning):
-    """A reduction or broadcast was awaited and its result thrown away: inputs stay as they are.
+    """A reduction or broadcast was awaited and its result discarded: inputs stay as they are.
 
-    It is given where the call stands, on the ranks that get a result, for tensors without ``out=``.
+    The warning is given at the line of the call, on the ranks that get a result, for tensors without
+    ``out=``.
     """
 
 

@@ -144,8 +144,9 @@ def _is_drawn_for_workers() -> bool:
 def _warn_of_workers(drawn: int) -> None:
     warnings.warn(
         f"state_dict counts all {drawn} samples drawn, but the loader has workers, which draw ahead: "
-        "what the loop has not got is left out when it resumes. ac.auto_dataloader(dataset, sampler=...) "
-        "makes a loader that counts what the loop got; or pass state_dict(taken=...), samples of this rank",
+        "samples that the loop has not received are skipped on resuming. "
+        "ac.auto_dataloader(dataset, sampler=...) makes a loader that counts what the loop got; or pass "
+        "state_dict(taken=...), samples of this rank",
         stacklevel=3,
     )
 
@@ -261,16 +262,17 @@ def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
     """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
 
     - ``batch_size`` is divided by the number of ranks (where it is at least that), ``num_workers`` by the
-      number of ranks on the node. A warning says what all ranks take together where that is another number.
+      number of ranks on the node. If the total of all ranks then differs, a
+      warning says so.
     - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise), which has
       ``state_dict`` and ``load_state_dict``, too; one of torch that is given is used as it is; any other
       is wrapped in a ``DistributedProxySampler``.
-    - ``loader.sampler.state_dict()`` says where the loop is: it counts the batches that the loop has got, not
-      those that workers have drawn ahead.
+    - ``loader.sampler.state_dict()`` says where the loop is: it counts the batches that the loop has
+      received, not those that workers have prefetched.
     - In a world of one the same samplers are made, so that the program, and its checkpoint, are those of
       many ranks.
-    - An iterable dataset is used as it is: it must produce other data on other ranks itself. So must a
-      ``batch_sampler``, of which a warning says so.
+    - An iterable dataset is used as it is: it must itself produce different data on each rank. So must a
+      ``batch_sampler``, and a warning says so.
     - ``pin_memory`` is True where the device is a GPU, unless said otherwise. On xla-tpu the loader is
       wrapped in torch_xla's ``MpDeviceLoader``.
     """

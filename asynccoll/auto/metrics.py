@@ -32,7 +32,7 @@ def gather_for_metrics(
 
     ``x`` is a tensor, or a tree of tensors, with a row in dim 0 for each sample that a torch
     ``DistributedSampler`` gave this rank, in its order. Rank r of n has the samples r, r + n, r + 2n ..., and
-    repeats the first ones where ``samples`` does not divide by n: the repeated rows are dropped.
+    repeats the first ones if ``samples`` is not divisible by n: the repeated rows are dropped.
 
     >>> rows = await ac.gather_for_metrics(predictions, samples=len(dataset))   # 5 samples on two ranks:
     tensor([p0, p1, p2, p3, p4])    # r0 has [p0, p2, p4], r1 has [p1, p3, p0]: shape (3,) -> (5,)
@@ -41,14 +41,15 @@ def gather_for_metrics(
     got are missing at the end.
 
     Args:
-        x: as many rows on every rank.
+        x: the same number of rows on every rank.
         samples: of the whole dataset; of an epoch that is resumed those that were left of it
             (``state["length"] - state["seen"]`` of the sampler's state).
         group, lane, timeout: as of ``all_gather``.
 
     Raises:
-        PayloadTypeError: a leaf is no tensor with a dim 0.
-        InvalidArgumentError: ``samples`` is no positive number, or there are more rows than a rank's share.
+        PayloadTypeError: a leaf is not a tensor with a dim 0.
+        InvalidArgumentError: ``samples`` is not a positive number, or there are more rows than a rank's
+            share.
 
     Source: ``accelerate.Accelerator.gather_for_metrics``, for a whole epoch at once.
     """

@@ -55,8 +55,8 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.
 
     - gloo, nccl: ``DistributedDataParallel`` around it, after ``SyncBatchNorm`` conversion with
       ``sync_bn=True``.
-    - horovod, mpi, xla-tpu: parameters and buffers become those of rank 0; the gradients are
-      ``auto_optim``'s matter.
+    - horovod, mpi, xla-tpu: parameters and buffers become those of rank 0; ``auto_optim`` reduces the
+      gradients.
     - a world of one with several GPUs: ``DataParallel``.
     - otherwise the model itself.
 
@@ -134,7 +134,7 @@ def auto_optim(optimizer: O, **kwargs: object) -> O:
     """The optimizer, ready to step on gradients of all ranks.
 
     - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
-    - mpi, horovod, xla-tpu: buckets of gradients leave while backward runs, and when ``backward`` returns
+    - mpi, horovod, xla-tpu: buckets of gradients are sent while backward runs, and when ``backward`` returns
       every ``.grad`` is the average of all ranks', as with DDP (``kwargs`` are those of
       ``ac.overlap_gradients``). On xla-tpu the step then executes what was recorded; on horovod the
       optimizer's state becomes that of rank 0.
@@ -142,16 +142,16 @@ def auto_optim(optimizer: O, **kwargs: object) -> O:
       ``DistributedOptimizer`` around it, by Horovod's rules: gradients are averaged in ``step``, or by
       ``optimizer.synchronize()`` before they are read.
 
-    Where the optimizer has the gradients averaged, it has two methods more: ``no_sync()``, a block in which
-    backward accumulates on this rank only, and ``synchronize()``, which takes part in a step's average on a
-    rank whose backward has not: for want of data, or because it raised. ``step`` does so by itself. Every
-    optimizer has a lane of its own; ranks make their optimizers in the same order.
+    An optimizer that averages gradients has two additional methods: ``no_sync()``, a block in which backward
+    accumulates on this rank only, and ``synchronize()``, which takes part in a step's average on a rank whose
+    backward has not, because it has no data or raised. ``step`` does so by itself. Every optimizer has a lane
+    of its own; ranks make their optimizers in the same order.
 
     Raises:
         UnsupportedOpError: an optimizer of apex.
-        InvalidArgumentError: another optimizer has some of the parameters (of one that has all of them this
-            one takes over).
-        CollectiveMismatchError: the ranks have not the same parameters; from backward, a rank has run more
+        InvalidArgumentError: another optimizer has some of the parameters (if it has all of them, this one
+            takes over).
+        CollectiveMismatchError: the ranks do not have the same parameters; from backward, a rank has run more
             backwards for a step than others.
     """
     if not hasattr(optimizer, "param_groups"):  # of another library it need not be torch's
@@ -315,8 +315,8 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
 
     >>> model = Net()
     >>> optimizer = ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> loss_fn(model(x), y).backward()     # buckets of gradients leave meanwhile
-    >>> await optimizer.step()              # other tasks run until they are here
+    >>> loss_fn(model(x), y).backward()     # sends gradients in buckets meanwhile
+    >>> await optimizer.step()              # other tasks run until they are reduced
 
     For a plain model, on any backend; not for one that ``auto_model`` wrapped in DDP, which reduces the
     gradients itself.
@@ -327,7 +327,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
             Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
 
     Raises:
-        InvalidArgumentError: it is no optimizer; as ``ac.overlap_gradients``.
+        InvalidArgumentError: ``optimizer`` is not an optimizer; as ``ac.overlap_gradients``.
         UnsupportedOpError: an optimizer of apex.
     """
     check(

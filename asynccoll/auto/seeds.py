@@ -21,7 +21,7 @@ _SEEDS = 1 << 32
 def manual_seed(seed: int, *, by_rank: bool = False) -> int:
     """Seed torch (its devices as well), ``random`` and, where it is loaded, NumPy; the seed that was used.
 
-    Equal on all ranks for what has to be equal there, such as a model that nobody broadcasts; with
+    The seed is equal on all ranks for what has to be equal there, such as a model that is not broadcast; with
     ``by_rank=True`` it is ``seed`` plus the rank, for what has to differ, such as augmentation and dropout:
 
     >>> ac.manual_seed(7)                # on two ranks: 7, 7
@@ -31,7 +31,7 @@ def manual_seed(seed: int, *, by_rank: bool = False) -> int:
     It sends nothing. The replicas of torch_xla are threads of one process, and share its random numbers.
 
     Raises:
-        InvalidArgumentError: the seed is not within 0 and 2**32 - 1, which is what NumPy takes.
+        InvalidArgumentError: the seed is not within 0 and 2**32 - 1, NumPy's range.
     """
     if not isinstance(seed, int):
         raise InvalidArgumentError(f"a seed is an int, got {seed!r}")

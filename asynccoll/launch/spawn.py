@@ -62,15 +62,15 @@ def spawn(
 
     >>> ac.spawn("gloo", train, (config,), nproc_per_node=2)
 
-    Each rank is a process that has joined a world on ``backend`` (as ``ac.initialize`` does) when ``fn``
-    is called, and leaves it afterwards. ``fn`` is found by its name there, so it stands at the top level
-    of a module (or script whose start is under ``if __name__ == "__main__":``); with cloudpickle
-    installed it may be any function. An ``async def`` is run by ``asyncio.run``. ``serial`` runs it here.
+    Each rank is a process that has joined a world on ``backend`` (as ``ac.initialize`` does) when ``fn`` is
+    called, and leaves it afterwards. ``fn`` is found by its name there, so it has to be at the top level of a
+    module (or script whose start is under ``if __name__ == "__main__":``); with cloudpickle installed it may
+    be any function. An ``async def`` is run by ``asyncio.run``. ``serial`` runs it here.
 
     Args:
         backend: as for ``ac.initialize``.
         fn: called with the rank's index on this node, then ``args`` and ``kwargs_dict``.
-        args, kwargs_dict: what it is called with besides.
+        args, kwargs_dict: its further arguments.
         nproc_per_node: the number of ranks on this node.
         kwargs: for gloo, nccl and other backends of torch: ``nnodes``, ``node_rank``, ``master_addr``,
             ``master_port``, ``init_method``, ``start_method`` (``"spawn"``, the default, ``"fork"`` or
@@ -81,7 +81,7 @@ def spawn(
     Raises:
         SpawnError: a rank failed; the text has the traceback of the first that did.
         InvalidArgumentError: values that contradict each other.
-        BackendNotFoundError: the backend, or what starts its ranks, is not here.
+        BackendNotFoundError: the backend, or the launcher of its ranks, is not installed.
     """
     name = known_backend(backend)
     Nodes(nproc_per_node)  # refuses what is no number of ranks

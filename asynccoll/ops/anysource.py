@@ -180,14 +180,14 @@ def recv_any(
     ...     print(source, x)
     1 tensor([1., 1.])
 
-    Each message that is asked for is a ``recv``, posted at once. So each source must send as many messages
-    with this tag as it is asked for. If you stop early, the remaining receives still get the next messages of
-    their sources, and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``). On nccl a
-    ``recv`` into a GPU is ready once it is issued, so there the order is that of ``sources``.
+    Each requested message is a ``recv``, posted at once. So each source must send as many messages with this
+    tag as it is asked for. If you stop early, the remaining receives still get the next messages of their
+    sources, and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``). On nccl a ``recv`` into
+    a GPU is ready once it is issued, so there the order is that of ``sources``.
 
     Raises:
-        CollectiveTimeoutError: a message has not come ``timeout`` seconds after it was asked for; the error
-            names its source. Continue to iterate to wait for the same time again.
+        CollectiveTimeoutError: a message has not arrived ``timeout`` seconds after it was asked for; the
+            error names its source. Continue to iterate to wait for the same time again.
 
     Source: ``torch.distributed.recv`` without ``src``, ``MPI_Recv`` with ``MPI_ANY_SOURCE``.
     """

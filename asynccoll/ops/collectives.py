@@ -626,7 +626,7 @@ def scatter(
 ) -> Work[Any]:
     """This rank's part of what ``src`` passes; the others pass None. Has no gradient.
 
-    ``src`` passes one tensor whose dim 0 divides by n, or a list of n parts: tensors of any shapes and
+    ``src`` passes one tensor whose dim 0 is divisible by n, or a list of n parts: tensors of any shapes and
     dtypes, numbers, strings, trees of these. What is sent describes itself.
 
     >>> await ac.scatter(torch.tensor([1, 2, 3, 4]) if rank == 0 else None)
@@ -697,11 +697,11 @@ def all_to_all(
     """Part j of dim 0 goes to rank j; the result is the received parts, in rank order.
 
     Without split sizes the parts are equal. With them, ``input_split_sizes[j]`` rows go to rank j, and
-    ``output_split_sizes[i]`` come from rank i. If only ``input_split_sizes`` are given (on every rank),
-    the counts are sent first, and there can be no ``out``. If both are given, the counts are still sent
-    first on the CPU between ranks that do not share memory, so that every rank gets an error if they do
-    not fit. With ``check="off"`` they are not: counts that do not fit end the process, or return whatever
-    was in memory.
+    ``output_split_sizes[i]`` come from rank i. If only ``input_split_sizes`` are given (on every rank), the
+    counts are sent first, and there can be no ``out``. If both are given, the counts are still sent first on
+    the CPU between ranks that do not share memory, so that every rank gets an error if they do not fit. With
+    ``check="off"`` they are not sent: counts that do not fit abort the process, or return uninitialized
+    memory.
 
     Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
     these. What is sent describes itself, and the result is the list of received parts. Has no gradient.
@@ -716,8 +716,7 @@ def all_to_all(
     ['0 to 0', '1 to 0']                                      # r0
     ['0 to 1', '1 to 1']                                      # r1
 
-    The gradient is the exchange the other way round. Source:
-    ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
+    The gradient is the reverse exchange. Source: ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
     """
     if is_compiling():
         return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, out=out)
@@ -741,10 +740,10 @@ def permute(
     once a source and at most once a destination.
 
     >>> await ac.permute(torch.tensor([rank + 1]), [(0, 1)])
-    tensor([0])                                               # r0: nobody sends to it
+    tensor([0])                                               # r0: no rank sends to it
     tensor([1])                                               # r1: shape (1,) -> (1,)
 
-    The gradient is the permutation with the pairs turned round. Source: ``jax.lax.ppermute``.
+    The gradient is the permutation with each pair reversed. Source: ``jax.lax.ppermute``.
     """
     return _start(group, lane, timeout, payload.permute, x, pairs, out=out)
 
@@ -761,7 +760,7 @@ def send(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:
-    """``x`` to rank ``dst``, matched by a ``recv`` there with the same ``tag``, group and lane.
+    """Send ``x`` to rank ``dst``, matched by a ``recv`` there with the same ``tag``, group and lane.
 
     Ready once the receiver has taken it (on nccl: ordered by the stream). Messages between two ranks
     with one tag arrive in the order they were sent; different tags do not wait for each other. Has no
@@ -867,10 +866,10 @@ def all_gather_object(
 ) -> Work[list[T]]:
     """Every rank's ``obj``, as a list in rank order, on every rank.
 
-    The default codec carries plain data: None, numbers of any size, strings, bytes, containers, dates,
-    paths, ``argparse.Namespace``, NumPy arrays and scalars, tensors (which arrive on the CPU); it decodes
-    without running code. docs/guide.md has the list.
-    ``codec="pickle"`` carries any picklable object; use it if you trust every rank.
+    The default codec encodes plain data: None, numbers of any size, strings, bytes, containers, dates, paths,
+    ``argparse.Namespace``, NumPy arrays and scalars, tensors (which arrive on the CPU); it decodes without
+    running code. docs/guide.md has the list. ``codec="pickle"`` encodes any picklable object; use it if you
+    trust every rank.
 
     >>> await ac.all_gather_object({"rank": rank})
     [{'rank': 0}, {'rank': 1}]
@@ -916,7 +915,7 @@ def broadcast_object(
 ) -> Work[Any]:
     """The ``obj`` of ``src``, on every rank; what the others pass is ignored.
 
-    Every rank gets a copy of its own, ``src`` too.
+    Every rank gets its own copy, ``src`` too.
 
     >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
     {'lr': 0.1}                                               # both
@@ -960,10 +959,10 @@ def send_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:
-    """``obj`` to rank ``dst``, which gets it by ``recv_object`` with the same ``tag``, group and lane.
+    """Send ``obj`` to rank ``dst``, which gets it by ``recv_object`` with the same ``tag``, group and lane.
 
     Ready once the receiver has taken it. Messages between two ranks with one tag arrive in order, whether of
-    objects or of tensors. Short objects (up to some 480 bytes) take one message, longer ones two.
+    objects or of tensors. Short objects (up to about 480 bytes) take one message, longer ones two.
 
     Source: ``torch.distributed.send_object_list``, ``mpi4py.MPI.Comm.isend``.
     """
@@ -997,7 +996,7 @@ def recv_object(
 def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
-    Takes what the call takes. The plan says which native call runs, how the elements are sent, and why.
+    Takes the arguments of the call. The plan says which native call runs, how the elements are sent, and why.
     """
     from asynccoll.ops.explaining import explain_call
 

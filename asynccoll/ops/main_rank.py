@@ -41,7 +41,7 @@ def print0(
 
 
 class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
-    """A block that rank 0 goes through first, and the others once it is done: to download or prepare data.
+    """A block that rank 0 runs first, and the others once it is done: to download or prepare data.
 
     With ``local=True`` the first rank of each node goes first, for data on the node's disk; the others follow
     once all of these are done. Every rank enters the block. ``async with`` lets the event loop run meanwhile.

@@ -182,8 +182,8 @@ def prepare(
     ...     x.copy_(gradient(batch))
     ...     mean = await op.start()       # r0 has x = [1.], r1 has [3.]: [2.] on both
 
-    ``start()`` sends what ``like`` holds at that moment. The result is memory of the operation's own, which
-    the next start overwrites, or ``out``; ``out=like`` is the in-place operation.
+    ``start()`` sends what ``like`` holds at that moment. The result is memory that belongs to the operation,
+    which the next start overwrites, or ``out``; ``out=like`` is the in-place operation.
 
     Args:
         name: ``all_reduce`` (``op``), ``broadcast`` (``src``), both of a tensor or a tree of tensors, which
@@ -191,8 +191,8 @@ def prepare(
             (``input_split_sizes`` and ``output_split_sizes``, or even).
         like: the contiguous tensor that is read at each start.
         op, src, input_split_sizes, output_split_sizes, out: as of the call, if it takes them.
-        group, lane, timeout: as of every operation; settled here, not at ``start``. Every rank prepares and
-            starts alike, but preparing sends nothing.
+        group, lane, timeout: as in every operation; fixed here, not at ``start``. Every rank has to prepare
+            and start the same operations, but preparing sends nothing.
 
     Raises:
         InvalidArgumentError, PayloadTypeError, UnsupportedOpError: as of the ordinary call; also for

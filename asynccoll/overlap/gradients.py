@@ -508,9 +508,9 @@ def overlap_gradients(
     >>> await gradients                  # .grad is 2.0 on both, in the shape of its parameter
     >>> optimizer.step()
 
-    Without a loop ``gradients.wait()`` ends the step. The order is ``zero_grad``, backward, ``await
-    gradients``, clipping, ``optimizer.step()``. Of several backwards for one step all but the last go under
-    ``with gradients.no_sync():``. Every rank awaits once a step, also one that has no data for it. See
+    Without an event loop ``gradients.wait()`` ends the step. The order is ``zero_grad``, backward, ``await
+    gradients``, clipping, ``optimizer.step()``. If a step has several backwards, run all but the last under
+    ``with gradients.no_sync():``. Every rank awaits once per step, also a rank without data. See
     ``help(ac.overlap.GradientReducer)`` for unused parameters, accumulation and errors.
 
     On the CPU backward runs in the caller and blocks the event loop; if other tasks have to run meanwhile,
@@ -522,18 +522,17 @@ def overlap_gradients(
         op: ``"avg"``, or ``"sum"`` if the loss is already divided by the number of all samples.
         bucket_bytes, first_bucket_bytes: a bucket is closed once it has this size.
         group: whose gradients are reduced; as in every operation.
-        lane: buckets are sent on the lane ``<lane>/backward``. Models that train side by side need
-            one each.
+        lane: buckets are sent on the lane ``<lane>/backward``. Models that train concurrently need one each.
         timeout: seconds for each bucket's reduction.
         max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are in flight.
         reduce_dtype: the dtype in which gradients are summed, if not their own: with ``torch.float32`` the
             sum of bfloat16 gradients loses no precision to the number of ranks, but twice the bytes are sent.
             Complex gradients are summed in its complex counterpart.
-        init_sync: give all ranks the parameters and buffers of the group's first rank now, and check that
-            they have the same ones; this waits for the other ranks. ``False`` if that is done already, or
-            if tasks make reducers in another order on each rank.
-        broadcast_buffers: each await also gives all ranks the buffers of the first rank (running statistics),
-            as DDP does before each forward. Pass the module that has them if ``model`` is only parameters.
+        init_sync: broadcast the parameters and buffers of the group's first rank now, and check that all
+            ranks have the same ones; this waits for the other ranks. ``False`` if that is done already, or if
+            tasks make reducers in a different order on each rank.
+        broadcast_buffers: each await also broadcasts the buffers of the first rank (running statistics), as
+            DDP does before each forward. Pass the module that has them if ``model`` is only parameters.
 
     Raises:
         InvalidArgumentError: ``model`` is neither a module nor parameters (an optimizer, say); the

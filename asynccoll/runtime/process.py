@@ -177,10 +177,10 @@ def initialize(
     memory: bool | None = None,
     **backend_options: object,
 ) -> None:
-    """Join the world; every rank calls it, and from then on collectives go to the others.
+    """Join the world; every rank calls it before its first collective.
 
     Without arguments it does what the launcher's environment says (torchrun, ``asynccoll run``, SLURM,
-    mpiexec, horovodrun), and makes a world of one where there is no launcher.
+    mpiexec, horovodrun), and makes a world of one if there is no launcher.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"serial"``, ... (in any case), or torch's
@@ -199,14 +199,14 @@ def initialize(
             ``ASYNCCOLL_CHECK`` sets the default.
         stall_warning: seconds of waiting for a call after which a warning is given, once, on stderr and by
             the logger ``asynccoll.stall``, with the ranks that the call waits for. 0: never, and no warning
-            of ranks that are a call apart either (docs/faults.md). The default is 30, or that of the
+            about ranks that are a call apart either (docs/faults.md). The default is 30, or that of the
             environment variable ``ASYNCCOLL_STALL_WARNING``.
         memory: whether ranks of one host exchange tensors on the CPU, numbers and objects through shared
             memory, if the backend is gloo or has gloo beside it. True, the default: if they are found to
             share memory. False: always through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1``
             or ``0``) sets the default. The same on every rank.
         backend_options: further options of the chosen backend (gloo: ``interface``, the network's name, and
-            ``by_node``, whether all_reduces sum up each node first); unknown ones are refused.
+            ``by_node``, whether all_reduces sum within each node first); unknown ones are refused.
 
     Raises:
         InvalidArgumentError: called twice, or arguments that contradict each other.
@@ -277,16 +277,16 @@ def _check_mode(check: str | None) -> str:
 
 @fitting
 def finalize(*, abort: bool = False) -> None:
-    """Leave the world: wait for what is outstanding, then close everything this package opened.
+    """Leave the world: wait for work in flight, then close everything this package opened.
 
-    Every rank calls it. With ``abort=True`` nothing is waited for: outstanding works fail with
-    ``AbortedError`` here, and the peers' with ``PeerLostError``. A process group that the user made is
-    left alone. Does nothing if there is nothing to finalize.
+    Every rank calls it. With ``abort=True`` nothing is waited for: works in flight fail with ``AbortedError``
+    here, and the peers' with ``PeerLostError``. A process group that the user made stays open. Does nothing
+    if there is nothing to finalize.
 
     Raises:
         CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
         UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first warning of a work
-            that was dropped without having been awaited. The world has been left then.
+            that was dropped without having been awaited. By then the world has been left.
     """
     leave(sys.exc_info()[1], abort=abort)
 
@@ -469,7 +469,7 @@ def new_subgroups(group_size: int | None = None) -> tuple[Group, list[Group]]:
     >>> await ac.all_reduce(x, group=mine)
 
     Raises:
-        InvalidArgumentError: the number of ranks does not divide by ``group_size``.
+        InvalidArgumentError: the number of ranks is not divisible by ``group_size``.
 
     Source: ``torch.distributed.new_subgroups``.
     """

@@ -27,7 +27,7 @@ T = TypeVar("T")
 async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
     """Each of ``works`` as it becomes done, the fastest first; those of one lane in the lane's order.
 
-    ``async for work in ac.as_completed(works): x = work.result()``. Past ``timeout`` seconds in all, or past
+    ``async for work in ac.as_completed(works): x = work.result()``. After ``timeout`` seconds in total, or
     the timeout of a work in flight, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
     """
     check_patience(timeout)

@@ -127,7 +127,7 @@ def wait_all(works: Iterable[Work[Any]]) -> Together[Any]:
     >>> total, scores = ac.wait_all((ac.all_reduce(loss), ac.all_gather(score))).wait()
 
     Raises:
-        InvalidCallError: ``works`` are no works, or only one (a ``TypeError``).
+        InvalidCallError: ``works`` are not works, or a single one (a ``TypeError``).
     """
     if is_compiling():  # the works are nodes of a graph
         return cast("Together[Any]", _InAGraph(list(works)))

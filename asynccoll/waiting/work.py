@@ -71,7 +71,7 @@ class Work(NotItsResult, Generic[T]):
     """A collective that has started, and its result.
 
     - ``await work`` gives the result, on asyncio or trio, any number of times, from any number of tasks;
-      ``work.wait(timeout=None)`` gives it without a loop (inside one it blocks it).
+      ``work.wait(timeout=None)`` gives it without an event loop (inside one it blocks the loop).
     - *Ready* is what both promise: the result may be used on the current device stream. On the CPU
       (gloo, mpi, horovod) the bytes are there. On nccl the current stream is ordered after the
       operation and the host has not waited; ``await work.on_host()`` does.
