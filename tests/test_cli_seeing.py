@@ -295,7 +295,7 @@ def test_top_of_a_process_ends_with_it(monkeypatch, capsys):
         monkeypatch.setattr(top, "time", SimpleNamespace(sleep=ends))
         assert main(["top", str(child.pid), "-n", "3"]) == 0
         told = capsys.readouterr()
-        assert f"process {child.pid} is no rank of asynccoll" in told.out
+        assert f"process {child.pid} is not a rank of asynccoll" in told.out
         assert told.err == f"process {child.pid} has ended\n"
         for command in ("top", "where"):
             assert main([command, str(child.pid)]) == 2

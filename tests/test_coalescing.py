@@ -478,7 +478,7 @@ async def one_dropped(me: Rank) -> None:
     with pytest.warns(ac.UnawaitedWorkWarning):
         del dropped
     await me.get(ac.barrier())
-    with raising(ac.InvalidArgumentError, "that one yet; await it first"):
+    with raising(ac.InvalidArgumentError, "not been waited for yet; await it first"):
         ac.all_reduce(first)
     oracle.same(await me.get(work), _full(total + me.size, 3))
     oracle.same(first, _full(total, 3))

@@ -170,7 +170,7 @@ async def refused_in_a_graph(me: Rank) -> None:
         torch._dynamo.reset()
         splits = [[1, 2], [2, 1]][me.rank]
         counted = torch.compile(lambda x: ac.all_to_all(x, input_split_sizes=splits).wait(), fullgraph=True)
-        with pytest.raises(Exception, match="output_split_sizes is needed beside input_split_sizes"):
+        with pytest.raises(Exception, match="output_split_sizes is needed with input_split_sizes"):
             counted(torch.ones(3))
 
 

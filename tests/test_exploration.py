@@ -504,9 +504,9 @@ def test_a_file_is_not_taken_for_another_of_its_name(
     assert asked(*typed, "--expect", f"{one}::expected")[0] == 0
     code, _, errors = asked(*typed, "--expect", f"{other}::expected")
     assert code == 2
-    assert f"{other} cannot be imported beside another module of its name, {one}; rename it" in errors
+    assert f"{other} cannot be imported: another module has its name, {one}; rename it" in errors
     taken, dotted = tmp_path / "statistics.py", tmp_path / "alike.v2.py"
-    for file, told in ((taken, "beside another module of its name"), (dotted, "with a dot in its name")):
+    for file, told in ((taken, "another module has its name"), (dotted, "with a dot in its name")):
         file.write_text(one.read_text())
         code, _, errors = asked(f"{file}::main", "--jobs", "1")
         assert code == 2

@@ -329,7 +329,7 @@ def gives_up(me: Rank) -> None:
         asked = current().world.opening(name, 0, lambda: False)
         if me.rank == early:
             if how == "late":
-                with pytest.raises(ac.CollectiveTimeoutError, match=f"rank {1 - early} had not come"):
+                with pytest.raises(ac.CollectiveTimeoutError, match=f"rank {1 - early} had not joined"):
                     backend.open(replace(asked, meeting=0.0))
             else:
                 with pytest.raises(ac.AbortedError):

@@ -459,7 +459,7 @@ def test_backwards_that_raise_in_different_loops(several: World, reshard: bool) 
 async def left_out_of_the_loss(me: Rank) -> None:
     """The last rank's second loss has nothing to do with the layers, which it has called."""
     layers = ac.overlap.shard_layers(blocks())
-    says = f"backward on rank {me.size - 1} has come to no layer of its loop 2"
+    says = f"backward on rank {me.size - 1} has reached no layer of its loop 2"
     for turn in range(3):
         odd = turn == 1 and me.rank == me.size - 1
         loss = (await through_gathered(layers, rows(me.rank, turn))).square().mean() / me.size

@@ -535,7 +535,7 @@ async def given_up(me: Rank, seen: str) -> bool:
         try:
             work = ac.all_reduce(x, out=x, lane="other")
         except ac.InvalidArgumentError as error:
-            assert "broadcast #" in str(error) and "may still be written to" in str(error)
+            assert "broadcast #" in str(error) and "may still write to it" in str(error)
             refused = True
         finally:
             gone.touch()

@@ -619,7 +619,7 @@ def test_what_is_no_recording_is_told(tmp_path):
 )
 def test_what_is_no_recording_of_a_rank_is_told(tmp_path, content):
     (tmp_path / "rank-00000.jsonl").write_bytes(content)
-    with pytest.raises(ac.InvalidArgumentError, match="is no recording of a rank"):
+    with pytest.raises(ac.InvalidArgumentError, match="is not a recording of a rank"):
         ac.trace.load(tmp_path)
 
 

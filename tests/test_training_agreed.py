@@ -785,7 +785,7 @@ def test_a_loss_without_the_layers(then: str, reshard: bool, size: int) -> None:
         return flat(layers)
 
     def told(rank: int) -> Any:
-        says = [f"backward on rank {size - 1} has come to no layer of its loop 2", "times 0"]
+        says = [f"backward on rank {size - 1} has reached no layer of its loop 2", "times 0"]
         return raising(ac.PeerRefusedError, *says)
 
     async def rank_does(rank: int) -> Tensor:

@@ -671,6 +671,6 @@ def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str
 def test_there_is_no_such_job(capsys, tmp_path: Path) -> None:
     assert main(["where", "1.2.3.4:5"]) == 1
     assert "no rank of this host has met at 1.2.3.4:5" in capsys.readouterr().out
-    for wrong, why in (("nonsense", "is no job"), (str(tmp_path), "no rank has registered")):
+    for wrong, why in (("nonsense", "is not a job"), (str(tmp_path), "no rank has registered")):
         assert main(["where", wrong]) == 2
         assert why in capsys.readouterr().err

@@ -83,7 +83,7 @@ def _check_place(
         raise InvalidArgumentError("store= needs rank= and world_size=: a store does not know them")
     if (rank is None) != (world_size is None) and init_method not in (None, "env://"):
         raise InvalidArgumentError(
-            f"rank and world_size go together, got rank={rank!r} and world_size={world_size!r}"
+            f"pass both rank and world_size, or neither; got rank={rank!r} and world_size={world_size!r}"
         )
     if world_size is not None:
         check_count("world_size", world_size)

@@ -36,7 +36,7 @@ round.
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure collectives beside the peers",
+        help="compare collectives with other libraries",
         example="asynccoll bench all_reduce -n 2",
         description=_TEXT,
         epilog=_NOTES,

@@ -38,7 +38,7 @@ def nobody(job: str | None) -> str:
         )
     if job.isdigit():
         return (
-            f"process {job} is no rank of asynccoll and has started none, or none that has called "
+            f"process {job} is not a rank of asynccoll and has started none, or none that has called "
             "ac.initialize() and that you may look into"
         )
     return f"no rank of this host has met at {job}"

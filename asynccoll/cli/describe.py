@@ -66,7 +66,7 @@ def _memory() -> str:
         return "not shared by ranks of a host: only on Linux and x86-64"
     if os.environ.get("ASYNCCOLL_MEMORY", "1") == "0":
         return "not shared by ranks of a host: ASYNCCOLL_MEMORY=0"
-    return "shared by ranks of a host, for tensors on the CPU (beside gloo and nccl)"
+    return "shared by ranks of a host, for tensors on the CPU (with gloo and nccl)"
 
 
 def _devices() -> str:

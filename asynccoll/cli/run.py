@@ -41,7 +41,7 @@ _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
     "further": (
         (("--monitor-interval",), "SECONDS", "how often to look after the ranks (default 0.1)"),
         (("--role",), "NAME", "name of this kind of worker"),
-        (("--no-python",), None, "the program is no Python script"),
+        (("--no-python",), None, "the program is not a Python script"),
     ),
 }
 

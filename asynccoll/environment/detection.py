@@ -140,7 +140,7 @@ def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchIn
         if (rank, world_size) != (slurm.rank, slurm.world_size):
             raise LaunchEnvironmentError(
                 f"SLURM and {launcher.name} contradict each other: given"
-                f" {variables.show(SLURM_TASK)} beside {variables.show(names)}. Start the job"
+                f" {variables.show(SLURM_TASK)} and {variables.show(names)}. Start the job"
                 f" with srun; to run {launcher.command} inside an allocation, start it as"
                 " `env -u SLURM_JOB_ID ...`"
             )

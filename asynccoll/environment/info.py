@@ -67,7 +67,7 @@ class Variables:
         given = self._environ[name]
         if not (given.strip().isdecimal() and len(given.strip()) <= _MAX_DIGITS):
             raise LaunchEnvironmentError(
-                f"{name}={given!r} is no rank, count or port: expected a decimal number that is"
+                f"{name}={given!r} is not a rank, count or port: expected a decimal number that is"
                 f" not negative. Let the launcher set it, or unset {name}"
             )
         return int(given)
@@ -77,7 +77,7 @@ class Variables:
         given = self.first(name)
         if given is not None and given > LAST_PORT:
             raise LaunchEnvironmentError(
-                f"{name}={self._environ[name]!r} is no port: expected a number up to {LAST_PORT}"
+                f"{name}={self._environ[name]!r} is not a port: expected a number up to {LAST_PORT}"
             )
         return given or None
 

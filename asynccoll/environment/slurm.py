@@ -98,7 +98,7 @@ def _pieces(entry: str, text: str) -> Iterator[tuple[str | None, str | None]]:
     """The literal and bracketed parts of one entry."""
     entry = entry.strip()
     if not entry or any(character.isspace() for character in entry):
-        raise _malformed(text, f"{entry!r} is no host name")
+        raise _malformed(text, f"{entry!r} is not a host name")
     for match in _PIECE.finditer(entry):
         yield match[1], match[2]
 
@@ -111,7 +111,7 @@ def _alternatives(bracket: str | None, literal: str | None, text: str) -> list[s
     for entry in bracket.split(","):
         match = _RANGE.fullmatch(entry.strip())
         if match is None:
-            raise _malformed(text, f"{entry!r} is no number or range")
+            raise _malformed(text, f"{entry!r} is not a number or range")
         first, last = match[1], match[2] or match[1]
         count = int(last) - int(first) + 1
         if count < 1:

@@ -101,7 +101,7 @@ def _refuse_shell(variables: Variables) -> None:
         srun = f"srun --het-group={','.join(map(str, range(groups)))}"
     raise LaunchEnvironmentError(
         f"this process was started by {shell} job {variables.text('SLURM_JOB_ID')}, which is for"
-        f" {variables.show([size])} {parts}, and not by srun: nobody has started the other ranks. Write"
+        f" {variables.show([size])} {parts}, and not by srun: nothing has started the other ranks. Write"
         f" `{srun} python script.py` there (or unset SLURM_JOB_ID to run it alone)"
     )
 

@@ -89,7 +89,7 @@ class _Pace:
             if lost is not None:
                 self._lane.lose(lost)
         if for_peers and now >= self._ends:
-            raise TimeoutError(f"not all ranks said within {self._limit} s what they did")
+            raise TimeoutError(f"not all ranks reported within {self._limit} s what they did")
         host.sleep(self._seconds)
         self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
 

@@ -105,9 +105,7 @@ class Clients:
             raise AbortedError(f"meeting the other ranks for {name} was given up")
         if missing:
             absent = ", ".join(key.rpartition("/")[2] for key in missing)
-            raise CollectiveTimeoutError(
-                f"after {seconds} s member {absent} of {size} had not come to {name}"
-            )
+            raise CollectiveTimeoutError(f"after {seconds} s member {absent} of {size} had not joined {name}")
 
     def await_keys(self, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
         """Wait up to ``seconds``, or until ``given_up()``, for ``keys`` to be set; returns those missing."""
@@ -157,7 +155,7 @@ class Waiting(dist.Store):
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         missing = self._clients.await_keys(keys, seconds, self._given_up)
         if missing:
-            raise CollectiveTimeoutError(f"after {seconds} s nobody had set {missing[0]} in the store")
+            raise CollectiveTimeoutError(f"after {seconds} s {missing[0]} had not been set in the store")
 
 
 class Exchange(Waiting):

@@ -19,7 +19,7 @@ def check_called(function: object, args: object = (), kwargs: object = None) -> 
     if not callable(function):
         if inspect.iscoroutine(function):
             function.close()
-        instead = "pass it without calling it, and its arguments beside it"
+        instead = "pass it without calling it, and its arguments separately"
         raise misfit("what the ranks run", "a function", function, instead)
     check("args", args, (tuple, list), "a tuple", "of one argument write (x,)")
     check("kwargs_dict", kwargs, (Mapping, NoneType), "a dict")

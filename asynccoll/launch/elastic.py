@@ -140,7 +140,7 @@ def _say_others_missing(config: LaunchConfig) -> int:
     seconds = config.rdzv_configs.get("join_timeout", _JOIN_SECONDS)
     print(
         f"asynccoll run: {socket.gethostname()} waited {seconds} s at {config.rdzv_endpoint} for a job of"
-        f" {hosts} that did not come about; check that so many have started `asynccoll run`, all with the"
+        f" {hosts} that did not start; check that all of them have run `asynccoll run`, with the"
         " same --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address (--rdzv-conf"
         " join_timeout=SECONDS waits longer)",
         file=sys.stderr,

@@ -76,7 +76,7 @@ class Parallel:
         if backend is None and (said or init_method is not None or spawn_kwargs):
             names = [*said, *(["init_method"] if init_method is not None else []), *spawn_kwargs]
             raise InvalidArgumentError(
-                f"without a backend there are no ranks, so {', '.join(names)} say nothing"
+                f"without a backend there are no ranks, so {', '.join(names)} have no effect"
             )
         self.backend: str | None = None if backend is None else known_backend(backend)
         self.init_method = init_method

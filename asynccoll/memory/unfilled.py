@@ -104,7 +104,7 @@ def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = N
         if first
         else "an earlier call of a coalescing block"
     )
-    why = "and nobody has waited for that one yet; await it first"
+    why = "and that call has not been waited for yet; await it first"
     if isinstance(found, _Dropped) or not found.pending:
-        why = "which nobody waits for any more, and which may still be written to; pass other memory"
+        why = "a call that is no longer waited for but may still write to it; pass other memory"
     raise InvalidArgumentError(f"{name} was passed memory that {by} fills (out=), {why}")

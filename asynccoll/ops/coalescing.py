@@ -350,7 +350,7 @@ class _Batch:
         if self._read.find(filled) is not None:
             raise InvalidArgumentError(
                 f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
-                "which has not been waited for; await it first (which sends what was put off), or "
+                "which has not been waited for; await it first (which sends the deferred calls), or "
                 "make this one after the block"
             )
 
@@ -391,7 +391,7 @@ class _Batch:
     def _give_up(self, waiting: list[_Parts], why: BaseException) -> None:
         for parts in waiting:
             error = CollectiveError(
-                f"not sent: the coalescing block that put it off ended with {type(why).__name__}: {why}"
+                f"not sent: the coalescing block that deferred it ended with {type(why).__name__}: {why}"
             )
             error.__cause__ = why
             parts.abandon(self, error)
@@ -428,10 +428,10 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     ...     works = [ac.all_reduce(layer.weight.grad) for layer in layers]
     >>> gradients = await ac.wait_all(works)      # a few large messages instead of one for each layer
 
-    ``all_reduce`` and ``broadcast`` of tensors are put off, in any mixture of lanes, reductions, dtypes and
-    devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the
-    block, first send what was put off on their lane; ``send`` and ``recv``, which only some ranks call, do
-    not. Tasks that are started inside are not part of the block: their calls are sent at once.
+    ``all_reduce`` and ``broadcast`` of tensors are deferred, in any mixture of lanes, reductions, dtypes and
+    devices; every rank has to make the same calls. Other operations inside, and awaiting a work of the block,
+    first send the calls deferred on their lane; ``send`` and ``recv``, which only some ranks call, do not.
+    Tasks that are started inside are not part of the block: their calls are sent at once.
 
     The calls are sent together, so none may depend on another: one that reads what an earlier one writes to
     (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
@@ -441,10 +441,10 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     it, on every rank, even if the error is caught inside: the other ranks have fused them. Calls that were
     sent before remain valid.
 
-    If the block ends with an exception, the calls that were put off are not sent: their works raise
+    If the block ends with an exception, the deferred calls are not sent: their works raise
     ``CollectiveError``, and peers whose block went well get ``PeerRefusedError`` on each lane on which a call
-    was put off here. Nothing is known of calls that this rank would have made on other lanes: there its peers
-    wait, as for any rank that raises before it calls.
+    was deferred here. Nothing is known of calls that this rank would have made on other lanes: there its
+    peers wait, as for any rank that raises before it calls.
     """
 
     def __init__(self) -> None:

@@ -171,7 +171,7 @@ def _refuse_splits(shape: Sequence[int], splits: Sequence[int] | None) -> None:
 @constant_in_graphs
 def _refuse_counted() -> None:
     raise UnsupportedOpError(
-        "all_to_all: inside torch.compile, output_split_sizes is needed beside input_split_sizes, since a "
+        "all_to_all: inside torch.compile, output_split_sizes is needed with input_split_sizes, since a "
         "graph does not ask the other ranks what they send"
     )
 

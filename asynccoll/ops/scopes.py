@@ -83,7 +83,7 @@ def new_lane(kind: str) -> str:
     first used.
 
     Raises:
-        InvalidArgumentError: ``kind`` is no name of a lane.
+        InvalidArgumentError: ``kind`` is not a name for a lane.
     """
     named = current().named
     named[checked_name(kind)] += 1
@@ -96,7 +96,7 @@ def checked_name(name: object) -> str:
         raise InvalidArgumentError(f"lane must be a non-empty string, got {name!r}")
     if name.endswith(BACKWARD) and not isinstance(name, _BackwardLane):
         raise InvalidArgumentError(
-            f"lane {name!r} is one of gradients, where nobody checks that tasks do not cross; choose another "
+            f"lane {name!r} is for gradients, where the order of tasks is not checked; choose another "
             "name, or take ac.backward_lane(name) for calls whose order you keep yourself"
         )
     return name
@@ -140,15 +140,15 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
 
     Every member has to call this equally often, and at the same place among its calls on that lane; it does
     not wait for the others. Operations in flight go on to their end; calls that a ``coalescing`` block has
-    put off there are sent first. The connections are closed once every member has called this. Closing a lane
-    that this rank has not used is fine.
+    deferred there are sent first. The connections are closed once every member has called this. Closing a
+    lane that this rank has not used is fine.
 
     >>> for step in range(1000):
     ...     await ac.all_reduce(x, lane=f"step {step}")
     ...     ac.close_lane(f"step {step}")
 
     Raises:
-        InvalidArgumentError: the name is none, or ``default``, which lives as long as its group.
+        InvalidArgumentError: the name is invalid, or ``default``, which lives as long as its group.
     """
     if checked_name(name) == DEFAULT:
         raise InvalidArgumentError(
@@ -164,13 +164,13 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
 
 
 class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
-    """A block that is not left with work outstanding: ``async with ac.scope():`` (or ``with``, which blocks).
+    """A block whose end waits for the works started in it: ``async with ac.scope():`` (or ``with``).
 
-    Works that were started inside, by child tasks too, are waited for at the end; those nobody awaited
-    raise their errors there. When the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the
-    waiting goes on all the same, up to each operation's timeout; then the block's own error, or the
-    cancellation, is raised. Only Ctrl-C ends the waiting. Works that a child task starts after the block has
-    ended belong to the enclosing scope, if there is one.
+    Works of child tasks are waited for, too; those that were not awaited raise their errors at the end. When
+    the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the waiting still continues, up to
+    each operation's timeout; then the block's own error, or the cancellation, is raised. Only Ctrl-C ends the
+    waiting. Works that a child task starts after the block has ended belong to the enclosing scope, if there
+    is one.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ def check_whole(parameters: Iterable[torch.Tensor]) -> None:
             raise InvalidArgumentError(
                 "a parameter is empty, because the layers that it belongs to are shared out (shard_layers): "
                 "they are called in a loop over what shard_layers has returned, which has the parameters to "
-                "train; layers with a parameter in common belong into one set"
+                "train; layers with a parameter in common belong in one set"
             )
 
 
@@ -193,7 +193,7 @@ def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
             "broadcast_buffers=True needs the module that has the buffers, and here are its parameters "
-            "alone: say broadcast_buffers=model"
+            "alone: pass broadcast_buffers=model"
         )
     return model
 
@@ -255,7 +255,7 @@ def check_not_unscaled(optimizer: object, scaler: object) -> None:
     if own.get("found_inf_per_device"):  # which ``unscale_`` has written
         raise InvalidArgumentError(
             "scaler.unscale_(optimizer) has not waited for the gradients, and step would unscale them again: "
-            "say `await optimizer.unscale_(scaler)` instead, and `await optimizer.step(scaler=scaler)`"
+            "write `await optimizer.unscale_(scaler)` instead, and `await optimizer.step(scaler=scaler)`"
         )
 
 

@@ -109,7 +109,7 @@ class Gradients(ABC):
             self._summed[index] = summed
             raise InvalidArgumentError(
                 f"the .grad of {self.named(self.parameters[index])} is another tensor than the one "
-                "that was summed over all ranks (op='sum'), and nobody can tell whether it is to be summed "
+                "that was summed over all ranks (op='sum'), and it is unknown whether it is to be summed "
                 "again: change gradients in place (grad.mul_(...)), zero them, or use op='avg'"
             )
         gradient.div_(self.summed_over)

@@ -131,6 +131,6 @@ def _ours(of: Mapping[int, tuple[Shard, list[str]]], own: torch.Tensor) -> tuple
     if found is None:
         raise InvalidArgumentError(
             f"the optimizer has a parameter of shape {list(own.shape)} that is none of these layers' parts: "
-            "pass one of `layers.parameters()` alone, and save the others as ever"
+            "pass one of `layers.parameters()` alone, and save the others as usual"
         )
     return found

@@ -171,7 +171,7 @@ def _check_layouts(tensors: list[torch.Tensor], **tail: Any) -> None:
             for rank in (0, differing[0])
         )
         raise CollectiveMismatchError(
-            f"the ranks have not the same parameters in the same order, shapes, strides and dtypes: {told}; "
-            f"different from rank 0 (of the group): {differing}. Build the same model on every rank, in the "
-            "same memory format"
+            "the ranks do not have the same parameters in the same order, shapes, strides and dtypes: "
+            f"{told}; different from rank 0 (of the group): {differing}. Build the same model on every rank, "
+            "in the same memory format"
         )

@@ -228,7 +228,7 @@ class Turns:
                 "that there, agree on all ranks that the step is left out, and go on"
             )
         return InvalidArgumentError(
-            f"backward on rank {self._rank} has come to no layer of its loop {turn.number} over the layers, "
+            f"backward on rank {self._rank} has reached no layer of its loop {turn.number} over the layers, "
             "and other ranks wait in theirs: let the loss depend on one layer of each loop on every rank (on "
             "its output times 0, if it has no use for it; without data, on an empty batch); or, where no "
             "rank runs backward, loop under torch.no_grad()"

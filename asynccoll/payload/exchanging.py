@@ -51,7 +51,7 @@ def all_to_all(
         return autograd.all_to_all(lane, x, in_splits, out_splits, out, timeout)
     if out is not None or autograd.tracked(x):
         raise InvalidArgumentError(
-            f"all_to_all: with {'gradients' if out is None else 'out='}, output_split_sizes is needed beside "
+            f"all_to_all: with {'gradients' if out is None else 'out='}, output_split_sizes is needed with "
             "input_split_sizes"
         )
     return tensors.all_to_all_call(lane, x, in_splits, None).begin(lane, timeout)

@@ -88,8 +88,8 @@ def _slot(message: Message, longest: int = 0) -> bytearray:
     start = _FIXED.size + len(header)
     if start > SLOT_BYTES:
         raise InvalidArgumentError(
-            f"what describes the payload takes {len(header)} bytes, of {_ROOM} at most: its shape, if it is "
-            "a tensor, else the name of its codec; pass one of fewer dimensions, or a Codec of a shorter name"
+            f"the description of the payload takes {len(header)} bytes, of {_ROOM} at most: the shape of "
+            "a tensor, or the name of a codec; pass fewer dimensions, or a Codec with a shorter name"
         )
     row[_FIXED.size : start] = header
     if size_bytes <= _ROOM - len(header):

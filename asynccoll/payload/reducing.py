@@ -151,7 +151,7 @@ def reduce_scatter(
         )
     size = lane.group.size
     check_filled("reduce_scatter", out)
-    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
+    x = require_tensor("reduce_scatter", x, "a tensor whose dim is divisible by the number of ranks")
     dim = _scattered_dim(lane, x, op, dim)
     rows = split_rows(x, dim, size)
     return autograd.reduce_scatter(lane, rows, op, out, timeout)
@@ -165,7 +165,7 @@ def _check_scattered(lane: Lane, x: Any, op: ReduceOp, dim: int) -> None:
 
 def _scattered_dim(lane: Lane, x: object, op: ReduceOp, dim: int) -> int:
     """Return ``dim`` counted from the front; refuse a tensor that the ranks cannot share evenly along it."""
-    x = require_tensor("reduce_scatter", x, "a tensor whose dim divides by the number of ranks")
+    x = require_tensor("reduce_scatter", x, "a tensor whose dim is divisible by the number of ranks")
     if x.layout is not torch.strided:
         tensors.plan_for(lane, Op.REDUCE_SCATTER, x, op)  # refuses a layout without rows
     return even_dim(x, dim, lane.group.size)

@@ -154,7 +154,7 @@ def scatter_parts(x: object, size: int) -> list[object]:
         if x.dim() == 0 or x.shape[0] % size:
             raise InvalidArgumentError(
                 f"scatter: a tensor of shape {list(x.shape)} cannot be cut into {size} equal parts along "
-                f"dim 0; pass a list of {size} tensors, or one whose dim 0 divides by {size}"
+                f"dim 0; pass a list of {size} tensors, or one whose dim 0 is divisible by {size}"
             )
         return list(x.chunk(size)) if x.shape[0] else [x] * size
     if not isinstance(x, (list, tuple)):

@@ -228,7 +228,9 @@ def _nodes_first(topology: Topology, policy: Policy) -> str:
         return _by_memory(topology)
     each = topology.world_size // topology.nodes
     chosen = (
-        "as initialize was told" if policy.by_node else "at this size they cost more than is sent besides"
+        "as initialize was told"
+        if policy.by_node
+        else "at this size they cost more than the additional bytes"
     )
     return (
         f"{topology.nodes} nodes of {each} ranks: each part is reduced within the nodes, then between them, "

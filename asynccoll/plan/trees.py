@@ -108,7 +108,7 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[object], Callable[[Sequenc
     names = tuple(field.name for field in dataclasses.fields(x))
     if others := beside_fields(x, names):
         raise PayloadTypeError(
-            f"a {cls.__name__} has attributes that are no fields ({', '.join(others)}), which "
+            f"a {cls.__name__} has attributes that are not fields ({', '.join(others)}), which "
             "its result would lack; make them fields, or properties if they follow from the fields"
         )
     return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)

@@ -342,7 +342,7 @@ class Scheduler:
                 self._ring()
             elif self.threads:
                 self._give_up(
-                    "nobody can go on"
+                    "no thread can go on"
                     if not self._timers
                     else "all wait for longer than the simulation lasts (timeout=)"
                 )

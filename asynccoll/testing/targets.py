@@ -114,7 +114,7 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     imported = getattr(module, "__file__", None) or "a part of Python"
     if Path(imported).resolve() != where:
         raise InvalidArgumentError(
-            f"{file} cannot be imported beside another module of its name, {imported}; rename it"
+            f"{file} cannot be imported: another module has its name, {imported}; rename it"
         )
     found = getattr(module, name, None)
     if not callable(found):

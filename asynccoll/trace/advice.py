@@ -23,7 +23,7 @@ def summary(found: Findings) -> str:
         return "nothing was recorded" if found.broken_off else "nothing was sent"
     if not found.marked:
         return (
-            "no compute is marked, so nobody knows what was hidden; call an nn.Module, or mark blocks with "
+            "no compute is marked, so what was hidden is unknown; call an nn.Module, or mark blocks with "
             "ac.trace.span"
         )
     if not found.in_flight:

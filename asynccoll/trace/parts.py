@@ -179,7 +179,7 @@ def read_part(path: Path) -> Part:
         return _part(path.read_text().splitlines())
     except (OSError, ValueError, TypeError, LookupError) as error:  # whatever else lies there by that name
         raise InvalidArgumentError(
-            f"{path} is no recording of a rank ({type(error).__name__}: {error}); expected a file that "
+            f"{path} is not a recording of a rank ({type(error).__name__}: {error}); expected a file that "
             "`asynccoll trace run` left, or one by ASYNCCOLL_TRACE"
         ) from error
 

@@ -222,8 +222,8 @@ class Context:
         by = f", and so is {self.liveness.describe(0)}, which may have served it" if lost else ""
         named = PeerLostError(
             f"{lane} cannot connect its ranks: the store where they would meet ({self.clients.address}) is "
-            f"gone{by}. What is connected goes on. To survive this, use groups and lanes of the survivors "
-            "beforehand, or have the ranks meet at a file (init_method='file:///...')",
+            f"gone{by}. Existing connections keep working. To survive this, use groups and lanes of the "
+            "survivors beforehand, or have the ranks meet at a file (init_method='file:///...')",
             lost,
         )
         named.__cause__ = error

@@ -196,7 +196,7 @@ class Group:
             if len(named) >= MAX_LANES and not name.endswith(BACKWARD):
                 raise LaneLimitError(
                     f"group of ranks {list(self.ranks)} has {len(named)} lanes, the most it may have, "
-                    f"and was asked for {name!r}; reuse names, or close those that are over with "
+                    f"and was asked for {name!r}; reuse names, or close unused lanes with "
                     f"ac.close_lane(name) (they are: {', '.join(sorted(named))})"
                 )
             of = name.removesuffix(BACKWARD)

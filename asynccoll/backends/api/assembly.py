@@ -68,7 +68,7 @@ def assemble(
         world = assembly.lead() if rank == 0 else assembly.follow(word)
     except dist.DistNetworkError as error:
         raise PeerLostError(
-            f"rank {rank} of {world_size} lost the place where they meet while it waited for the others: "
+            f"rank {rank} of {world_size} lost the connection to the store while it waited for the others: "
             f"{error}"
         ) from error
     part = dist.PrefixStore(world, assembly.store)

@@ -88,7 +88,7 @@ def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
         store, rank, world_size = next(dist.rendezvous(method, rank, world_size, timeout=timeout))
     except dist.DistStoreError as error:
         raise CollectiveTimeoutError(
-            f"rank {rank} of {world_size} found nobody at {method} within {request.timeout} s: {error}"
+            f"rank {rank} of {world_size} found no other rank at {method} within {request.timeout} s: {error}"
         ) from error
     except (ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"init_method {method!r} does not work: {error}") from error
@@ -102,7 +102,7 @@ def _place(request: Request) -> tuple[int, int]:
     launch = request.launch or detect(os.environ)
     if launch.launcher == "serial" and request.init_method:
         raise InvalidArgumentError(
-            f"init_method={request.init_method!r} needs rank= and world_size=: no launcher says them"
+            f"init_method={request.init_method!r} needs rank= and world_size=: no launcher has set them"
         )
     return launch.rank, launch.world_size
 

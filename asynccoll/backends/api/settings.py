@@ -56,7 +56,7 @@ def _difference(members: Sequence[Member]) -> LaunchEnvironmentError | InvalidAr
     for name, said in told.items():
         if len(set(said)) > 1:
             return InvalidArgumentError(
-                f"the ranks were told different things for {name}=: {_by_value(list(map(repr, said)))}; "
+                f"the ranks have different values for {name}=: {_by_value(list(map(repr, said)))}; "
                 "pass the same to ac.initialize on every rank (or set "
                 f"ASYNCCOLL_{name.upper()} alike for all of them)"
             )

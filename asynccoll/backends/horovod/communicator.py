@@ -262,7 +262,7 @@ class HorovodCommunicator:
             raise UnsupportedOpError(
                 "join() after a call that a rank has refused: Horovod still has what the others issued of "
                 "it, and would end these ranks with a segmentation fault. Agree on the number of steps "
-                "instead (the min of it, by all_reduce), or start the ranks anew"
+                "instead (the min of it, by all_reduce), or restart the ranks"
             )
         self._rounds.joined += 1
         return self._start(mpi_lib.horovod_torch_join, last, -1)

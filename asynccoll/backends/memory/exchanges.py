@@ -330,7 +330,7 @@ class AllToAll(_Split):
     def agreed(self, lengths: list[int], slot: int) -> None:
         if not self._region.splits_fit(slot):
             raise CollectiveMismatchError(
-                "all_to_all: a rank gives another one more, or less, than that one takes from it: "
+                "all_to_all: a rank sends another one more or fewer rows than that one expects: "
                 "input_split_sizes[j] of rank i must be output_split_sizes[i] of rank j (nothing was sent; "
                 "the lane is still usable)"
             )

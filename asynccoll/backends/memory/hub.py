@@ -174,7 +174,7 @@ class _Said:
         missing = self._clients.await_keys(keys, self.seconds, lambda: False)
         if missing:
             raise CollectiveTimeoutError(
-                f"after {self.seconds:g} s {len(missing)} ranks of this host had not come to share memory"
+                f"after {self.seconds:g} s {len(missing)} ranks of this host had not joined to share memory"
             )
         with self._clients.borrow() as store:
             return [said.decode() for said in values(store, keys)]
@@ -227,7 +227,7 @@ def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> li
             try:
                 meeting = taken.enter_context(closing(Meeting()))
             except OSError as error:
-                why = f"there is no socket to meet at: {error}"
+                why = f"there is no socket for the rendezvous: {error}"
         told = said.by_each("at", json.dumps(["" if meeting is None else meeting.address, why]))
         ready = [json.loads(one) for one in told]
         unable = [reason for _, reason in ready if reason]

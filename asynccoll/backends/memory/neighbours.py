@@ -103,7 +103,7 @@ class Meeting:
                 for connection, _ in came.values():
                     socket.send_fds(connection, [b"all"], descriptors)
             except (OSError, KeyError, ValueError) as error:
-                raise Failed(f"a rank of this host could not be met: {error}") from error
+                raise Failed(f"a rank of this host could not be reached: {error}") from error
             finally:
                 self._listener.close()
                 for connection, _ in came.values():
@@ -121,7 +121,7 @@ class Meeting:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 if monotonic() >= deadline or given_up():
-                    raise Failed("a rank of this host did not come to where they meet") from None
+                    raise Failed("a rank of this host did not join the rendezvous") from None
                 continue
             handed = None
             if _user_of(connection) == os.getuid():
@@ -153,7 +153,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
             line.settimeout(seconds)
             line.connect(f"\0{name}")
             if _user_of(line) != os.getuid():
-                raise Failed("the first rank of this host is another user's")
+                raise Failed("the first rank of this host belongs to another user")
             socket.send_fds(line, [bytes.fromhex(token) + index.to_bytes(4, "little")], list(mine.all()))
             _, found, _, _ = socket.recv_fds(line, 16, 3 * count, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
@@ -189,4 +189,4 @@ def prove(arenas: Sequence[int], words: Sequence[str]) -> None:
     expected = b"".join(map(bytes.fromhex, words))
     for descriptor in arenas:
         if map_region(descriptor, 0, PAGE)[: len(expected)] != expected:
-            raise Failed("what a rank of this host writes is not what another one reads")
+            raise Failed("a rank of this host does not read what another one has written")

@@ -105,7 +105,7 @@ def _import() -> Any:
         ) from error
     except RuntimeError as error:  # mpi4py is here, the library is not
         raise BackendNotFoundError(
-            f"backend 'mpi' needs an MPI library beside mpi4py: {str(error).strip().splitlines()[0]}; "
+            f"backend 'mpi' needs an MPI library besides mpi4py: {str(error).strip().splitlines()[0]}; "
             f"{INSTALL}"
         ) from error
     return MPI

@@ -83,7 +83,7 @@ class Opener:
                 if monotonic() >= deadline and self._decide(store, name, ranks, _GIVEN_UP):
                     absent = [rank for rank in ranks if not store.check([_ready(name, rank)])]
                     raise CollectiveTimeoutError(
-                        f"after {seconds} s rank {', '.join(map(str, absent))} had not come to {name}"
+                        f"after {seconds} s rank {', '.join(map(str, absent))} had not joined {name}"
                     )
                 self._follow(store)
                 if name in self._made:

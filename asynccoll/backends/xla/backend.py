@@ -229,6 +229,6 @@ def _check_pool(size: int) -> None:
     if size > 2 and not (pool.isdigit() and int(pool) > size):
         raise LaunchEnvironmentError(
             f"{size} replicas in one process need XLA_THREAD_POOL_SIZE={size + 4} (it is {pool or 'unset'}) "
-            "before torch_xla is used, or they would wait for each other for ever; ac.spawn('xla-tpu', ...) "
-            "sees to it"
+            "before torch_xla is used, or they would wait for each other forever; ac.spawn('xla-tpu', ...) "
+            "sets it"
         )

@@ -45,8 +45,8 @@ def decode(raw: bytes) -> object:
         raise
     except Exception as error:  # bytes that ``encode`` did not write may raise anything in the readers
         raise CollectiveError(
-            f"what came is no object of the default codec ({type(error).__name__}: {error}); pass the same "
-            "codec= on every rank"
+            f"the message is not an object of the default codec ({type(error).__name__}: {error}); pass the "
+            "same codec= on every rank"
         ) from error
 
 
@@ -86,14 +86,14 @@ class _Decoder:
         """Read a count of things that take at least ``size_bytes`` each; refuse more than can follow."""
         count = self.size()
         if count * size_bytes > self._end - self._at:
-            raise UnfitError(f"{count} things are announced where {self._end - self._at} bytes are left")
+            raise UnfitError(f"{count} things are announced, but {self._end - self._at} bytes are left")
         return count
 
     def skip(self, count: int) -> int:
         """Pass over the next ``count`` bytes, and return where they begin."""
         at = self._at
         if count > self._end - at:
-            raise UnfitError(f"{count} bytes are announced where {self._end - at} are left")
+            raise UnfitError(f"{count} bytes are announced, but {self._end - at} are left")
         self._at = at + count
         return at
 
@@ -105,7 +105,7 @@ class _Decoder:
         """Read a block of bytes, which must have ``size_bytes``, into new memory."""
         at = self.skip(self.size())
         if self._at - at != size_bytes:
-            raise UnfitError(f"{self._at - at} bytes came for {size_bytes}")
+            raise UnfitError(f"{self._at - at} bytes instead of {size_bytes}")
         return bytearray(memoryview(self._raw)[at : self._at])
 
     def text(self) -> str:
@@ -153,7 +153,7 @@ class _Decoder:
     def texts(self, count: int) -> Sequence[str]:
         found = json.loads(self.text())
         if type(found) is not list or len(found) != count or {*map(type, found)} - {str}:
-            raise UnfitError(f"something else came for {count} texts")
+            raise UnfitError(f"expected {count} strings")
         return found
 
     def keys(self) -> Sequence[Any]:
@@ -170,7 +170,7 @@ class _Decoder:
             keys = self.keys()
             if kind == tags.NEW_KEYS:
                 if set(map(type, keys)) != {str} or self._key_depth:
-                    raise UnfitError("keys that are no texts")
+                    raise UnfitError("keys that are not strings")
                 self._keys.append(keys)
         values = self.items()
         return zip(keys, values, strict=True)
@@ -178,9 +178,7 @@ class _Decoder:
     def ints_only(self) -> tuple[int, ...]:
         found = tuple(self.items())
         if not all(type(x) is int and x >= 0 for x in found):
-            raise UnfitError(
-                "a shape that is none"
-            )  # nothing that came may be formatted: that runs its __repr__
+            raise UnfitError("an invalid shape")  # nothing that came may be formatted: that runs its __repr__
         return found
 
     def known_class(self, tag: str) -> Any:
@@ -200,14 +198,14 @@ class _Decoder:
         module, name = self.text(), self.text()
         names = tuple(self.items())
         if any(type(field) is not str for field in names):
-            raise UnfitError("names of fields that are no texts")
+            raise UnfitError("names of fields that are not strings")
         try:
             kind = class_named(module, name)
             fields = fields_of(kind, tag)
             if names != fields:
                 raise UnfitError(f"its fields are {', '.join(names)} there and {', '.join(fields)} here")
         except UnfitError as error:
-            raise CollectiveError(f"an object of type {module}.{name} came, but {error}") from None
+            raise CollectiveError(f"received an object of type {module}.{name}, but {error}") from None
         return kind
 
 
@@ -283,7 +281,7 @@ def _namespace(of: _Decoder) -> argparse.Namespace:
 def _deque(of: _Decoder) -> collections.deque[object]:
     maxlen = of.value()
     if not (maxlen is None or type(maxlen) is int):
-        raise UnfitError("a deque's maxlen that is no int")
+        raise UnfitError("a deque's maxlen that is not an int")
     made: collections.deque[object] = collections.deque(maxlen=maxlen)
     of.remember(made)
     made.extend(of.items())

@@ -397,7 +397,7 @@ def _array(to: _Encoder, x: Any) -> None:
 
 def _enum(to: _Encoder, x: enum.Enum) -> None:
     if x.name not in type(x).__members__:
-        raise _refused(type(x), f"{x!r} is no single member; send its value")
+        raise _refused(type(x), f"{x!r} is not a single member; send its value")
     to.parts.append(_BYTE[tags.ENUM])
     to.class_name(x, "enum", _ENUM_FIELDS)
     to.text(x.name)
@@ -408,7 +408,7 @@ def _dataclass(to: _Encoder, x: Any) -> None:
         to.parts.append(_BYTE[tags.DATACLASS])
         names = to.class_name(x, "dataclass", _DATACLASS_FIELDS)
         if others := beside_fields(x, names):
-            raise _refused(type(x), f"its attributes that are no fields would be lost: {', '.join(others)}")
+            raise _refused(type(x), f"its attributes that are not fields would be lost: {', '.join(others)}")
         to.items([getattr(x, name) for name in names])
         to.remember(x)
 

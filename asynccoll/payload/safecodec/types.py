@@ -73,7 +73,7 @@ def _split_zone(zone: object) -> tuple[object, ...]:
     if zone is None:
         return (None, None, None, None)
     if type(zone) is not dt.timezone:
-        raise UnfitError("its time zone is no datetime.timezone; send x.astimezone(datetime.timezone.utc)")
+        raise UnfitError("its time zone is not a datetime.timezone; send x.astimezone(datetime.timezone.utc)")
     offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]  # what pickle and copy ask
     return (offset.days, offset.seconds, offset.microseconds, name[0] if name else None)
 
@@ -134,9 +134,9 @@ def check_attributes(names: Iterable[object]) -> None:
     """Refuse attributes of a Namespace that Python, ``copy`` or its ``repr`` would call."""
     for name in names:
         if type(name) is not str:
-            raise UnfitError("an attribute whose name is no text")
+            raise UnfitError("an attribute whose name is not a string")
         if name.startswith("__") or hasattr(argparse.Namespace, name):
-            raise UnfitError(f"its attribute {name} stands before a method")
+            raise UnfitError(f"its attribute {name} hides a method")
 
 
 _SCALAR_DTYPE = re.compile(r"[<>|=]?([biufc]\d{1,2}|[SU]\d{1,12}|[Mm]8(\[\d{0,6}[A-Za-zμ]{1,7}\])?)")
@@ -145,7 +145,7 @@ _SCALAR_DTYPE = re.compile(r"[<>|=]?([biufc]\d{1,2}|[SU]\d{1,12}|[Mm]8(\[\d{0,6}
 def scalar_dtype(text: str) -> str:
     """Return ``text`` if it names a NumPy dtype of numbers, texts or dates; refuse any other."""
     if not _SCALAR_DTYPE.fullmatch(text):
-        raise UnfitError(f"{text!r} is no dtype of plain elements")
+        raise UnfitError(f"{text!r} is not a dtype of plain elements")
     return text
 
 
@@ -183,19 +183,19 @@ def fields_of(kind: Any, tag: str) -> tuple[str, ...]:
         raise UnfitError("it has a __del__ that would run where it is decoded")
     if tag == "enum":
         if enum.Enum not in kind.__mro__:
-            raise UnfitError("it is no enum here")
+            raise UnfitError("it is not an enum here")
         return ()
     if tag == "namedtuple":
         fields = _from_class(kind, "_fields")
         if tuple not in kind.__mro__ or not isinstance(fields, tuple):
-            raise UnfitError("it is no named tuple here")
+            raise UnfitError("it is not a named tuple here")
         return fields
     return _dataclass_fields(kind)
 
 
 def _dataclass_fields(kind: type) -> tuple[str, ...]:
     if _from_class(kind, "__dataclass_fields__") is None:
-        raise UnfitError("it is no dataclass here")
+        raise UnfitError("it is not a dataclass here")
     try:
         object.__new__(kind)
     except TypeError as error:
