@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,6 +71,77 @@ def test_a_wait_of_limited_time_is_continued_by_the_next() -> None:
     report.check()
     # Gradients of 0 and 1 average to 0.5, of which half is taken off.
     assert report.results == {0: [0.75, 0.75], 1: [0.75, 0.75]}
+
+
+def another(optimizer: Any) -> bool:
+    """Call the method again, and wait. Returns whether the step is done then."""
+    optimizer.step().wait()
+    return True
+
+
+def news(optimizer: Any) -> bool:
+    """Forget the gradients, of which this rank's have been sent."""
+    optimizer.zero_grad()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("make", "between"),
+    [
+        (lambda _, plain: ac.async_optim(plain), another),
+        (ac.overlap.shard_optimizer, another),
+        (ac.overlap.shard_optimizer, news),
+    ],
+)
+def test_a_wait_continues_its_own_call_whatever_came_between(
+    make: Any, between: Callable[[Any], bool]
+) -> None:
+    """It began another step, in which no other rank took part."""
+
+    def main(rank: int) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        plain = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = make(model, plain)
+        if rank:
+            ac.recv(torch.zeros(1), src=0).wait()
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        step = optimizer.step()
+        if not rank:
+            with pytest.raises(ac.CollectiveTimeoutError):
+                step.wait(timeout=1.0)
+            ac.send(torch.zeros(1), dst=1).wait()
+            assert between(optimizer) == step.done()
+        step.wait()
+        step.wait()
+        optimizer.close()
+        return model.weight[0].tolist()  # type: ignore[no-any-return]  # torch's tolist is untyped
+
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    assert report.results == {0: [0.75, 0.75], 1: [0.75, 0.75]}, "as in `late`"
+
+
+def test_a_last_average_that_another_call_has_waited_for_is_not_begun_anew() -> None:
+    def main(rank: int) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(model.weight, rank)
+        average = ac.overlap.average_parameters(model, every=4)
+        if rank:
+            ac.recv(torch.zeros(1), src=0).wait()
+        finish = average.finish()
+        if not rank:
+            with pytest.raises(ac.CollectiveTimeoutError):
+                finish.wait(timeout=1.0)
+            ac.send(torch.zeros(1), dst=1).wait()
+            average.finish().wait()
+            assert finish.done()
+        finish.wait()
+        return model.weight[0].tolist()  # type: ignore[no-any-return]  # torch's tolist is untyped
+
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    assert report.results == {0: [0.5, 0.5], 1: [0.5, 0.5]}
 
 
 @pytest.mark.parametrize("make", [sharded, awaited])

@@ -166,7 +166,7 @@ class ParameterAverager(Companion):
 
         After a cancelled or timed-out await the next one waits for the same average.
         """
-        return self._methods.pending("finish", self._finish)
+        return self._methods.resumed(("finish",), self._finish)
 
     def _finish(self) -> Steps[None]:
         if self._midway:

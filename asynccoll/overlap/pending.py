@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.timeouts import check_patience
-from asynccoll.overlap.steps import Resumable, Steps, run, run_blocking
+from asynccoll.overlap.steps import Resumable, Sequence, Steps, run, run_blocking
 from asynccoll.waiting.forgotten import NotItsResult, warn
 
 __all__ = ["Forgotten", "Methods", "Pending"]
@@ -37,6 +37,7 @@ class Pending(NotItsResult, Generic[T]):
         "_failure",
         "_forgotten",
         "_is_busy",
+        "_is_over",
         "_is_told",
         "_result",
         "_spot",
@@ -49,10 +50,12 @@ class Pending(NotItsResult, Generic[T]):
         cure: str,
         begin: Callable[[], Steps[T]],
         is_busy: Callable[[], bool],
+        is_over: Callable[[], bool],
     ) -> None:
         """``called``: the method, as a user writes it; ``cure``: the code that waits for it.
 
         ``is_busy``: whether another call is being waited for, so that this one is refused before it begins.
+        ``is_over``: whether another call has continued this one to its end.
         """
         self._begun = self._is_told = False
         self._forgotten = forgotten
@@ -60,6 +63,7 @@ class Pending(NotItsResult, Generic[T]):
         self._cure = cure
         self._begin = begin
         self._is_busy = is_busy
+        self._is_over = is_over
         self._result: tuple[T] | None = None
         self._failure: Exception | None = None
         self._spot: Spot = caller()
@@ -91,7 +95,7 @@ class Pending(NotItsResult, Generic[T]):
 
     def done(self) -> bool:
         """Whether a wait returns at once. The call begins with the first wait, and is not done before."""
-        return self._result is not None or self._failure is not None
+        return self._result is not None or self._failure is not None or self._is_over()
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[None]:
@@ -179,20 +183,33 @@ class Methods(Resumable):
         self._forgotten = forgotten or Forgotten()
 
     def resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Pending[T]:
-        """Return the call of a method with arguments, ``name``: it continues one that was cut short."""
+        """Return the call of a method with arguments, ``name``: it continues one that was cut short.
+
+        Each wait for it is a wait for the sequence of its first one, even if other calls have ended that.
+        """
         takes = any(given is not None for given in name[1:])
-        return self._pending(name[0], takes, lambda: self.steps(name, begin))
+        sequences: list[Sequence] = []
+
+        def steps() -> Steps[T]:
+            if not sequences:
+                sequences.append(self.called(name, begin))
+            return self.through(sequences[0])
+
+        return self._pending(name[0], takes, steps, lambda: any(one.over for one in sequences))
 
     def pending(self, name: object, begin: Callable[[], Steps[T]]) -> Pending[T]:
         """Return the call of a method whose ``begin`` itself continues where it was cut short."""
-        return self._pending(name, False, begin)
+        return self._pending(name, False, begin, lambda: False)
 
-    def _pending(self, name: object, takes_arguments: bool, begin: Callable[[], Steps[T]]) -> Pending[T]:
+    def _pending(
+        self, name: object, takes_arguments: bool, begin: Callable[[], Steps[T]], is_over: Callable[[], bool]
+    ) -> Pending[T]:
         told = self._forgotten.dropped()
         if told:  # the other ranks are a step ahead, or all of them have left it out
             raise InvalidArgumentError(told)
         call = f".{name}({'...' if takes_arguments else ''})"
         cure = f"`await {self._name}{call}` (or {call}.wait())"
-        pending = Pending(self._forgotten, f"{self._of}.{name}()", cure, begin, lambda: self.is_waited_for)
+        called = f"{self._of}.{name}()"
+        pending = Pending(self._forgotten, called, cure, begin, lambda: self.is_waited_for, is_over)
         self._forgotten.made(pending)
         return pending

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 
-__all__ = ["Resumable", "Steps", "Waitable", "run", "run_blocking"]
+__all__ = ["Resumable", "Sequence", "Steps", "Waitable", "run", "run_blocking"]
 
 T = TypeVar("T")
 
@@ -78,28 +78,37 @@ class Resumable:
         self._whose = whose
         self._news = news
         self._left_at = news()
-        self._left: deque[_Sequence] = deque()
+        self._left: deque[Sequence] = deque()
 
-    def steps(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Steps[T]:
-        """Run the sequence ``name`` (a method and its arguments), or what remains if it was cut short."""
+    def called(self, name: tuple[object, ...], begin: Callable[[], Steps[object]]) -> Sequence:
+        """Return the sequence ``name`` (a method and its arguments): the last one, if that was cut short."""
         self._check_idle()
         resumed = self._left and self._left[-1].name == name and self._left_at == self._news()
         if not resumed:
-            self._left.append(_Sequence(name, begin()))
-        return (yield from self.rest())  # type: ignore[no-any-return]  # of the last one, which is of that name
+            self._left.append(Sequence(name, begin()))
+        return self._left[-1]
 
-    def rest(self) -> Steps[Any]:
-        """Run the rest of all sequences; returns the result of the last one."""
-        result = None
+    def through(self, sequence: Sequence) -> Steps[Any]:
+        """Run what is left up to the end of ``sequence``, which may be over; return its result."""
+        if not sequence.over:
+            self._check_idle()
+        while not sequence.over:
+            yield from self._first()
+        return sequence.outcome()
+
+    def rest(self) -> Steps[None]:
+        """Run the rest of all sequences."""
         while self._left:
-            first = self._left[0]
-            try:
-                result = yield from first.rest()
-            finally:
-                self._left_at = self._news()
-                if first.over:
-                    self._left.popleft()
-        return result
+            yield from self._first()
+
+    def _first(self) -> Steps[None]:
+        first = self._left[0]
+        try:
+            yield from first.rest()
+        finally:
+            self._left_at = self._news()
+            if first.over:
+                self._left.popleft()
 
     def check_complete(self, wanted: str) -> None:
         """Refuse ``wanted``, which waits for nothing, while a sequence is not complete."""
@@ -122,23 +131,30 @@ class Resumable:
             )
 
 
-class _Sequence:
-    """Steps that keep the object of a wait that was cut short."""
+class Sequence:
+    """Steps that keep the object of a wait that was cut short, and their result or error."""
 
     def __init__(self, name: tuple[object, ...], steps: Steps[object]) -> None:
-        self.name = name
-        self.over = False
-        self.waited_for = False
+        self.name: tuple[object, ...] = name
+        self.over: bool = False
+        self.waited_for: bool = False
         self._steps = steps
         self._pending: Waitable | None = None
         self._result: object = None
+        self._error: BaseException | None = None
+
+    def outcome(self) -> Any:
+        """Return the result of the steps, which are over, or raise their error."""
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     @property
     def called(self) -> str:
         """The method that runs it, as in ``step()``."""
         return f"{self.name[0]}()"
 
-    def rest(self) -> Steps[Any]:
+    def rest(self) -> Steps[None]:
         """Run the rest of the sequence. If this is closed in a wait, the next call begins with that wait."""
         self.waited_for = True
         try:
@@ -154,13 +170,14 @@ class _Sequence:
                 else:
                     self._pending = None
         except StopIteration as stop:  # from ``_next``: the steps have ended
-            return stop.value
+            self._result = stop.value
         finally:
             self.waited_for = False
 
     def _next(self, go_on: Callable[[], Waitable]) -> Waitable:
         try:
             return go_on()
-        except BaseException:
+        except BaseException as error:
             self.over = True
+            self._error = None if isinstance(error, StopIteration) else error
             raise
