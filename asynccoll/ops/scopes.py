@@ -164,7 +164,7 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
 
 
 class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
-    """A block whose end waits for the works started in it: ``async with ac.scope():`` (or ``with``).
+    """A block whose end waits for the works started in it: ``async with ac.scope():``; ``with`` blocks.
 
     Works of child tasks are waited for, too; those that were not awaited raise their errors at the end. When
     the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the waiting still continues, up to
