@@ -32,6 +32,14 @@ def test_every_public_name_is_on_a_page_of_the_reference():
     assert inside <= {*listed}
 
 
+def test_every_logger_is_in_the_table_of_what_is_logged():
+    sources = "\n".join(file.read_text() for file in (ROOT / "asynccoll").rglob("*.py"))
+    made = re.findall(r'getLogger\("(asynccoll[\w.]*)"\)', sources)
+    table = (DOCS / "troubleshooting.md").read_text().split("## What is logged")[1]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`([\w.]+)`", " ".join(rows))) == sorted(set(made))
+
+
 #: An alias of types has no place for a docstring: what it says is a comment, which the reference shows.
 ALIASES = {"GroupLike", "ReduceOpLike"}
 

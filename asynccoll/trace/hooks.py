@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finished", "add_hook"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("asynccoll.trace")
 
 
 @dataclass(frozen=True, slots=True)
