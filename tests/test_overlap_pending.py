@@ -300,6 +300,20 @@ def test_a_rank_with_fewer_batches_is_told_what_to_do(how: str) -> None:
     assert str(error).endswith(f". {cure}"), error
 
 
+@pytest.mark.parametrize("make", [sharded, awaited])
+def test_it_is_waited_for_by_itself(make: Any) -> None:
+    """It begins when it is waited for, and calls collectives: works are in flight already."""
+    _, optimizer = make()
+    step = optimizer.step()
+    for works in (step, [step], [optimizer.gradients]):
+        with pytest.raises(
+            ac.InvalidCallError, match=r"steps of optimizers are awaited one by one.*a wait\(\)"
+        ):
+            ac.wait_all(works)
+    step.wait()
+    optimizer.close()
+
+
 def test_it_is_not_its_result() -> None:
     _, optimizer = sharded()
     norm = optimizer.clip_grad_norm_(1.0)

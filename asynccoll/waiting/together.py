@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -22,8 +22,12 @@ T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 V = TypeVar("V")
 
-#: The advice for another awaitable that is passed to ``wait_all``.
-_NO_WORK = "coroutines and the steps of optimizers are awaited one by one, or by asyncio.gather"
+#: The advice for another awaitable that is passed to ``wait_all``. Those of optimizers begin when they are
+#: waited for, and call collectives.
+_NO_WORK = (
+    "coroutines, gradients and the steps of optimizers are awaited one by one, or by asyncio.gather; the "
+    "last two have a wait(), too"
+)
 
 
 class Together(NotItsResult, Generic[T_co]):
@@ -137,8 +141,9 @@ def wait_all(works: Iterable[Work[Any]]) -> Together[Any]:
 def listed_works(called: str, works: Iterable[Work[T]]) -> list[Work[T]]:
     """Return ``works`` as a list; refuse an element that is no ``Work``. ``called``: the public function."""
     if isinstance(works, NotItsResult) or not isinstance(works, Iterable):
-        one = isinstance(works, Work)
-        raise misfit(f"works of {called}", "a list of Works", works, f"write {called}([work])" if one else "")
+        instead = _NO_WORK if isinstance(works, Awaitable) else ""
+        instead = f"write {called}([work])" if isinstance(works, Work) else instead
+        raise misfit(f"works of {called}", "a list of Works", works, instead)
     instead = f"write {called}(works.values())" if isinstance(works, Mapping) else _NO_WORK
     listed = list(works)
     for index, work in enumerate(listed):
