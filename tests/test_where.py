@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -666,6 +668,36 @@ def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str
     assert found["ranks"] == [0, 1]
     (parting,) = found["partings"]
     assert parting["sides"][1] == {"ranks": [1], "called": "has not called"}
+
+
+SPAWNS = """
+import multiprocessing, sys
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=receiver.poll, args=(None,))  # until this one has ended
+    child.start()
+    print(child.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_rank_that_was_spawned_is_shown_as_the_program_that_spawned_it(tmp_path: Path) -> None:
+    """`multiprocessing` starts it with a command of its own, which names no program."""
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    with subprocess.Popen(
+        [sys.executable, "-B", "-W", "ignore", script, "--epochs", "3"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        shown = live.command_of(pid)
+        started.kill()
+    assert shown == f"{script} --epochs 3"
 
 
 def test_there_is_no_such_job(capsys, tmp_path: Path) -> None:

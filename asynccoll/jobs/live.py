@@ -93,9 +93,13 @@ def command_of(pid: int) -> str:
     except OSError:  # it has ended, or is somebody else's
         return ""
     if Path(words[0]).name.startswith("python"):
-        words = words[2:] if words[1:2] == ["-u"] else words[1:]
+        words = words[1:]
+        while words and words[0].startswith("-") and words[0] not in ("-", "-c", "-m"):
+            words = words[2 if words[0] in ("-W", "-X") else 1 :]
     if words and words[0].endswith("/asynccoll/launch/child.py"):  # with the kind of program, then as typed
         words = words[2:]
+    if words[:1] == ["-c"] and "from multiprocessing." in words[1]:  # a rank of spawn: nobody typed that
+        return command_of(_parents().get(pid, 0))
     return " ".join(words)
 
 
