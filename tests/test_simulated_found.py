@@ -285,3 +285,16 @@ def test_a_device_that_gives_up_names_the_rank_that_was_killed() -> None:
     )
     found, _ = complaints(unwaited(program), 16087, [Kill(1, after_call=2)], transport="nccl", schedule=PCT())
     assert not found, found
+
+
+def test_who_leaves_before_its_second_refusal_is_told_has_left() -> None:
+    """It counted as having made that call, and its peer waited for it until its deadline."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "text, None elsewhere", '
+        '"wait": "dropped"}, {"payload": "wrong on one", "wait": "dropped", "root": 1}]}], '
+        '"start": "task group"}'
+    )
+    for seed in range(1138, 1143):
+        found, report = complaints(program, seed)
+        assert not found, found
+        assert report.virtual_seconds < 5.0

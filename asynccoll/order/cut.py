@@ -252,6 +252,16 @@ class Epochs:
         return cut if cut is not None and cut.verdict is None else None
 
     @property
+    def told(self) -> int:
+        """The place up to which peers know of this rank's calls: as made, or as refused.
+
+        A refusal that is held for the next epoch is told when that begins; never, if this rank leaves before.
+        """
+        cut = self.unsettled
+        held = () if cut is None else (one.place - 1 for one in cut.held if isinstance(one, Refusal))
+        return min(held, default=self.places.latest)
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether there is an unsettled cut, and all calls that it leaves valid have been accepted."""
         cut = self.unsettled

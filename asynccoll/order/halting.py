@@ -70,6 +70,12 @@ class Halting:
             return None if cut is None or cut.mine is None else (cut.epoch, cut.mine)
 
     @property
+    def told(self) -> int:
+        """See ``Epochs.told``."""
+        with self.lock:
+            return self._epochs.told
+
+    @property
     def is_settling(self) -> bool:
         """Whether a refusal is being settled that needs no further calls of the program here.
 

@@ -366,10 +366,13 @@ class Context:
         self.recorder.end(how, why, code)
 
     def _say_how_far(self) -> None:
-        """Publish how many calls this rank has made on each lane: for those it does not count as lost."""
+        """Publish how many calls this rank has made on each lane: for those it does not count as lost.
+
+        A refused call counts as made if the peers have been told of it, or will be by what is told already.
+        """
         if self.clients is None or self.world_size == 1 or self.thread_rank:
             return
-        made = {f"{lane.group.key}/{lane.key}": lane.sequence for lane in self.lanes()}
+        made = {f"{lane.group.key}/{lane.key}": lane.halting.told for lane in self.lanes()}
         with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
             store.set(_farewell(self.rank), json.dumps(made))
 
