@@ -78,21 +78,26 @@ def test_a_task_of_a_group_is_told_by_its_name_and_the_others_after_it(runner: s
     assert "two (test_standing.py:" not in summary(found)
 
 
-def test_of_a_loop_that_runs_something_its_thread_is_told() -> None:
-    here = threading.Event()
+def holding_the_loop(runner: str) -> Stack:
+    """Where the thread stands of a loop that runs a task which does not await."""
+    here, over = threading.Event(), threading.Event()
 
-    async def holds_the_loop() -> None:
+    async def holds_the_loop(_: object) -> None:
         here.set()
         over.wait()
 
-    over = threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(holds_the_loop()), daemon=True)
+    thread = threading.Thread(target=lambda: RUNNERS[runner](holds_the_loop)(None), daemon=True)
     thread.start()
     assert here.wait(patient(10))
     assert thread.ident is not None
     (only,) = stacks(thread.ident)
     over.set()
     thread.join(patient(10))
+    return only
+
+
+def test_of_a_loop_that_runs_something_its_thread_is_told() -> None:
+    only = holding_the_loop("asyncio")
     assert only.who == ""
     assert "holds_the_loop (test_standing.py:" in only.at
 
@@ -100,20 +105,7 @@ def test_of_a_loop_that_runs_something_its_thread_is_told() -> None:
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_frames_of_loops_are_a_line(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what the program has called last; the variable shows all."""
-    here = threading.Event()
-
-    async def holds_the_loop(_: object) -> None:
-        here.set()
-        over.wait()
-
-    over = threading.Event()
-    thread = threading.Thread(target=lambda: RUNNERS[runner](holds_the_loop)(None), daemon=True)
-    thread.start()
-    assert here.wait(patient(10))
-    assert thread.ident is not None
-    (held,) = stacks(thread.ident)
-    over.set()
-    thread.join(patient(10))
+    held = holding_the_loop(runner)
     (asleep,) = asked(RUNNERS[runner](nobody_comes))
     told = folded(held.frames)
     loops = [line for line in told if "[..." in line]

@@ -65,8 +65,8 @@ def run(
                 frame = sys._current_frames().get(thread.ident or 0)
                 stack = "".join(traceback.format_stack(frame)) if frame else ""
                 failures[rank].append(f"not done after {timeout} s\n{stack}")
-    texts = [f"--- rank {rank}: {text}" for rank in failures for text in failures[rank]]
-    shutil.rmtree(signs, ignore_errors=True)
-    if texts:
-        raise ThreadsError("\n".join([f"{case.__qualname__} on {size} threads failed", *texts]))
+        texts = [f"--- rank {rank}: {text}" for rank in failures for text in failures[rank]]
+        shutil.rmtree(signs, ignore_errors=True)
+        if texts:  # which is why handles may have been dropped, too
+            raise ThreadsError("\n".join([f"{case.__qualname__} on {size} threads failed", *texts]))
     return results

@@ -106,7 +106,7 @@ def folded(frames: Sequence[str]) -> list[str]:
     ['[... 2 frames in trio]', 'sleep (trio/_timeouts.py:3)', 'main (x.py:4)']
     """
     from asynccoll.host.frames import are_shown
-    from asynccoll.host.libraries import library_in
+    from asynccoll.host.libraries import library_in, line_for
 
     if are_shown() or all(map(library_in, frames)):
         return list(frames)
@@ -116,10 +116,7 @@ def folded(frames: Sequence[str]) -> list[str]:
         called = [] if told else run[-1:]  # by what stands below it, and is the program's
         hidden = run[: len(run) - len(called)]
         if is_loops and len(hidden) > 1:
-            run = [
-                f"[... {len(hidden)} frames in {', '.join(dict.fromkeys(map(library_in, hidden)))}]",
-                *called,
-            ]
+            run = [line_for(map(library_in, hidden)), *called]
         told += run
     return told
 

@@ -7,9 +7,10 @@ import concurrent.futures
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["library_in", "library_of", "with_library"]
+__all__ = ["library_in", "library_of", "line_for", "with_library"]
 
 _INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
 _FOLDERS = {
@@ -37,6 +38,12 @@ def with_library(file: str) -> str:
     if library in ("", "asynccoll", "contextlib"):
         return f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
     return f"{library}/{path.name}"
+
+
+def line_for(libraries: Iterable[str]) -> str:
+    """The line in place of successive frames, of these libraries: ``[... 3 frames in asyncio]``."""
+    each = list(libraries)
+    return f"[... {len(each)} frames in {', '.join(dict.fromkeys(each))}]"
 
 
 def library_in(frame: str) -> str:

@@ -14,17 +14,16 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from asynccoll.host.call_site import is_ours, is_users
-from asynccoll.host.libraries import with_library
+from asynccoll.host.libraries import library_of, with_library
 
 __all__ = ["Stack", "awaits", "stacks", "summary"]
 
 _FRAMES = 30
 _TASKS = 50
 _TOLD = 3
-_ASYNCIO = f"{Path(asyncio.__file__).parent}/"
 _TRIO_RUN = "trio/_core/_run.py"
-#: The files of event loops: their frames are neither the user's nor of a library that does the user's work.
-_LOOPS = (_ASYNCIO, "/site-packages/anyio/", "/site-packages/trio/")
+#: Event loops: their frames are neither the user's nor of a library that does the user's work.
+_LOOPS = ("asyncio", "anyio", "trio")
 
 #: The files of a simulated host, whose frames are left out: they stand for the kernel.
 _SIMULATED = f"{Path(__file__).parent.parent / 'testing'}/"
@@ -89,7 +88,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_loops(file: str) -> bool:
-    return file.startswith(_ASYNCIO) or any(name in file for name in _LOOPS[1:])
+    return library_of(file) in _LOOPS
 
 
 def _is_programs(file: str) -> bool:
@@ -116,7 +115,7 @@ def _tasks(frames: Iterable[FrameType]) -> list[Stack]:
 
 def _asyncio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
     for frame in frames:
-        if frame.f_code.co_filename.startswith(_ASYNCIO):
+        if library_of(frame.f_code.co_filename) == "asyncio":
             owner = frame.f_locals.get("self")  # the loop, or the runner of one that has no frames (uvloop)
             loop = owner if isinstance(owner, asyncio.AbstractEventLoop) else getattr(owner, "_loop", None)
             if isinstance(loop, asyncio.AbstractEventLoop):

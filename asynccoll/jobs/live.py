@@ -99,7 +99,7 @@ def command_of(pid: int) -> str:
     if words and words[0].endswith("/asynccoll/launch/child.py"):  # with the kind of program, then as typed
         words = words[2:]
     if words[:1] == ["-c"] and "from multiprocessing." in words[1]:  # a rank of spawn: nobody typed that
-        return command_of(_parents().get(pid, 0))
+        return command_of(_parent(pid) or 0)
     return " ".join(words)
 
 
@@ -122,14 +122,17 @@ def snapshot(root: int | None = None) -> Snapshot:
 
 def _parents() -> dict[int, int]:
     """By process: who started it."""
-    found: dict[int, int] = {}
-    for process in _PROC.glob("[0-9]*"):
-        try:
-            status = (process / "stat").read_text(errors="replace")
-        except OSError:  # it has ended meanwhile
-            continue
-        found[int(process.name)] = int(status.rpartition(")")[2].split()[1])
-    return found
+    pids = [int(process.name) for process in _PROC.glob("[0-9]*")]
+    return {pid: parent for pid in pids if (parent := _parent(pid)) is not None}
+
+
+def _parent(pid: int) -> int | None:
+    """Who started the process; None if it has ended meanwhile."""
+    try:
+        status = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return int(status.rpartition(")")[2].split()[1])
 
 
 def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:

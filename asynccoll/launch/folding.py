@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from asynccoll.host.call_site import Place, is_users
 from asynccoll.host.frames import FULL_VARIABLE, are_shown
-from asynccoll.host.libraries import library_of
+from asynccoll.host.libraries import library_of, line_for
 
 __all__ = ["FULL_VARIABLE", "folded", "raised_at"]
 
@@ -72,5 +72,4 @@ def _shown(stack: Sequence[_Frame], error: str) -> Iterator[str]:
         if whole or not hidden or not run[0].library:
             yield from (line for frame in run for line in frame.lines)
         elif len(run) > 1:  # one that says nothing needs no line in its place
-            named = ", ".join(dict.fromkeys(frame.library for frame in run))
-            yield f"{run[0].margin}  [... {len(run)} frames in {named}]"
+            yield f"{run[0].margin}  {line_for(frame.library for frame in run)}"
