@@ -4,7 +4,7 @@
     lanes     64 KiB   for each lane: its name, and the latest place in its order, however old
     records   88 KiB   a ring: the operation with ticket t is in record t % 1,024
     headers   2 MiB    for each lane: a ring of two words per call: number and running checksum; its text
-    texts     2 MiB    the texts that records refer to, one for each kind of call, in two halves
+    texts     8 MiB    the texts that records refer to, one for each kind of call, in two halves
 
 Only pages that were written to use memory. A text's number is the offset at which it begins, counted from the
 first text ever written; the halves are filled in turn. A half holds two of the longest texts for each record,
@@ -60,7 +60,7 @@ __all__ = [
 #: The memory's name, by which it is found among a process's descriptors.
 NAME = "asynccoll-flight"
 MAGIC = b"acflight"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 4096
 #: magic, version, rank, world size, pid, monotonic and wall clock at the beginning.
 HEADER = struct.Struct("=8sIiiidd")
@@ -101,8 +101,8 @@ HEADERS = 512
 HEADER_WORDS = 2
 HEADERS_AT = RECORDS_AT + RECORDS * RECORD.size
 
-TEXT_BYTES = 500
-HALF_BYTES = 1 << 20
+TEXT_BYTES = 2040
+HALF_BYTES = 4 << 20
 TEXTS_AT = HEADERS_AT + LANES * HEADERS * HEADER_WORDS * 8
 SIZE_BYTES = TEXTS_AT + 2 * HALF_BYTES + TEXT_BYTES + LENGTH.size
 

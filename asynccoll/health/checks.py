@@ -1,63 +1,57 @@
 """``check="full"``: the signatures of all ranks are compared before any data moves.
 
-A signature describes a call (operation, reduction, dtype, shape, root). It is sent in one small all_gather
-ahead of the call, on the same communicator, so that calls in different order are found as well. On a mismatch
-every rank raises, nothing of the call has been sent, and the lane stays in step.
+A signature is a digest of what describes a call (operation, reduction, dtype, shape, root). It is sent in one
+small all_gather ahead of the call, on the same communicator, so that calls in different order are found as
+well. On a mismatch the ranks show each other their calls in a second one, and every rank raises; nothing of
+the call has been sent, and the lane stays in step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.host.call_number import CHILD
 from asynccoll.host.call_site import called_at, caller
-from asynccoll.host.words import listed
-from asynccoll.order.job import Program, Start
+from asynccoll.host.words import listed, shortened
+from asynccoll.order.job import Program, Start, What
 from asynccoll.order.lane import Lane
 from asynccoll.plan.texts import at_line, shown
+from asynccoll.plan.tree_texts import differing, shown_part
 from asynccoll.transport.communicator import Communicator
-from asynccoll.transport.completion import READY, Completion
-from asynccoll.waiting.started import Started
+from asynccoll.transport.completion import Completion
 
-__all__ = ["checked", "compare", "mismatch", "signature"]
+__all__ = ["checked", "mismatch"]
 
 _DIGEST_BYTES = 16
-_ROW_BYTES = 512
+_TEXT_BYTES = 8192
+#: So many characters are shown of a call of a tree if the error names the leaves that differ.
+_BEGIN = 160
 #: The operations that have ``uneven=``.
 _UNEVEN = ("all_gather", "gather")
 
 
-def signature(name: str, dtype: str = "", shape: Sequence[int] | None = None, detail: str = "") -> str:
-    """The signature of a call as one line: ``all_reduce sum float32[4, 8]``."""
-    tensor = dtype + (shown(list(shape)) if shape is not None else "")
-    return " ".join(part for part in (name, detail, tensor) if part)
-
-
-def compare(lane: Lane, text: Callable[[], str]) -> list[Started[None]]:
-    """With ``check="full"``, start a comparison of ``text`` without a call after it; else start nothing."""
-    if not lane.compares_calls:
-        return []
-    operation = lane.run("check", checked(lane, text(), lambda _: READY))
-    return [Started((operation,))]
-
-
-def checked(lane: Lane, text: str, start: Start | None = None, program: Program | None = None) -> Program:
-    """A program that compares ``text`` with every other rank's, and then runs ``start`` or ``program``.
+def checked(lane: Lane, what: What, start: Start | None = None, program: Program | None = None) -> Program:
+    """A program that compares ``what`` with every other rank's, and then runs ``start`` or ``program``.
 
     For calls that are sent together, the description of all of them is compared as well.
     """
-    row = _row(f"{lane.sent_together} {text}" if lane.sent_together else text, lane.sequence // CHILD)
-    size = lane.group.size
+    what = lane.described(what)
+    text = f"{lane.sequence // CHILD} {shown(what)}".encode()
+    digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    line = (called_at.get() or caller()).place
 
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
-        rows = torch.empty(size * _ROW_BYTES, dtype=torch.uint8, device="cpu")
-        yield communicator.all_gather(rows, row)
-        _verify(lane, rows.view(size, _ROW_BYTES))
+        digests = _rows(lane, _DIGEST_BYTES)
+        yield communicator.all_gather(digests.view(-1), _row(digest, _DIGEST_BYTES))
+        if not torch.equal(digests, digests[:1].expand_as(digests)):  # so every rank asks for the texts
+            texts = _rows(lane, _TEXT_BYTES)
+            yield communicator.all_gather(texts.view(-1), _row(at_line(what, line, _TEXT_BYTES), _TEXT_BYTES))
+            raise mismatch(lane, lane.group.ranks, list(map(_text, texts)))
         if program is not None:
             return (yield from program(communicator))
         assert start is not None
@@ -66,18 +60,16 @@ def checked(lane: Lane, text: str, start: Start | None = None, program: Program 
     return compared
 
 
-def _row(text: str, child: int) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{child} {text}".encode(), digest_size=_DIGEST_BYTES).digest()
-    said = at_line(text, (called_at.get() or caller()).place, _ROW_BYTES - _DIGEST_BYTES)
-    return torch.frombuffer(bytearray((digest + said).ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
+def _rows(lane: Lane, size_bytes: int) -> torch.Tensor:
+    return torch.empty(lane.group.size, size_bytes, dtype=torch.uint8, device="cpu")
 
 
-def _verify(lane: Lane, rows: torch.Tensor) -> None:
-    first = rows[0, :_DIGEST_BYTES]
-    if all(torch.equal(first, row[:_DIGEST_BYTES]) for row in rows[1:]):
-        return
-    texts = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-    raise mismatch(lane, lane.group.ranks, texts)
+def _row(said: bytes, size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(said.ljust(size_bytes, b"\0")), dtype=torch.uint8)
+
+
+def _text(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def mismatch(
@@ -87,10 +79,15 @@ def mismatch(
 
     ``begins``: place and part of the first of these calls.
     """
-    sides = "\n".join(f"  {who}: {text}" for who, text in _grouped(ranks, texts))
+    trees = differing(ranks, texts)
+    texts = list(map(shown_part, texts))
+    sides = _grouped(ranks, texts)
+    if trees:  # it says more than the rest of a long text
+        sides = [(who, _begins(text)) for who, text in sides]
+    said = "\n".join(f"  {who}: {text}" for who, text in sides)
     error = CollectiveMismatchError(
-        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{sides}"
-        f"{_hint(texts)}"
+        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{said}"
+        f"{trees}{_hint(texts)}"
     )
     error.begins = begins
     return error
@@ -115,6 +112,12 @@ def _hint(texts: Sequence[str]) -> str:
             "alike, their results may be mixed)"
         )
     return ""
+
+
+def _begins(text: str) -> str:
+    """How a text begins, and its line."""
+    what, at, line = text.rpartition(" at ")
+    return f"{shortened(what, _BEGIN)}{at}{line}"
 
 
 def _any_length(what: str) -> str:

@@ -91,4 +91,4 @@ class Compared:
 
 def _said(what: Hashable, spot: Spot) -> bytes:
     """The call and its source line as text."""
-    return at_line(shown(what), spot.place, TEXT_BYTES)
+    return at_line(what, spot.place, TEXT_BYTES)

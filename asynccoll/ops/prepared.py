@@ -24,7 +24,6 @@ from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import fitting
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
-from asynccoll.payload.common import tree_call
 from asynccoll.payload.preparing import check_untracked, prepared_calls
 from asynccoll.plan.spec import Op, ReduceOpLike
 from asynccoll.plan.trees import flatten
@@ -152,11 +151,8 @@ class Prepared(Uncopied, Generic[T]):
         lane, timeout = self._lane, self._timeout
         if self._finish is None:
             return self._calls[0].begin_again(lane, timeout, after)
-        with tree_call(lane, self.name, self._spec) as compared:
-            parts: list[Started[Any]] = [
-                *compared,
-                *(call.begin_again(lane, timeout, after) for call in self._calls),
-            ]
+        with lane.together(what=(self.name, self._spec), name=self.name):
+            parts = [call.begin_again(lane, timeout, after) for call in self._calls]
         return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
 
 

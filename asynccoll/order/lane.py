@@ -142,11 +142,9 @@ class Lane:
         """The number of the current epoch (``cut``), from 0."""
         return self._epochs.number
 
-    @property
-    def sent_together(self) -> str:
-        """What describes the call whose parts are accepted now (``together``), if text; else ""."""
-        whole = self._places.whole
-        return whole if isinstance(whole, str) else ""
+    def described(self, what: What) -> What:
+        """``what``, with the description of the call whose parts are accepted now (``together``), if any."""
+        return self._places.named(what)
 
     # Accepting operations
 

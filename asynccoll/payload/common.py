@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
-from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.health.checks import compare, signature
 from asynccoll.memory.plain import plain_tensor, plain_tensors, writable, writable_together
 from asynccoll.order.lane import Lane
 from asynccoll.payload.kinds import is_number, is_value, kind_name
@@ -96,27 +94,15 @@ def over_tree(
             raise refuse(name, leaf)
         check(leaf)
     outs = None if out is None else tree_out(name, leaves, spec, out)
-    with tree_call(lane, name, spec, *_placed(leaves)) as compared:
+    with lane.together(what=(name, spec, *_placed(leaves)), name=name):
         leaf_results = _start_leaves(leaves, outs, of_tensors, of_values)
 
     def whole(parts: list[Any]) -> Any:
         return unflatten(spec, parts[-1]) if out is None else out
 
-    started = together([*compared, leaf_results], whole)
+    started = together([leaf_results], whole)
     started.leaves = leaves if out is None else ()
     return started
-
-
-@contextmanager
-def tree_call(lane: Lane, name: str, spec: TreeSpec, *placed: str) -> Iterator[list[Started[None]]]:
-    """What is started in the block is one call, of a tree whose structure has to be the same on all ranks.
-
-    Yields what compares that ahead of the call, with ``check="full"``; else nothing.
-    """
-    with lane.together(what=(name, spec, *placed), name=name):
-        yield compare(
-            lane, lambda: signature(name, detail=f"of the tree {' '.join(map(str, (spec, *placed)))}")
-        )
 
 
 def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.health.checks import checked, signature
+from asynccoll.health.checks import checked
 from asynccoll.order.job import Program
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
@@ -163,7 +163,7 @@ def _run(
 ) -> Operation:
     _refuse_missing(lane, calls)
     if lane.compares_calls:
-        program = checked(lane, signature(name, detail=detail), program=program)
+        program = checked(lane, (name, detail), program=program)
     return lane.run(name, program, size_bytes, timeout, what=(name, detail), awaited_soon=True)
 
 
@@ -214,7 +214,7 @@ def all_gather_rows(
         return completion
 
     if lane.compares_calls:
-        compared = checked(lane, signature(name, detail=detail), start)
+        compared = checked(lane, (name, detail), start)
         operation = lane.run(name, compared, len(row), timeout)
     else:
         estimate = lane.estimate(name, len(row))

@@ -8,8 +8,12 @@ import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.plan.spec import dtype_name
+from asynccoll.plan.tree_texts import packed
 
 __all__ = ["at_line", "shown", "unlike"]
+
+#: So much of a text is shown.
+_SHOWN_BYTES = 500
 
 
 def shown(what: object) -> str:
@@ -25,17 +29,20 @@ def shown(what: object) -> str:
     return "" if what is None else str(getattr(what, "value", what))
 
 
-def at_line(text: str, place: object, most: int) -> bytes:
-    """Return the text of a call and the line that made it (``place``), in at most ``most`` bytes.
+def at_line(what: object, place: object, most: int) -> bytes:
+    """Return the text of the call ``what`` and the line that made it (``place``), in at most ``most`` bytes.
 
-    A long text is cut before the line, which helps most. It ends with the checksum of the whole text, so that
-    two that differ further on do not look alike.
+    What is shown of a long text is cut before the line, which helps most. It ends with the checksum of the
+    whole text, so that two that differ further on do not look alike. Behind it are the nodes of the call's
+    tree, if there is room for all of them (``tree_texts``).
     """
-    said, line = text.encode(), f" at {place}".encode() if place else b""
-    if len(said) + len(line) > most:
+    said, line = shown(what).encode(), f" at {place}".encode() if place else b""
+    shown_bytes = min(most, _SHOWN_BYTES)
+    if len(said) + len(line) > shown_bytes:
         line = f"... (checksum of all: {zlib.crc32(said):08x})".encode() + line
-        said = said[: max(0, most - len(line))]
-    return said + line
+        said = said[: max(0, shown_bytes - len(line))]
+    nodes = packed(what).encode()
+    return said + line + (nodes if len(said) + len(line) + len(nodes) <= most else b"")
 
 
 def unlike(count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype) -> CollectiveMismatchError:

@@ -13,7 +13,7 @@ import torch
 from asynccoll import host
 from asynccoll.backends.choosing import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
-from asynccoll.health.checks import checked, signature
+from asynccoll.health.checks import checked
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
 from asynccoll.memory.fresh import fresh
 from asynccoll.memory.plain import ORDINARY
@@ -158,11 +158,9 @@ class Call:
         return Started((operation,), self.finish, self.value)
 
     def _run(self, lane: Lane, timeout: float | None, program: Program, called: float) -> Started[object]:
-        name, wire = self.plan.name, self.wire
+        name, wire, what = self.plan.name, self.wire, self._what()
         if lane.compares_calls:
-            text = signature(name, self._dtype(), self.shape, self.detail_text())
-            program = checked(lane, text, program=program)
-        what = self._what()
+            program = checked(lane, what, program=program)
         operation = lane.run(name, program, wire.nbytes, timeout, what=what, of=self, called=called)
         return Started((operation,), self.finish, self.value)
 

@@ -90,7 +90,7 @@ class MemoryCommunicator:
             self._kinds.clear()
         native, what = key[:2]
         text = shown(what) or shown(native)
-        line = at_line(text, self._spot and self._spot.place, TEXT_BYTES - 1)
+        line = at_line(what or native, self._spot and self._spot.place, TEXT_BYTES - 1)
         found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), line
         return found
 

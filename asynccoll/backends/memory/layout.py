@@ -58,7 +58,7 @@ BLOCK_WORDS = 8 * _LINE_WORDS
 CLOSED, ABORTED = 1, 2
 
 #: The length of the text that says what a call is and where it was made, for errors about differing ranks.
-TEXT_BYTES = 512
+TEXT_BYTES = 2048
 
 _PAGE = 4096
 _LARGEST_SLOT = 512 << 10
