@@ -298,7 +298,7 @@ def test_trees_of_other_keys_are_refused_ahead(checked: World) -> None:
 async def compared(me: Rank) -> None:
     x = torch.ones(3 + me.rank)
     prepared = ac.prepare("all_reduce", x)
-    with raising(ac.CollectiveMismatchError, "float32[3]", "float32[4]"):
+    with raising(ac.CollectiveMismatchError, "float32 [3]", "float32 [4]"):
         await me.get(prepared.start())
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
