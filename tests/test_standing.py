@@ -7,6 +7,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -165,3 +166,37 @@ def test_where_modules_are_imported_the_modules_are_told(
 
 
 FOUND: list[Stack] = []
+
+
+def test_installed_modules_that_import_each_other_do_not_bury_the_programs_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last of them are told; where the program is, is its own line, not one of theirs."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    for number in range(40):
+        (installed / f"chain{number}.py").write_text(f"import chain{number + 1}\n")
+    (installed / "chain40.py").write_text(
+        "import test_standing as here, threading\nhere.FOUND[:] = here.stacks(threading.get_ident())"
+    )
+    (tmp_path / "train.py").write_text("import os\nimport chain0\n")
+    for folder in (installed, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setitem(sys.modules, "test_standing", sys.modules[__name__])
+    importlib.import_module("train")
+    ((_, frames, at, _),) = FOUND
+    assert at == "<module> (train.py:2)"
+    first = frames.index("<module> (chain40.py:2)")
+    assert frames[first : first + 3] == ("<module> (chain40.py:2)", "<module> (chain0.py:1)", at)
+
+
+def test_the_programs_line_is_told_however_deep_torch_is_below_it(tmp_path: Path) -> None:
+    deep = tmp_path / "site-packages" / "torch" / "deep.py"
+    scope: dict[str, object] = {"look": partial(stacks, threading.get_ident())}
+    exec(compile("def call(n): return call(n - 1) if n else look()", str(deep), "exec"), scope)
+    exec(compile("\nfound = call(50)", str(tmp_path / "train.py"), "exec"), scope)
+    ((_, frames, at, _),) = scope["found"]  # type: ignore[misc]  # an object, as far as types go
+    assert at == "<module> (train.py:2)"
+    calls = ["call (deep.py:1)"] * 27
+    assert frames[0].startswith("stacks (standing.py:")
+    assert [*frames[1:]] == [*calls, "[... 24 frames]", at]

@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["library_in", "library_of", "line_for", "with_library"]
+__all__ = ["is_installed", "library_in", "library_of", "line_for", "with_library"]
 
 _INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
+_ANY_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
 _FOLDERS = {
     str(Path(__file__).parents[1]): "asynccoll",
     str(Path(asyncio.__file__).parent): "asyncio",
@@ -30,6 +32,11 @@ def library_of(file: str) -> str:
         return "contextlib"
     found = _INSTALLED.search(file)
     return found[1] if found is not None else ""
+
+
+def is_installed(file: str) -> bool:
+    """Whether ``file`` comes with Python or with an installed package, so that it is hardly the program's."""
+    return file.startswith(_STANDARD) or _ANY_INSTALLED.search(file) is not None
 
 
 def with_library(file: str) -> str:

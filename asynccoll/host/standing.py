@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from asynccoll.host.call_site import is_ours, is_users
-from asynccoll.host.libraries import library_of, with_library
+from asynccoll.host.libraries import is_installed, library_of, with_library
 
 __all__ = ["Stack", "awaits", "stacks", "summary"]
 
@@ -91,6 +91,11 @@ def _is_loops(file: str) -> bool:
     return library_of(file) in _LOOPS
 
 
+def _is_imported(line: _Line) -> bool:
+    """Whether it is one of an installed module, or Python's, that is just being imported."""
+    return line[0].co_name == "<module>" and is_installed(line[0].co_filename)
+
+
 def _is_programs(file: str) -> bool:
     return is_users(file) and not _is_loops(file)
 
@@ -132,20 +137,36 @@ def _trio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
 
 
 def _stack(who: str, lines: list[_Line]) -> Stack:
-    """A stack of ``lines``, innermost first, without those inside this library or below the program.
-
-    Of successive lines of this library only the outermost is kept, which the program has called.
-    """
-    at = next((_said(*line) for line in lines if _is_programs(line[0].co_filename)), "")
-    while at and not _is_programs(lines[-1][0].co_filename):  # of a launcher, a loop or a task group
+    """A stack of ``lines``, innermost first, without those inside this library or below the program."""
+    programs = [line for line in lines if _is_programs(line[0].co_filename)]
+    own = next((line for line in programs if not _is_imported(line)), programs[0] if programs else None)
+    while own and not _is_programs(lines[-1][0].co_filename):  # of a launcher, a loop or a task group
         lines = lines[:-1]
+    inner = next((file for line in lines if not _is_loops(file := line[0].co_filename)), "")
+    return Stack(who, tuple(_frames_told(lines, own)), "" if own is None else _said(*own), is_ours(inner))
+
+
+def _frames_told(lines: list[_Line], own: _Line | None) -> list[str]:
+    """The frames as text, those of most use if there are many: the innermost, and the program's ``own``.
+
+    Of successive lines of this library only the outermost is kept, which the program has called. Of installed
+    modules that import each other the first is kept, and the last.
+    """
     told = [
         line
-        for line, outer in zip(lines, [*lines[1:], None], strict=False)
+        for line, outer in zip(lines, [*lines[1:], None], strict=True)
         if not (is_ours(line[0].co_filename) and outer is not None and is_ours(outer[0].co_filename))
     ]
-    inner = next((file for line in lines if not _is_loops(file := line[0].co_filename)), "")
-    return Stack(who, tuple(_said(*line) for line in told[:_FRAMES]), at, is_ours(inner))
+    told = [
+        line
+        for inner, line, outer in zip([None, *told[:-1]], told, [*told[1:], None], strict=True)
+        if not all(one is not None and _is_imported(one) for one in (inner, line, outer))
+    ]
+    at = told.index(own) if own in told else 0
+    if at < _FRAMES:
+        return [_said(*line) for line in told[:_FRAMES]]
+    left_out = at - _FRAMES + 2
+    return [*(_said(*line) for line in told[: _FRAMES - 2]), f"[... {left_out} frames]", _said(*told[at])]
 
 
 def _said(code: CodeType, line: int) -> str:
