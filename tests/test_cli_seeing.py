@@ -337,15 +337,17 @@ def test_a_screen_shows_as_much_as_it_has_room_for_and_leaves_what_it_showed_las
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "made", "told"),
     [
-        ((0, 1), "ranks 0, 1 called the same, as far as is recorded\n"),
-        ((0,), "less than two ranks are known: nothing to compare\nof rank 1 nothing is known: "),
-        ((), "less than two ranks are known: nothing to compare\n"),
+        ((0, 1), 1, "ranks 0, 1 called the same, as far as is recorded\n"),
+        ((0, 1), 0, "ranks 0, 1 have called nothing, as far as is recorded\n"),
+        ((0,), 1, "less than two ranks are known: nothing to compare\nof rank 1 nothing is known: "),
+        ((), 0, "less than two ranks are known: nothing to compare\n"),
     ],
 )
-def test_ranks_of_which_nothing_is_known_have_not_called_the_same(capsys, ranks, told):
-    assert calls.print_partings([], {rank: flight(rank, [], {}) for rank in ranks}) is False
+def test_ranks_of_which_nothing_is_known_have_not_called_the_same(capsys, ranks, made, told):
+    recorded = {rank: flight(rank, [call(1, called=1.0)] * made, {}) for rank in ranks}
+    assert calls.print_partings([], recorded) is False
     assert capsys.readouterr().out.startswith(told)
 
 

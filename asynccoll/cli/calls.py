@@ -57,7 +57,8 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
     unknown = sorted(set(range(world_size)) - recorded.keys())
     parts = bool(partings or messages)
     if not parts and len(recorded) > 1:
-        show(f"{listed([*recorded])} called the same, as far as is recorded")
+        what = "called the same" if any(one.calls for one in recorded.values()) else "have called nothing"
+        show(f"{listed([*recorded])} {what}, as far as is recorded")
     elif not parts:
         show("less than two ranks are known: nothing to compare")
     if unknown:

@@ -374,8 +374,12 @@ class Group:
             raise PayloadTypeError(f"{role} must be a global rank (int), got {rank!r}")
         index = self._indices.get(rank)
         if index is None:
-            allowed = (
-                f"0 to {self.size - 1}" if self.is_world else f"one of {list(self.ranks)} (global ranks)"
-            )
-            raise InvalidArgumentError(f"{role}={rank} is not in the group; expected {allowed}")
+            raise InvalidArgumentError(f"{role}={rank} is not in the group; expected {self._members()}")
         return index
+
+    def _members(self) -> str:
+        if not self.is_world:
+            return f"one of {list(self.ranks)} (global ranks)"
+        if self.size > 1:
+            return f"0 to {self.size - 1}"
+        return "0, as this is a world of one; a launcher starts more ranks (`asynccoll run -n 4 program.py`)"
