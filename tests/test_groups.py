@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import asynccoll as ac
 import oracle
+from asynccoll.testing import simulate
 from ranks import NEED_EVERY_RANK, Rank, raising
 from worlds import World
 
@@ -189,6 +190,18 @@ async def every_collective(me: Rank) -> None:
 def test_ranks_are_global_in_every_collective(four: World, runner: str) -> None:
     """src, dst and pairs name global ranks, in a group as in the world."""
     four.run(every_collective, runner=runner)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(1, "expected 0, as this is a world of one; .* asynccoll run"), (3, "expected 0 to 2")],
+)
+def test_a_rank_that_is_not_there_is_refused_with_those_that_are(size: int, expected: str) -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(ac.InvalidArgumentError, match=rf"src=3 is not in the group; {expected}"):
+            _ = ac.broadcast(1.0, src=3).wait()
+
+    simulate(main, world_size=size, loop="none").check()
 
 
 async def cached(me: Rank) -> None:
