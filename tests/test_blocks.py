@@ -69,7 +69,7 @@ def test_every_page_is_run_somewhere() -> None:
 def test_every_block_runs(start: Callable[..., Job]) -> None:
     """On two ranks, to its end."""
     names = launched()
-    assert len(names) >= 37
+    assert len(names) >= 38
     code, said, error = start("run", "-n", "2", PROGRAM, *names).wait()
     assert code == 0, f"{said}\n{error[-3000:]}"
     done = [line for line in said.splitlines() if line.startswith("done: ")]
