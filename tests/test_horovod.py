@@ -329,6 +329,48 @@ def test_messages_are_refused_before_anything_is_sent(three: worlds.World) -> No
     three.run(messages)
 
 
+# ---------------------------------------------------------------- a rank that dies beside groups
+
+
+async def dies_beside_groups(me: Rank, victim: int) -> tuple[str, tuple[int, ...], float]:
+    two, _ = ac.new_group([0, 1]), ac.new_group([1, 2])
+    await me.get(ac.all_reduce(1))
+    if me.rank < 2:
+        await me.get(ac.all_reduce(1, group=two))
+    if me.rank == victim:
+        for rank in range(me.size):
+            if rank != victim:
+                me.see(f"{rank} waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = ac.all_reduce(torch.ones(2), group=two if (me.rank, victim) == (0, 1) else None)
+    me.show(f"{me.rank} waits")
+    start = time.monotonic()
+    with pytest.raises(ac.PeerLostError) as caught:
+        await me.get(work)
+    return str(caught.value), caught.value.ranks, time.monotonic() - start
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_is_named_where_there_are_groups(victim: int) -> None:
+    """Horovod as published ends the survivors: to remove the process sets it meets the lost rank again."""
+    with worlds.fresh("horovod", 3) as world:
+        results = world.run(dies_beside_groups, victim, dies=[victim], timeout=30)
+        world.kill()
+    assert results.pop(victim) == worlds.Died(-signal.SIGKILL)
+    for text, lost, seconds in results:
+        assert lost == (victim,), text
+        assert f"rank {victim}" in text
+        assert seconds < 10, text
+
+
+def test_a_group_that_went_with_a_lost_rank_is_no_mystery() -> None:
+    """Horovod's thread has taken its process sets along: that they do not exist is not what went wrong."""
+    from asynccoll.backends.horovod.completion import typed
+
+    said = ValueError("Allreduce: Process set provided does not exist, or has not been registered.")
+    assert isinstance(typed(said), ac.PeerLostError)
+
+
 # ---------------------------------------------------------------- a rank that stands still
 
 

@@ -80,6 +80,25 @@ PATCHES = (
         "  global_ranks_.resize(size_);\n",
         "the stall inspector would see no ranks and never warn",
     ),
+    Patch(
+        "horovod/common/operations.cc",
+        '        << "Horovod background loop uncaught exception: " << ex.what();\n',
+        '        << "Horovod background loop uncaught exception: " << ex.what();\n'
+        "    state.process_set_table.Get(0).initialization_done = false;\n",
+        "a rank is lost: there is no world any more that the next patch could meet",
+    ),
+    Patch(
+        "horovod/common/process_set.cc",
+        "    MarkProcessSetForRemoval(id);\n",
+        "    if (!Get(0).initialization_done) {\n"
+        "      id_to_process_set_[id].Finalize(status);\n"
+        "      DeregisterProcessSet(id);\n"
+        "      id_to_be_removed_ = NO_PENDING_REMOVAL;\n"
+        "      continue;\n"
+        "    }\n"
+        "    MarkProcessSetForRemoval(id);\n",
+        "to remove a process set it meets all ranks: without the lost one, that throws where nobody catches",
+    ),
 )
 
 _BUILD = {

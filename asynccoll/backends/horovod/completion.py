@@ -182,8 +182,10 @@ class HorovodCompletion(Polled):
 
 
 _MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
-#: When a rank does not come, Horovod's own thread ends, on all the others.
-_SHUT_DOWN = re.compile(r"has been shut down|timed out waiting", re.IGNORECASE)
+#: When a rank does not come, Horovod's own thread ends, on all the others, and its process sets with it.
+_SHUT_DOWN = re.compile(
+    r"has been shut down|timed out waiting|process set provided does not exist", re.IGNORECASE
+)
 
 
 def typed(error: Exception) -> CollectiveError:
