@@ -363,12 +363,19 @@ def test_a_killed_rank_is_named_where_there_are_groups(victim: int) -> None:
         assert seconds < 10, text
 
 
-def test_a_group_that_went_with_a_lost_rank_is_no_mystery() -> None:
-    """Horovod's thread has taken its process sets along: that they do not exist is not what went wrong."""
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Allreduce: Process set provided does not exist, or has not been registered.",
+        "Horovod is shutting down.",
+        "Horovod has not been initialized properly; use hvd.init().",
+    ],
+)
+def test_what_horovod_says_once_its_thread_has_ended_is_no_mystery(said: str) -> None:
+    """It has taken its process sets along: that they do not exist is not what went wrong."""
     from asynccoll.backends.horovod.completion import typed
 
-    said = ValueError("Allreduce: Process set provided does not exist, or has not been registered.")
-    assert isinstance(typed(said), ac.PeerLostError)
+    assert isinstance(typed(ValueError(said), "making the process set [0, 1]"), ac.PeerLostError)
 
 
 # ---------------------------------------------------------------- a rank that stands still

@@ -33,9 +33,10 @@ from asynccoll.backends.api import (
     make_default_group,
     own_device,
 )
+from asynccoll.backends.horovod.completion import typed
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.backends.horovod.training import HorovodTraining
-from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError, collective_error
+from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
     from asynccoll.backends.horovod.communicator import HorovodCommunicator
@@ -179,7 +180,7 @@ class ProcessSets:
             try:
                 self._sets[ranks] = self._known(ranks) or self._hvd.add_process_set(list(ranks))
             except Exception as error:
-                self._made[ranks].settle(collective_error(error, f"making the process set {list(ranks)}"))
+                self._made[ranks].settle(typed(error, f"making the process set {list(ranks)}"))
             else:
                 self._made[ranks].settle()
 

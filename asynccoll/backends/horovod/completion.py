@@ -184,12 +184,14 @@ class HorovodCompletion(Polled):
 _MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
 #: When a rank does not come, Horovod's own thread ends, on all the others, and its process sets with it.
 _SHUT_DOWN = re.compile(
-    r"has been shut down|timed out waiting|process set provided does not exist", re.IGNORECASE
+    r"has been shut down|is shutting down|not been initialized|timed out waiting"
+    r"|process set provided does not exist",
+    re.IGNORECASE,
 )
 
 
-def typed(error: Exception) -> CollectiveError:
-    """Our error for one that Horovod raised."""
+def typed(error: Exception, what: str = "Horovod's operation") -> CollectiveError:
+    """Our error for one that Horovod raised; ``what`` has failed."""
     text = str(error).strip().split("\n")[0]
     ours: CollectiveError
     if _MISMATCH.search(text):
@@ -200,6 +202,6 @@ def typed(error: Exception) -> CollectiveError:
             "HOROVOD_GLOO_TIMEOUT_SECONDS (30 where hvd.init() was called before ac.initialize)"
         )
     else:
-        return collective_error(error, "Horovod's operation")
+        return collective_error(error, what)
     ours.__cause__ = error
     return ours
