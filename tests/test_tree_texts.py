@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +14,8 @@ import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.plan.tree_texts import Outline, differing, packed, shown_part
+from asynccoll.plan.trees import flatten
 from asynccoll.testing import simulate
 
 
@@ -43,12 +48,23 @@ TREES: dict[str, tuple[Any, ...]] = {
     "a dtype": (
         lambda: [x(2), x(3)],
         lambda: [x(2), x(3, dtype=torch.float64)],
-        "[1]: float32 [3] on rank 0, but of another kind on OTHERS",
+        "[1]: float32 [3] on rank 0, but float64 [3] on OTHERS",
     ),
     "two dtypes exchanged": (
         lambda: {"a": x(2), "b": x(2, dtype=torch.float64)},
         lambda: {"a": x(2, dtype=torch.float64), "b": x(2)},
         "['a']: float32 [2] on rank 0, but float64 [2] on OTHERS",
+        "['b']: float64 [2] on rank 0, but float32 [2] on OTHERS",
+    ),
+    "a number": (
+        lambda: [1, x(2)],
+        lambda: [x(1), x(2)],
+        "[0]: number on rank 0, but float32 [1] on OTHERS",
+    ),
+    "a long key": (
+        lambda: {"k" * 5000: x(2)},
+        lambda: {"k" * 5000: x(3)},
+        f"['{'k' * 55}...{'k' * 58}']: float32 [2] on rank 0, but float32 [3] on OTHERS",
     ),
     "a key more": (
         lambda: {"a": x(2), "b": {"c": x(2), "d": x(3)}},
@@ -132,3 +148,99 @@ def test_trees_that_are_alike_are_not_said_to_differ() -> None:
     report.check()
     for said in report.results.values():
         assert " sum " in said and " max " in said and "trees differ" not in said
+
+
+#: The collectives that send each tensor of a tree by itself.
+ONE_BY_ONE: dict[str, Callable[[Any], Any]] = {
+    "all_gather": ac.all_gather,
+    "gather": lambda tree: ac.gather(tree, dst=0),
+    "reduce": lambda tree: ac.reduce(tree, dst=0),
+    "reduce_scatter": ac.reduce_scatter,
+    "permute": lambda tree: ac.permute(tree, [(0, 1), (1, 0)]),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("check", ["local", "full"])
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_the_leaf_is_named_where_each_is_sent_by_itself(name: str, check: str, transport: str) -> None:
+    async def main(rank: int) -> str:
+        dtype = torch.float64 if rank else torch.float32
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await ONE_BY_ONE[name]({"a": x(4), "b": x(4), "c": x(4, dtype=dtype), "d": 1} | numbers)
+        return str(caught.value)
+
+    numbers = {} if name in ("all_gather", "gather", "reduce") else {"d": x(2)}
+    report = simulate(main, world_size=2, check=check, transport=transport)
+    report.check()
+    for said in report.results.values():
+        assert "(the trees differ at ['c']: float32 [4] on rank 0, but float64 [4] on rank 1)" in said
+
+
+def test_a_leaf_that_may_be_uneven_is_not_said_to_differ() -> None:
+    async def main(rank: int) -> str:
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await ac.all_gather({"a": x(4 + rank), "b": 1 if rank else "one"}, uneven=True)
+        return str(caught.value)
+
+    report = simulate(main, world_size=2)
+    report.check()
+    for said in report.results.values():
+        assert "(the trees differ at ['b']: str on rank 0, but number on rank 1)" in said
+
+
+def test_a_sparse_leaf_is_told_from_a_dense_one() -> None:
+    async def main(rank: int) -> str:
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await ac.all_reduce([x(2), x(3) if rank else x(3).to_sparse()])
+        return str(caught.value)
+
+    report = simulate(main, world_size=2, transport="memory")
+    report.check()
+    for said in report.results.values():
+        assert "(the trees differ at [1]: float32 [3] sparse on rank 0, but float32 [3] on rank 1)" in said
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize("check", ["local", "full"])
+def test_where_a_rank_has_no_tree_none_is_said_to_differ(check: str, transport: str) -> None:
+    async def main(rank: int) -> str:
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await ac.all_reduce([x(2), x(3)] if rank else x(2))
+        return str(caught.value)
+
+    report = simulate(main, world_size=2, check=check, transport=transport)
+    report.check()
+    for said in report.results.values():
+        assert "list(*, *)" in said and "trees differ" not in said
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize("prepares", [False, True])
+def test_nothing_of_a_tree_is_kept_with_what_is_known_of_its_kind(transport: str, prepares: bool) -> None:
+    """What rebuilds a dataclass, or a dict of another class, holds the tensors that were passed."""
+
+    async def main() -> int:
+        sent = []
+        for size in range(1, 9):
+            for tree in (Layer(x(size), x(2)), OrderedDict(a=x(size), b=x(2))):
+                sent.append(weakref.ref(tree.weight if isinstance(tree, Layer) else tree["a"]))
+                await (ac.prepare("all_reduce", tree).start() if prepares else ac.all_reduce(tree))
+        del tree
+        gc.collect()
+        return sum(one() is not None for one in sent)
+
+    report = simulate(main, world_size=2, transport=transport)
+    report.check()
+    assert report.results == {0: 0, 1: 0}
+
+
+def test_what_a_peer_has_packed_is_read_as_far_as_it_is_readable() -> None:
+    leaves, spec = flatten({"a": [x(2), x(3)], "b": x(4)})
+    text = "shown" + packed((("all_reduce", Outline.of(spec, leaves)), ("all_reduce", "sum")))
+    whole, alike = text.partition("shown")[2], differing([0, 1], [text, text])
+    assert alike == "" and shown_part(text) == "shown"
+    for cut in range(len(whole)):
+        assert len(differing([0, 1], [text, f"shown{whole[:cut]}"])) < 1000
+    for garbage in ("\x1f", "\x1f\x1f", "\x1f\ufffd\ufffd", "\x1f" + "~" * 2000, "\x1f" + "0" * 5, "\0"):
+        assert differing([0, 1], [text, f"shown{garbage}"]) == ""

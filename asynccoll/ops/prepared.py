@@ -26,6 +26,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
 from asynccoll.payload.preparing import check_untracked, prepared_calls
 from asynccoll.plan.spec import Op, ReduceOpLike
+from asynccoll.plan.tree_texts import Outline
 from asynccoll.plan.trees import flatten
 from asynccoll.runtime.process import current
 from asynccoll.tensors import Call
@@ -51,8 +52,8 @@ class Prepared(Uncopied, Generic[T]):
         "_memory",
         "_read",
         "_reads",
-        "_spec",
         "_timeout",
+        "_whole",
         "_world",
         "name",
     )
@@ -74,7 +75,8 @@ class Prepared(Uncopied, Generic[T]):
         self.name: str = name
         self._lane = lane
         self._world = lane.world
-        self._reads, self._spec = flatten(like)
+        self._reads, spec = flatten(like)
+        self._whole = name, Outline.of(spec, self._reads)
         #: the input that nobody may write to until a start was waited for; None for a broadcast, whose input
         #: may only be an example of what is received
         self._read = None if fills or name == Op.BROADCAST.value else counted_of(self._reads)
@@ -151,7 +153,7 @@ class Prepared(Uncopied, Generic[T]):
         lane, timeout = self._lane, self._timeout
         if self._finish is None:
             return self._calls[0].begin_again(lane, timeout, after)
-        with lane.together(what=(self.name, self._spec), name=self.name):
+        with lane.together(what=self._whole, name=self.name):
             parts = [call.begin_again(lane, timeout, after) for call in self._calls]
         return Started(tuple(operation for part in parts for operation in part.operations), self._finish)
 

@@ -18,6 +18,7 @@ from asynccoll.payload.messages import (
 )
 from asynccoll.payload.values import as_number, check_number_reduction, from_message, to_message
 from asynccoll.plan.spec import Op, ReduceOp
+from asynccoll.plan.tree_texts import Outline
 from asynccoll.plan.trees import TreeSpec, flatten, unflatten
 from asynccoll.tensors import autograd
 from asynccoll.tensors.bucketing import kind_of
@@ -80,13 +81,14 @@ def over_tree(
     *,
     out: object = None,
     alike: bool = False,
+    uneven: bool = False,
 ) -> Started[object]:
     """Start the collective ``name`` for all leaves of the tree ``x``: its tensors, and its values together.
 
     Every leaf passes ``check`` before any is sent, and all leaves share one number in the lane's order. So a
     tree is refused as a whole, here and for the peers. A ``check`` that refuses all values needs no
     ``of_values``. ``alike`` says that ``check`` depends only on the dtype, device and layout of a tensor;
-    then only one tensor of each is checked.
+    then only one tensor of each is checked. ``uneven``: of one leaf ranks may have tensors of any shape.
     """
     leaves, spec = leaves_of(name, x)
     for leaf in _one_of_each(leaves) if alike else leaves:
@@ -94,7 +96,8 @@ def over_tree(
             raise refuse(name, leaf)
         check(leaf)
     outs = None if out is None else tree_out(name, leaves, spec, out)
-    with lane.together(what=(name, spec, *_placed(leaves)), name=name):
+    outline = Outline.of(spec, [_compared(name, leaf, uneven) for leaf in leaves])
+    with lane.together(what=(name, outline, *_placed(leaves)), name=name):
         leaf_results = _start_leaves(leaves, outs, of_tensors, of_values)
 
     def whole(parts: list[Any]) -> Any:
@@ -145,6 +148,11 @@ def _placed(leaves: list[object]) -> tuple[str, ...]:
         return ()
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return (f"tensors are leaves {places}",) if places else ()
+
+
+def _compared(name: str, leaf: object, uneven: bool) -> torch.Tensor | str:
+    """The tensor that ranks must have alike, or what they have in common."""
+    return leaf if isinstance(leaf, torch.Tensor) and not uneven else message_kind(name, leaf)
 
 
 def _one_of_each(leaves: list[Any]) -> list[Any]:

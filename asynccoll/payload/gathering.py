@@ -57,6 +57,7 @@ def all_gather(
             one_by_one(lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout)),
             lambda values: _all_gather_values(lane, values, timeout),
             lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
+            uneven=uneven,
         )
     kind = message_kind("all_gather", x)
     started = all_gather_messages(
@@ -123,6 +124,7 @@ def gather(
             one_by_one(lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout)),
             lambda values: _gather_values(lane, values, dst, index, timeout),
             lambda leaf: _check_gathered(lane, "gather", leaf, dim, uneven),
+            uneven=uneven,
         )
         return whole if here else whole.then(lambda _: None)
     kind = message_kind("gather", x)

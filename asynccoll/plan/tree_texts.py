@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import keyword
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -19,26 +20,70 @@ from asynccoll.host.words import listed
 from asynccoll.plan.spec import dtype_name
 from asynccoll.plan.trees import TreeSpec
 
-__all__ = ["differing", "packed", "shown_part"]
+__all__ = ["Outline", "differing", "packed", "shown_part"]
 
 #: Between what is shown of a text and the nodes of its tree.
 _BETWEEN = "\x1f"
 #: So many differences are shown; and no more is read of what a peer has packed.
 _MOST, _MOST_BYTES = 3, 1 << 20
 #: Larger trees have no room anyway, and would take long to compress.
-_MOST_LEAVES = 2000
-#: Of a leaf that is not in the same native call as the others.
-_OTHER = "of another kind"
-_LISTED = re.compile(r"leaves \[([\d, ]+)\]")
+_MOST_LEAVES = 1000
+#: So many characters are shown of a path, and of what is there.
+_MOST_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tree in the description of a call: ranks compare its structure, errors tell of its leaves, too.
+
+    Descriptions are kept. This one keeps nothing of the tree alive, and serves all parts of the call.
+    """
+
+    spec: TreeSpec
+    #: for each leaf, dtype and shape if it is a tensor, else in a word what it is
+    leaves: tuple[str | tuple[object, ...], ...]
+
+    @classmethod
+    def of(cls, spec: TreeSpec, leaves: Iterable[torch.Tensor | str]) -> Outline:
+        """The outline of a tree of this structure; of a leaf that is no tensor ``leaves`` has a word.
+
+        The same object for the same trees, as far as they are known: comparing two takes long.
+        """
+        return _known(cls(spec.bare, tuple([one if isinstance(one, str) else _kind(one) for one in leaves])))
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.spec, self.leaves))
+
+    @cached_property
+    def packed(self) -> str:
+        """The nodes as the end of a text."""
+        if len(self.leaves) > _MOST_LEAVES:
+            return ""
+        leaves = iter(self.leaves)
+        nodes = "\n".join(
+            f"{path}\t{_said(next(leaves)) if kind == '*' else kind}" for path, kind in _paths(self.spec, "")
+        )
+        return _BETWEEN + base64.b85encode(zlib.compress(nodes.encode(errors="replace"))).decode()
+
+
+@lru_cache(maxsize=64)
+def _known(outline: Outline) -> Outline:
+    return outline
 
 
 def packed(what: object) -> str:
     """The end of the text of the call ``what``: the nodes of its tree; "" if it is of none."""
-    nodes = _nodes_of(what)
-    if not nodes:
-        return ""
-    lines = "\n".join(f"{path}\t{said}" for path, said in nodes.items())
-    return _BETWEEN + base64.b85encode(zlib.compress(lines.encode(errors="replace"), 9)).decode()
+    match what:
+        case ((str(), Outline() as tree, *_), _):
+            return tree.packed
+    return ""
 
 
 def shown_part(text: str) -> str:
@@ -57,7 +102,7 @@ def differing(ranks: Sequence[int], texts: Sequence[str]) -> str:
         return ""
     paths = _topmost(trees)
     found = [
-        f"{path or 'the tree itself'}: {_sides(ranks, [tree.get(path) for tree in trees])}"
+        f"{_short(path) or 'the tree itself'}: {_sides(ranks, [tree.get(path) for tree in trees])}"
         for path in paths[:_MOST]
     ]
     more = "; and elsewhere" * (len(paths) > _MOST)
@@ -66,6 +111,8 @@ def differing(ranks: Sequence[int], texts: Sequence[str]) -> str:
 
 def _unpacked(text: str) -> dict[str, str]:
     data = text.partition(_BETWEEN)[2]
+    if not data:
+        return {}
     try:
         lines = zlib.decompressobj().decompress(base64.b85decode(data), _MOST_BYTES).decode()
     except (ValueError, zlib.error):  # cut, or not written by this version
@@ -91,21 +138,25 @@ def _sides(ranks: Sequence[int], said: Sequence[str | None]) -> str:
     for rank, one in zip(ranks, said, strict=True):
         by_text.setdefault(one, []).append(rank)
     return ", but ".join(
-        f"{'missing' if one is None else one} on {listed(members)}" for one, members in by_text.items()
+        f"{'missing' if one is None else _short(one)} on {listed(members)}"
+        for one, members in by_text.items()
     )
 
 
-def _nodes_of(what: object) -> dict[str, str]:
-    """What is at each path of the tree that the call ``what`` is of: the class of a node, or of a leaf."""
-    match what:
-        case ((str(), TreeSpec() as spec, *placed), (str(), detail, *native)) if spec.leaves <= _MOST_LEAVES:
-            leaves = _tensors(placed, detail, native)
-            counted = iter(range(spec.leaves))
-            return {
-                path: leaves.get(next(counted), _OTHER) if kind == "*" else kind
-                for path, kind in _paths(spec, "")
-            }
-    return {}
+def _short(text: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: half - 3]}...{text[-half:]}"
+
+
+def _kind(x: torch.Tensor) -> tuple[object, ...]:
+    return (x.dtype, x.shape) if x.layout is torch.strided else (x.dtype, x.shape, "sparse")
+
+
+def _said(leaf: str | tuple[object, ...]) -> str:
+    match leaf:
+        case (torch.dtype() as dtype, torch.Size() as shape, *layout):
+            return " ".join((dtype_name(dtype), str(list(shape)), *map(str, layout)))
+    return str(leaf)
 
 
 def _paths(spec: TreeSpec, path: str) -> Iterator[tuple[str, str]]:
@@ -118,27 +169,3 @@ def _paths(spec: TreeSpec, path: str) -> Iterator[tuple[str, str]]:
 
 def _one_line(name: str) -> str:
     return name.replace("\n", " ").replace("\t", " ").replace(_BETWEEN, " ")
-
-
-def _tensors(placed: Sequence[object], detail: object, native: Sequence[object]) -> dict[int, str]:
-    """Dtype and shape of those leaves, by number, that are in this native call of the tree."""
-    match native:
-        case (torch.dtype() as dtype, torch.Size() as shape):
-            found = [(dtype, shape)]
-        case (torch.dtype() as dtype, tuple() as shapes):
-            found = [(dtype, shape) for shape in shapes]
-        case (tuple() as tensors,):
-            found = [(one[0], one[1]) for one in tensors]
-        case _:
-            return {}
-    among = _listed(str(detail)) or range(len(found))  # the tensors of one dtype, among all tensors
-    at = next(filter(None, map(_listed, map(str, placed))), None)  # all tensors, among all leaves
-    leaves = among if at is None else [at[index] for index in among]
-    return {
-        leaf: f"{dtype_name(dtype)} {list(shape)}" for leaf, (dtype, shape) in zip(leaves, found, strict=True)
-    }
-
-
-def _listed(text: str) -> list[int]:
-    found = _LISTED.search(text)
-    return [int(one) for one in found[1].split(",")] if found else []

@@ -47,6 +47,14 @@ class TreeSpec:
     def leaves(self) -> int:
         return 1 if self.kind == "*" else sum(child.leaves for child in self.children)
 
+    @property
+    def bare(self) -> TreeSpec:
+        """The same structure, to be kept: without ``make``, which may hold the tree and its tensors."""
+        if self.make is None:
+            return self
+        children = self.children if self.flat else tuple(child.bare for child in self.children)
+        return TreeSpec(self.kind, None, self.names, children)
+
     def __str__(self) -> str:
         if self.kind in ("*", "None"):
             return self.kind
