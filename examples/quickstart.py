@@ -1,4 +1,4 @@
-"""Start, overlap, await: the six lines that matter.
+"""Start a collective, compute while it is in flight, await it.
 
     asynccoll run -n 2 examples/quickstart.py
 
