@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Sequence
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
-from asynccoll.host.call_number import CHILD
+from asynccoll.host.call_number import CHILD, numbered
 from asynccoll.host.call_site import called_at, caller
 from asynccoll.host.words import listed, shortened
 from asynccoll.order.job import Program, Start, What
@@ -40,8 +40,8 @@ def checked(lane: Lane, what: What, start: Start | None = None, program: Program
 
     For calls that are sent together, the description of all of them is compared as well.
     """
-    what = lane.described(what)
-    text = f"{lane.sequence // CHILD} {shown(what)}".encode()
+    what, place, *_ = lane.upcoming(what)
+    text = f"{place // CHILD} {shown(what)}".encode()
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     line = (called_at.get() or caller()).place
 
@@ -51,7 +51,7 @@ def checked(lane: Lane, what: What, start: Start | None = None, program: Program
         if not torch.equal(digests, digests[:1].expand_as(digests)):  # so every rank asks for the texts
             texts = _rows(lane, _TEXT_BYTES)
             yield communicator.all_gather(texts.view(-1), _row(at_line(what, line, _TEXT_BYTES), _TEXT_BYTES))
-            raise mismatch(lane, lane.group.ranks, list(map(_text, texts)))
+            raise mismatch(lane, lane.group.ranks, list(map(_text, texts)), place=place)
         if program is not None:
             return (yield from program(communicator))
         assert start is not None
@@ -73,12 +73,18 @@ def _text(row: torch.Tensor) -> str:
 
 
 def mismatch(
-    where: object, ranks: Sequence[int], texts: Sequence[str], begins: tuple[int, int] | None = None
+    where: object,
+    ranks: Sequence[int],
+    texts: Sequence[str],
+    begins: tuple[int, int] | None = None,
+    place: int = 0,
 ) -> CollectiveMismatchError:
     """The error for ``ranks`` that called different ``texts``, found before anything was sent.
 
-    ``begins``: place and part of the first of these calls.
+    ``begins``: place and part of the first of these calls; or its ``place`` alone, if that is known.
     """
+    place = begins[0] if begins is not None else place
+    number = f"as call {numbered(place)} " if place else ""
     trees = differing(ranks, texts)
     texts = list(map(shown_part, texts))
     sides = _grouped(ranks, texts)
@@ -86,8 +92,8 @@ def mismatch(
         sides = [(who, _begins(text)) for who, text in sides]
     said = "\n".join(f"  {who}: {text}" for who, text in sides)
     error = CollectiveMismatchError(
-        f"ranks called different things on {where} (nothing was sent; the lane is still usable):\n{said}"
-        f"{trees}{_hint(texts)}"
+        f"ranks called different things {number}on {where} (nothing was sent; the lane is still usable):"
+        f"\n{said}{trees}{_hint(texts)}"
     )
     error.begins = begins
     return error

@@ -142,9 +142,9 @@ class Lane:
         """The number of the current epoch (``cut``), from 0."""
         return self._epochs.number
 
-    def described(self, what: What) -> What:
-        """``what``, with the description of the call whose parts are accepted now (``together``), if any."""
-        return self._places.named(what)
+    def upcoming(self, what: What) -> tuple[What, int, int, bool]:
+        """What the next operation will be if it is ``what``: see ``Places.next``."""
+        return self._places.next(what)
 
     # Accepting operations
 

@@ -575,7 +575,7 @@ class Context:
             own = {rank: accounts[rank] for rank in lane.group.ranks if rank in accounts}
             texts = ended_before(self._awaited(part), own)
             if texts:
-                error = mismatch(lane, list(texts), list(texts.values()))
+                error = mismatch(lane, list(texts), list(texts.values()), place=part.sequence)
                 self.refuse(lane, error, part.sequence, part=part.part)
 
     def tell_of_stall(self, operation: Operation) -> None:

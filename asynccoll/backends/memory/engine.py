@@ -234,7 +234,7 @@ class Engine(Mover):
             return
         slot = exchange.first % SLOTS
         texts = [self.region.text(rank, slot) for rank in range(self.region.size)]
-        error = mismatch(self._where, self._ranks, texts)
+        error = mismatch(self._where, self._ranks, texts, place=exchange.place)
         if shared:
             # First, so that an interrupt before it leaves all to the next look.
             self._bells.later(partial(self._end_halted, exchange, error))
