@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import re
 import weakref
@@ -244,3 +245,26 @@ def test_what_a_peer_has_packed_is_read_as_far_as_it_is_readable() -> None:
         assert len(differing([0, 1], [text, f"shown{whole[:cut]}"])) < 1000
     for garbage in ("\x1f", "\x1f\x1f", "\x1f\ufffd\ufffd", "\x1f" + "~" * 2000, "\x1f" + "0" * 5, "\0"):
         assert differing([0, 1], [text, f"shown{garbage}"]) == ""
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+@pytest.mark.parametrize("check", ["local", "full"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_names_that_are_not_unicode_break_no_call(check: str, transport: str, nodes: int) -> None:
+    """Those of a directory, as Python has it, and of a key."""
+    key = enum.Enum("Odd", {"\udc80": 1})(1)
+    known: dict[str, Any] = {"ac": ac}
+    exec(compile("def call(tree):\n    return ac.all_reduce(tree)\n", "/d\udcfcr/program.py", "exec"), known)
+
+    async def main(rank: int) -> tuple[list[float], str]:
+        found = (await known["call"]({key: x(2)}))[key].tolist()
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            await known["call"]({key: x(2 + rank)})
+        return found, str(caught.value)
+
+    report = simulate(main, world_size=2, check=check, transport=transport, nodes=nodes)
+    report.check()
+    for found, said in report.results.values():
+        assert found == [2.0, 2.0]
+        assert r"/d\udcfcr/program.py:2" in said
+        assert r"differ at [<Odd.\udc80: 1>]: float32 [2] on rank 0, but float32 [3] on rank 1" in said

@@ -41,7 +41,7 @@ def checked(lane: Lane, what: What, start: Start | None = None, program: Program
     For calls that are sent together, the description of all of them is compared as well.
     """
     what, place, *_ = lane.upcoming(what)
-    text = f"{place // CHILD} {shown(what)}".encode()
+    text = f"{place // CHILD} {shown(what)}".encode(errors="backslashreplace")
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     line = (called_at.get() or caller()).place
 

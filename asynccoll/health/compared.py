@@ -83,7 +83,7 @@ class Compared:
 
     def _learn(self, key: Hashable, what: Hashable, spot: Spot) -> int:
         """Write the text of a new kind of call. Returns its number, above 32 bits of the kind's checksum."""
-        checksum = zlib.crc32(shown(what).encode())
+        checksum = zlib.crc32(shown(what).encode(errors="backslashreplace"))
         number = self._recorder.write(_said(what, spot), (what, spot))
         known = self._recorder.texts[key] = number << 32 | checksum
         return known

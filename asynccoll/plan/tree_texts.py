@@ -70,7 +70,7 @@ class Outline:
         nodes = "\n".join(
             f"{path}\t{_said(next(leaves)) if kind == '*' else kind}" for path, kind in _paths(self.spec, "")
         )
-        return _BETWEEN + base64.b85encode(zlib.compress(nodes.encode(errors="replace"))).decode()
+        return _BETWEEN + base64.b85encode(zlib.compress(nodes.encode(errors="backslashreplace"))).decode()
 
 
 @lru_cache(maxsize=64)

@@ -91,7 +91,10 @@ class MemoryCommunicator:
         native, what = key[:2]
         text = shown(what) or shown(native)
         line = at_line(what or native, self._spot and self._spot.place, TEXT_BYTES - 1)
-        found = self._kinds[key] = zlib.crc32(f"{text} {shown(native)}".encode()), line
+        found = self._kinds[key] = (
+            zlib.crc32(f"{text} {shown(native)}".encode(errors="backslashreplace")),
+            line,
+        )
         return found
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
