@@ -16,6 +16,7 @@ import oracle
 import scripts
 import worlds
 from asynccoll.health.checks import mismatch
+from asynccoll.host.call_number import CHILD
 from asynccoll.runtime import state
 from asynccoll.testing import simulate
 from ranks import Rank, raising
@@ -277,23 +278,29 @@ def test_long_texts_that_differ_where_they_are_cut_are_told_apart(
         assert "another call of that line" not in said
 
 
-HINTED: dict[str, tuple[tuple[str, str], str]] = {
+SKIPPED = (
+    "(a rank may have skipped {} before this one, or made one more: do all ranks have as many batches, is a "
+    "call under `if rank == 0`? If calls before this one were alike, their results may be mixed)"
+)
+DIFFERENT_LINES = ("all_reduce sum float32[3] at x.py:5", "all_reduce max float32[3] at x.py:6")
+#: What two ranks call, as which call of the lane (0: it is not known), and what is said of it.
+HINTED: dict[str, tuple[tuple[str, str], int, str]] = {
     "first dimensions": (
         ("all_gather float32[3, 2] at x.py:5", "all_gather float32[4, 2] at x.py:5"),
+        7,
         "(with uneven=True, all_gather takes tensors of different shapes)",
     ),
     "of what has no uneven=": (
         ("all_reduce sum float32[3] at x.py:5", "all_reduce sum float32[4] at x.py:5"),
+        7,
         "",
     ),
-    "more dimensions": (("all_gather float32[3] at x.py:5", "all_gather float32[3, 1] at x.py:5"), ""),
-    "lines": (
-        ("all_reduce sum float32[3] at x.py:5", "all_reduce max float32[3] at x.py:6"),
-        (
-            "(a rank may have skipped a call before this one, or made one more; if calls before it were "
-            "alike, their results may be mixed)"
-        ),
-    ),
+    "more dimensions": (("all_gather float32[3] at x.py:5", "all_gather float32[3, 1] at x.py:5"), 7, ""),
+    "lines": (DIFFERENT_LINES, 0, SKIPPED.format("a call")),
+    "lines, at a call that is known": (DIFFERENT_LINES, 7, SKIPPED.format("one of the 6 calls")),
+    "lines, at the second call": (DIFFERENT_LINES, 2, SKIPPED.format("the call")),
+    "lines, at the first call": (DIFFERENT_LINES, 1, ""),
+    "lines, at the first call of the second child": (DIFFERENT_LINES, CHILD + 1, ""),
 }
 
 
@@ -305,6 +312,6 @@ def test_ranks_that_called_the_same_are_a_line() -> None:
 
 @pytest.mark.parametrize("case", HINTED)
 def test_what_may_be_behind_a_mismatch_is_said(case: str) -> None:
-    texts, hint = HINTED[case]
-    shown = str(mismatch("lane 'default'", (0, 1), texts))
+    texts, place, hint = HINTED[case]
+    shown = str(mismatch("lane 'default'", (0, 1), texts, place=place))
     assert shown.splitlines()[3:] == ([hint] if hint else [])

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Sequence
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
-from asynccoll.host.call_number import CHILD, numbered
+from asynccoll.host.call_number import CHILD, ROUND, numbered
 from asynccoll.host.call_site import called_at, caller
 from asynccoll.host.words import listed, shortened
 from asynccoll.order.job import Program, Start, What
@@ -93,14 +93,14 @@ def mismatch(
     said = "\n".join(f"  {who}: {text}" for who, text in sides)
     error = CollectiveMismatchError(
         f"ranks called different things {number}on {where} (nothing was sent; the lane is still usable):"
-        f"\n{said}{trees}{_hint(texts)}"
+        f"\n{said}{trees}{_hint(texts, place)}"
     )
     error.begins = begins
     return error
 
 
-def _hint(texts: Sequence[str]) -> str:
-    """A hint at the likely cause, as far as the texts show it; else ""."""
+def _hint(texts: Sequence[str], place: int) -> str:
+    """A hint at the likely cause, as far as the texts show it, and the place if known; else ""."""
     said = [text.rpartition(" at ") for text in texts]
     whats = [what or line for what, _, line in said]  # the line is not always known
     lines = {line for what, _, line in said if what}
@@ -112,10 +112,13 @@ def _hint(texts: Sequence[str]) -> str:
             "before, of which a rank has made more than the others; a deadline inside a child does that: "
             "put it around the task group)"
         )
-    if len(lines) > 1:
+    before = place % ROUND - 1
+    if len(lines) > 1 and before:
+        which = "the call" if before == 1 else f"one of the {before} calls" if before > 0 else "a call"
         return (
-            "\n(a rank may have skipped a call before this one, or made one more; if calls before it were "
-            "alike, their results may be mixed)"
+            f"\n(a rank may have skipped {which} before this one, or made one more: do all ranks have "
+            "as many batches, is a call under `if rank == 0`? If calls before this one were alike, their "
+            "results may be mixed)"
         )
     return ""
 
