@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from asynccoll import flight
 from asynccoll.flight import layout
 from asynccoll.flight.layout import lane_id
+from asynccoll.flight.reading import text_at
 from asynccoll.host import shared_memory
 from asynccoll.host.words import lane_name
 
@@ -227,3 +229,14 @@ def test_any_bytes_are_read_without_failing(data):
 def test_what_is_no_recorders_is_not_read():
     assert flight.read(b"") is None
     assert flight.read(bytes(layout.SIZE_BYTES)) is None
+
+
+def test_a_recorder_remembers_a_bounded_number_of_kinds() -> None:
+    """A program whose shapes change in every step would keep the description of each; texts stay readable."""
+    with closing(flight.Recorder(0, 2)) as recorder:
+        for number in range(3000):
+            recorder.texts[number] = recorder.write(f"kind {number}".encode(), object())
+        assert 0 < len(recorder.texts) <= 1024
+        assert all(
+            text_at(recorder.buffer, written) == f"kind {kind}" for kind, written in recorder.texts.items()
+        )

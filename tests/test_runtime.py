@@ -440,7 +440,7 @@ ALONE = """
     try:
         ac.initialize("gloo", timeout=1.5)
     except ac.CollectiveTimeoutError as error:
-        print(time.monotonic() - started < 10, error)
+        print(time.monotonic() - started < 60, error)  # not the usual half an hour
 """
 
 

@@ -4,11 +4,11 @@
     lanes     64 KiB   for each lane: its name, and the latest place in its order, however old
     records   88 KiB   a ring: the operation with ticket t is in record t % 1,024
     headers   2 MiB    for each lane: a ring of two words per call: number and running checksum; its text
-    texts     8 MiB    the texts that records refer to, one for each kind of call, in two halves
+    texts     12 MiB   the texts that records refer to, one for each kind of call, in two halves
 
 Only pages that were written to use memory. A text's number is the offset at which it begins, counted from the
-first text ever written; the halves are filled in turn. A half holds two of the longest texts for each record,
-so that the text that a record refers to lives as long as the record.
+first text ever written; the halves are filled in turn. For each record a half holds the three longest texts
+that an operation may have (compared, recorded, its failure), so that they live as long as the record.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ HEADER_WORDS = 2
 HEADERS_AT = RECORDS_AT + RECORDS * RECORD.size
 
 TEXT_BYTES = 2040
-HALF_BYTES = 4 << 20
+HALF_BYTES = 6 << 20
 TEXTS_AT = HEADERS_AT + LANES * HEADERS * HEADER_WORDS * 8
 SIZE_BYTES = TEXTS_AT + 2 * HALF_BYTES + TEXT_BYTES + LENGTH.size
 

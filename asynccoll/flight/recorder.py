@@ -35,6 +35,8 @@ _SLOT = RECORD.size
 _MASK = RECORDS - 1
 _LANE_WORDS = layout.LANE.size // 8
 _pack = RECORD.pack_into
+#: Of so many kinds of operations it is known which texts they have; shapes may change in every step.
+_MOST_KINDS = RECORDS
 #: How much is recorded of the error that a rank died of; the rest is in its log.
 _WHY_CHARACTERS = 300
 
@@ -214,18 +216,24 @@ class Recorder:
         """Write a text. Returns its number, which is never 0."""
         size = layout.LENGTH.size + len(said)
         with self._lock:
+            if len(self._pinned) >= _MOST_KINDS:
+                self._forget()
             start = max(self._written, 8)
             if (
                 start % layout.HALF_BYTES + size > layout.HALF_BYTES
             ):  # go on in the other half, and overwrite that
                 start += layout.HALF_BYTES - start % layout.HALF_BYTES
-                self.texts.clear()
-                self._pinned.clear()
+                self._forget()
             at = layout.TEXTS_AT + start % (2 * layout.HALF_BYTES)
             layout.LENGTH.pack_into(self._buffer, at, len(said))
             self._buffer[at + layout.LENGTH.size : at + size] = said
             self._written = start + size
         return start
+
+    def _forget(self) -> None:
+        """Forget which texts are written: a kind of operation that comes again gets another number."""
+        self.texts.clear()
+        self._pinned.clear()
 
     # The end
 
