@@ -17,7 +17,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import PCT, Interrupt, Kill, Report
+from asynccoll.testing import PCT, Interrupt, Kill, Report, simulate
 from letters import Letter, begun, check, drawn, started
 from simulated_memory import ENGINE, flat, run
 
@@ -304,3 +304,27 @@ def test_a_killed_source_ends_the_waiting_for_any(monkeypatch: pytest.MonkeyPatc
     gc.collect()
     assert named > 10
     assert unraisable == []
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_a_refused_send_is_told_whatever_the_name_of_the_program(transport: str) -> None:
+    """Python has names of directories that are not Unicode, too; the receiver waited for good."""
+    known: dict[str, Any] = {"ac": ac}
+    exec(compile("def send(x):\n    return ac.send(x, dst=1)\n", "/d\udcfcr/program.py", "exec"), known)
+
+    async def main(rank: int) -> None:
+        out = torch.zeros(2)
+        work = ac.all_reduce(torch.ones(2), out=out)
+        if rank == 0:
+            with pytest.raises(ac.InvalidArgumentError, match="not been waited for yet"):
+                known["send"](out)
+            assert (await work).tolist() == [2, 2]
+        else:
+            assert (await work).tolist() == [2, 2]
+            with pytest.raises(
+                ac.PeerRefusedError, match=r"rank 0 refused its side .*not been waited for yet"
+            ):
+                await ac.recv(torch.zeros(2), src=0)
+        await ac.barrier()
+
+    simulate(main, world_size=2, transport=transport).check()

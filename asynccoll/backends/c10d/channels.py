@@ -60,7 +60,13 @@ class Channels:
         """Tell the receiver, instead of a send, that there is no message, and why."""
 
         def tell(pair: object, index: int) -> None:
-            _post(pair, index, tag, _REFUSED, torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8))
+            _post(
+                pair,
+                index,
+                tag,
+                _REFUSED,
+                torch.frombuffer(bytearray(why.encode(errors="backslashreplace")), dtype=torch.uint8),
+            )
 
         self._start(("send", dst, tag), dst, tell)
 

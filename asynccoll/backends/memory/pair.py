@@ -156,7 +156,7 @@ class Pair(Mover):
 
     def refuse(self, tag: int, why: str) -> Completion:
         """Make the other rank's receive fail with ``why``, instead of sending."""
-        text = bytearray(why.encode()[: self.region.layout.slot_bytes])
+        text = bytearray(why.encode(errors="backslashreplace")[: self.region.layout.slot_bytes])
         return self._send(torch.frombuffer(text, dtype=torch.uint8), _REFUSED, tag)
 
     def _send(self, data: torch.Tensor, code: int, tag: int) -> Completion:

@@ -35,7 +35,7 @@ def header(x: torch.Tensor) -> bytes:
 
 def refusal(why: str) -> bytes:
     """What goes ahead of an empty message, in place of one that was refused."""
-    text = why.encode()[: _ROOM_BYTES - _HEADER.size]
+    text = why.encode(errors="backslashreplace")[: _ROOM_BYTES - _HEADER.size]
     return _HEADER.pack(_REFUSED, 0, len(text)) + text
 
 
