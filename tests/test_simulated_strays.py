@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,48 @@ def test_a_script_that_runs_while_it_is_imported_is_refused(
 def test_what_a_rank_died_of_is_its_first_line_without_the_colon_before_the_next() -> None:
     error = ac.CollectiveMismatchError("ranks called different things:\n  rank 0: barrier")
     assert in_a_line(error) == "asynccoll.errors.CollectiveMismatchError: ranks called different things"
+
+
+def of_two_lines(rank: int) -> None:
+    """Rank 1 leaves out a call."""
+    for step in range(6):
+        if rank != 1 or step != 3:
+            _ = ac.all_reduce(torch.ones(3)).wait()
+        _ = ac.all_reduce(torch.ones(3)).wait()
+    ac.barrier().wait()
+
+
+@pytest.mark.parametrize("check", ["local", "full"])
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_mismatch_says_where_a_call_was_probably_skipped_before(check: str, transport: str) -> None:
+    """Of a loop that calls the same from two lines, the first call whose lines differ; on every rank."""
+
+    def main(rank: int) -> str:
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            of_two_lines(rank)
+        return str(caught.value)
+
+    report = simulate(main, world_size=3, check=check, transport=transport, loop="none")
+    report.check()
+    file = r"\S+test_simulated_strays.py:\d+"
+    likely = rf"\(likely at #7, the first .* lines: {file} on ranks 0, 2, {file} on rank 1\)"
+    for said in report.results.values():
+        assert "as call #12 on" in said
+        assert re.fullmatch(likely, said.splitlines()[-1]), said
+
+
+def test_lines_that_differ_on_purpose_are_not_blamed_for_a_mismatch_of_one_line() -> None:
+    def main(rank: int) -> str:
+        for _ in range(2):
+            if rank == 0:
+                _ = ac.all_reduce(torch.ones(3)).wait()
+            else:
+                _ = ac.all_reduce(torch.ones(3)).wait()
+            ac.barrier().wait()
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            _ = ac.all_reduce(torch.ones(3 + rank)).wait()
+        return str(caught.value)
+
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    assert not [said for said in report.results.values() if "likely" in said or "skipped" in said]

@@ -70,7 +70,8 @@ class Failing:
     def differs(self, found: CollectiveMismatchError, place: int, part: int, spare: Completion) -> None:
         """Refuse the call at that place and part, or the earlier one at which other ranks began to differ."""
         place, part = min(found.begins or (place, part), (place, part))
-        self._lane.world.refuse(self._lane, found, place, spare=spare, part=part)
+        told = self._lane.world.diagnose(self._lane, found)
+        self._lane.world.refuse(self._lane, told, place, spare=spare, part=part)
 
     def _lose_messages(self, error: BaseException) -> None:
         """Lose the lane as a message was not accepted: the peer would take the next one for it."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
 from asynccoll.environment import node_name
-from asynccoll.errors import CollectiveError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, advice, dumps, joined, lane_id, read, strayed
+from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
+from asynccoll.flight import Recorder, advice, dumps, joined, lane_id, partings, read, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
 from asynccoll.health.checks import mismatch
@@ -436,6 +436,8 @@ class Context:
 
     def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
         """Return the same failure with its culprit named: a dead rank, or a refusal that a peer published."""
+        if isinstance(error, CollectiveMismatchError):
+            return self._strayed(lane, error)
         storeless = self.clients is not None and self.clients.is_gone and is_of_store(error.__cause__)
         if storeless and not error.ranks:
             return self._without_store(lane, error)
@@ -451,6 +453,21 @@ class Context:
         if lost is not None or type(error) is CollectiveError:  # its text tells of no peer
             return lost or error
         return self.loss(lane, error, leaving=True) or error
+
+    def _strayed(self, lane: Lane, error: CollectiveMismatchError) -> CollectiveMismatchError:
+        """Return the same mismatch, with the call at which a rank seems to have skipped one before."""
+        group, _ = lane_id(lane.group.key, lane.key)
+        likely = [
+            str(one.strayed)
+            for one in partings(self.liveness.recorded())
+            if (one.group, one.lane) == (group, lane.name) and one.strayed and one.strayed.comes_late
+            if len({call.place for call in one.calls.values() if call is not None}) > 1
+        ]
+        if not likely:
+            return error
+        told = CollectiveMismatchError(f"{error}\n({likely[0]})")
+        told.begins, told.__cause__ = error.begins, error.__cause__
+        return told
 
     def loss(
         self, lane: Lane, error: CollectiveError | None = None, *, leaving: bool = False
