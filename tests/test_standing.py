@@ -200,3 +200,11 @@ def test_the_programs_line_is_told_however_deep_torch_is_below_it(tmp_path: Path
     calls = ["call (deep.py:1)"] * 27
     assert frames[0].startswith("stacks (standing.py:")
     assert [*frames[1:]] == [*calls, "[... 24 frames]", at]
+
+
+def test_of_a_thread_that_has_ended_nothing_is_told() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join(patient(10))
+    assert thread.ident is not None
+    assert stacks(thread.ident) == [Stack("", (), "", False)]

@@ -154,12 +154,12 @@ def _frames_told(lines: list[_Line], own: _Line | None) -> list[str]:
     """
     told = [
         line
-        for line, outer in zip(lines, [*lines[1:], None], strict=True)
+        for line, outer in zip(lines, [*lines[1:], None], strict=False)
         if not (is_ours(line[0].co_filename) and outer is not None and is_ours(outer[0].co_filename))
     ]
     told = [
         line
-        for inner, line, outer in zip([None, *told[:-1]], told, [*told[1:], None], strict=True)
+        for inner, line, outer in zip([None, *told], told, [*told[1:], None], strict=False)
         if not all(one is not None and _is_imported(one) for one in (inner, line, outer))
     ]
     at = told.index(own) if own in told else 0
