@@ -186,7 +186,7 @@ def test_a_deadlock_is_told_with_everybodys_stack() -> None:
     assert "rank 1, MainThread" in report.deadlock
     assert "test_simulated.py" in report.deadlock
     lines = report.deadlock.splitlines()
-    assert lines[0] == "all wait for longer than the simulation lasts (timeout=):"
+    assert lines[0] == "all still wait when the simulation ends (timeout=):"
     assert re.fullmatch(r"rank 0 waits in barrier #1 on lane 'default' at .*test_simulated.py:\d+", lines[1])
     assert "asynccoll-" not in report.deadlock, "threads of the library say nothing"
     with pytest.raises(AssertionError, match="seed 0") as told:

@@ -344,7 +344,7 @@ class Scheduler:
                 self._give_up(
                     "no thread can go on"
                     if not self._timers
-                    else "all wait for longer than the simulation lasts (timeout=)"
+                    else "all still wait when the simulation ends (timeout=)"
                 )
             else:
                 self.current = None
