@@ -338,10 +338,7 @@ async def dies_beside_groups(me: Rank, victim: int) -> tuple[str, tuple[int, ...
     if me.rank < 2:
         await me.get(ac.all_reduce(1, group=two))
     if me.rank == victim:
-        for rank in range(me.size):
-            if rank != victim:
-                me.see(f"{rank} waits")
-        os.kill(os.getpid(), signal.SIGKILL)
+        me.is_killed_once_all_wait()
     work = ac.all_reduce(torch.ones(2), group=two if (me.rank, victim) == (0, 1) else None)
     me.show(f"{me.rank} waits")
     start = time.monotonic()
@@ -373,7 +370,7 @@ def test_a_killed_rank_is_named_where_there_are_groups(victim: int) -> None:
 )
 def test_what_horovod_says_once_its_thread_has_ended_is_no_mystery(said: str) -> None:
     """It has taken its process sets along: that they do not exist is not what went wrong."""
-    from asynccoll.backends.horovod.completion import typed
+    from asynccoll.backends.horovod.failures import typed
 
     assert isinstance(typed(ValueError(said), "making the process set [0, 1]"), ac.PeerLostError)
 

@@ -33,6 +33,7 @@ from asynccoll.backends.api import (
     make_default_group,
     own_device,
 )
+from asynccoll.backends.horovod.failures import typed
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.backends.horovod.training import HorovodTraining
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
@@ -179,9 +180,6 @@ class ProcessSets:
             try:
                 self._sets[ranks] = self._known(ranks) or self._hvd.add_process_set(list(ranks))
             except Exception as error:
-                # Not above: it needs Horovod, which a simulated world does without.
-                from asynccoll.backends.horovod.completion import typed
-
                 self._made[ranks].settle(typed(error, f"making the process set {list(ranks)}"))
             else:
                 self._made[ranks].settle()

@@ -8,13 +8,12 @@ one rank that is stopped, or cut off, would so stop every thread of the others f
 told. Hence calls enter on a thread that first asks for Horovod's lock without the interpreter's.
 
 What Horovod's ``synchronize`` calls spins until the end, so it is called only once ``poll`` has said that
-it is there; it then forgets the handle, or raises. Horovod's errors become ours here.
+it is there; it then forgets the handle, or raises.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -23,15 +22,10 @@ from time import monotonic
 from horovod.torch.mpi_ops import _basics, mpi_lib
 
 from asynccoll.backends.api import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Callback, Polled, progress
-from asynccoll.errors import (
-    AbortedError,
-    CollectiveError,
-    CollectiveMismatchError,
-    PeerLostError,
-    collective_error,
-)
+from asynccoll.backends.horovod.failures import typed
+from asynccoll.errors import AbortedError, CollectiveError
 
-__all__ = ["Common", "HorovodCompletion", "typed"]
+__all__ = ["Common", "HorovodCompletion"]
 
 poll: Callable[[int], bool] = mpi_lib.horovod_torch_poll
 clear: Callable[[int], object] = mpi_lib.horovod_torch_wait_and_clear
@@ -179,29 +173,3 @@ class HorovodCompletion(Polled):
     def writing(self) -> bool:
         # Horovod takes back nothing that was given up.
         return not self.over or isinstance(self._error, AbortedError)
-
-
-_MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
-#: When a rank does not come, Horovod's own thread ends, on all the others, and its process sets with it.
-_SHUT_DOWN = re.compile(
-    r"has been shut down|is shutting down|not been initialized|timed out waiting"
-    r"|process set provided does not exist",
-    re.IGNORECASE,
-)
-
-
-def typed(error: Exception, what: str = "Horovod's operation") -> CollectiveError:
-    """Our error for one that Horovod raised; ``what`` has failed."""
-    text = str(error).strip().split("\n")[0]
-    ours: CollectiveError
-    if _MISMATCH.search(text):
-        ours = CollectiveMismatchError(f"Horovod reports: {text} (check='full' tells which ranks differ)")
-    elif _SHUT_DOWN.search(text):
-        ours = PeerLostError(
-            "Horovod was shut down: a rank has ended, failed, or not answered for "
-            "HOROVOD_GLOO_TIMEOUT_SECONDS (30 where hvd.init() was called before ac.initialize)"
-        )
-    else:
-        return collective_error(error, what)
-    ours.__cause__ = error
-    return ours
