@@ -18,10 +18,7 @@ from ranks import Rank
 async def one_dies(me: Rank, victim: int, lane: str | None) -> tuple[str, tuple[int, ...], float]:
     await me.get(ac.all_reduce(1, lane=lane))
     if me.rank == victim:
-        for rank in range(me.size):
-            if rank != victim:
-                me.see(f"{rank} waits")
-        os.kill(os.getpid(), signal.SIGKILL)
+        me.is_killed_once_all_wait()
     work = ac.all_reduce(torch.ones(1000), lane=lane)
     assert not work.done()
     me.show(f"{me.rank} waits")

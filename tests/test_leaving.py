@@ -71,10 +71,7 @@ def test_who_has_left_is_not_lost_in_what_it_did(size: int) -> None:
 async def dies_instead_of_opening(me: Rank, victim: int) -> float:
     await me.get(ac.all_reduce(1))
     if me.rank == victim:
-        for rank in range(me.size):
-            if rank != victim:
-                me.see(f"{rank} waits")
-        os.kill(os.getpid(), signal.SIGKILL)
+        me.is_killed_once_all_wait()
     work = ac.all_reduce(1, lane="new")
     me.show(f"{me.rank} waits")
     start = time.monotonic()

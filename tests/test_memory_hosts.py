@@ -5,8 +5,6 @@ The hosts of these worlds are what the launcher's variables say; all ranks are o
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -221,9 +219,7 @@ async def one_dies(me: Rank) -> tuple[int, ...]:
     x = torch.ones(70_001)
     oracle.same(await me.get(ac.all_reduce(x)), x * me.size)
     if me.rank == 2:
-        for rank in (0, 1, 3):
-            me.see(f"{rank} waits")
-        os.kill(os.getpid(), signal.SIGKILL)
+        me.is_killed_once_all_wait()
     work = ac.all_reduce(x)
     me.show(f"{me.rank} waits")
     with raising(ac.PeerLostError) as caught:
