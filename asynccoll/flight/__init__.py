@@ -10,7 +10,7 @@ It is always on. A ``Recorder`` writes a record of each operation; ``read`` retu
             print(call.lane, call.sequence, call.operation, call.place, call.state)
 """
 
-from asynccoll.flight.comparing import Parting, Strayed, by_line, partings, strayed
+from asynccoll.flight.comparing import Parting, Strayed, by_line, parting, partings, strayed
 from asynccoll.flight.hanging import LATELY_SECONDS, Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
@@ -51,6 +51,7 @@ __all__ = [
     "latest_side",
     "made",
     "mark_ended",
+    "parting",
     "partings",
     "read",
     "refused_send",

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from asynccoll.flight.layout import is_cut
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
-from asynccoll.host.words import listed
+from asynccoll.host.words import by_text, listed
 
-__all__ = ["Parting", "Strayed", "by_line", "members", "partings", "strayed"]
+__all__ = ["Parting", "Strayed", "by_line", "members", "parting", "partings", "strayed"]
 
 #: The kinds of ``Parting``, in the order in which they are reported.
 _KINDS = ("different", "refused", "absent")
@@ -107,10 +107,7 @@ class Parting:
 
 def by_line(places: Mapping[int, str]) -> str:
     """The lines of ranks in words: ``train.py:8 on ranks 0, 2, train.py:12 on rank 1``."""
-    sides: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        sides.setdefault(place, []).append(rank)
-    return ", ".join(f"{place} on {listed(ranks)}" for place, ranks in sides.items())
+    return ", ".join(f"{place} on {who}" for who, place in by_text(places, places.values()))
 
 
 def partings(flights: Mapping[int, Flight]) -> list[Parting]:
@@ -122,9 +119,7 @@ def partings(flights: Mapping[int, Flight]) -> list[Parting]:
         if call.sequence
     }
     found = [
-        parting
-        for (group, key), lane in lanes.items()
-        if (parting := _parting(members(flights, group), group, key, lane)) is not None
+        one for (group, key), lane in lanes.items() if (one := parting(flights, group, key, lane)) is not None
     ]
     return sorted(found, key=lambda one: _KINDS.index(one.kind))
 
@@ -153,7 +148,9 @@ def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | No
     return None
 
 
-def _parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:
+def parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:
+    """The parting of one lane, of this key and name; None if the ranks do not part there."""
+    flights = members(flights, group)
     made = {rank: _by_place(one, group, key) for rank, one in flights.items()}
     # Of a rank whose calls there have all been overwritten by others, what comes after them is known.
     begins = [

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.host.call_number import CHILD, ROUND, numbered
 from asynccoll.host.call_site import called_at, caller
-from asynccoll.host.words import listed, shortened
+from asynccoll.host.words import by_text, encoded, shortened
 from asynccoll.order.job import Program, Start, What
 from asynccoll.order.lane import Lane
 from asynccoll.plan.texts import at_line, shown
@@ -41,7 +41,7 @@ def checked(lane: Lane, what: What, start: Start | None = None, program: Program
     For calls that are sent together, the description of all of them is compared as well.
     """
     what, place, *_ = lane.upcoming(what)
-    text = f"{place // CHILD} {shown(what)}".encode(errors="backslashreplace")
+    text = encoded(f"{place // CHILD} {shown(what)}")
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     line = (called_at.get() or caller()).place
 
@@ -87,7 +87,7 @@ def mismatch(
     number = f"as call {numbered(place)} " if place else ""
     trees = differing(ranks, texts)
     texts = list(map(shown_part, texts))
-    sides = _grouped(ranks, texts)
+    sides = by_text(ranks, texts)
     if trees:  # it says more than the rest of a long text
         sides = [(who, _begins(text)) for who, text in sides]
     said = "\n".join(f"  {who}: {text}" for who, text in sides)
@@ -132,11 +132,3 @@ def _begins(text: str) -> str:
 def _any_length(what: str) -> str:
     """``what`` with the first dimension of its shapes replaced by n."""
     return re.sub(r"\[\d+", "[n", what)
-
-
-def _grouped(ranks: Iterable[int], texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of ranks and text, one for each different text."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        by_text.setdefault(text, []).append(rank)
-    return [(listed(members), text) for text, members in by_text.items()]

@@ -17,6 +17,7 @@ from asynccoll.flight import Headers, Recorder
 from asynccoll.flight.layout import TEXT_BYTES
 from asynccoll.health.checks import mismatch
 from asynccoll.health.confirming import Announced
+from asynccoll.host.words import encoded
 from asynccoll.plan.texts import at_line, shown
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Compared:
 
     def _learn(self, key: Hashable, what: Hashable, spot: Spot) -> int:
         """Write the text of a new kind of call. Returns its number, above 32 bits of the kind's checksum."""
-        checksum = zlib.crc32(shown(what).encode(errors="backslashreplace"))
+        checksum = zlib.crc32(encoded(shown(what)))
         number = self._recorder.write(_said(what, spot), (what, spot))
         known = self._recorder.texts[key] = number << 32 | checksum
         return known

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["duration", "lane_name", "listed", "plural", "shortened", "size"]
+__all__ = ["by_text", "duration", "encoded", "lane_name", "listed", "plural", "shortened", "size"]
 
 
 def duration(seconds: float) -> str:
@@ -30,6 +30,19 @@ def lane_name(lane: str, group: str) -> str:
 def listed(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 0, 2``."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def by_text(ranks: Iterable[int], texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of ranks in words and text, one for each different text: ``("ranks 0, 2", "train.py:8")``."""
+    found: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        found.setdefault(text, []).append(rank)
+    return [(listed(members), text) for text, members in found.items()]
+
+
+def encoded(text: str) -> bytes:
+    """``text`` in UTF-8; what that lacks, as in names of files that are not Unicode, with backslashes."""
+    return text.encode(errors="backslashreplace")
 
 
 def shortened(text: str, most: int) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "TensorSpec",
     "Topology",
     "Wire",
+    "described",
     "equal_nodes",
     "place_of",
     "premul_factor",
@@ -148,6 +149,11 @@ def _name_in_torch(op: object) -> str:
         return ""
     members = dist.ReduceOp.RedOpType.__members__
     return next((name.lower() for name, member in members.items() if op == member), "")
+
+
+def described(x: torch.Tensor) -> tuple[torch.dtype | torch.Size | str, ...]:
+    """What ranks must have alike of a tensor: its dtype and shape, and whether it is sparse."""
+    return (x.dtype, x.shape) if x.layout is torch.strided else (x.dtype, x.shape, "sparse")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import zlib
 import torch
 
 from asynccoll.errors import CollectiveMismatchError
+from asynccoll.host.words import encoded
 from asynccoll.plan.spec import dtype_name
 from asynccoll.plan.tree_texts import packed
 
@@ -36,8 +37,8 @@ def at_line(what: object, place: object, most: int) -> bytes:
     whole text, so that two that differ further on do not look alike. Behind it are the nodes of the call's
     tree, if there is room for all of them (``tree_texts``).
     """
-    said = shown(what).encode(errors="backslashreplace")
-    line = f" at {place}".encode(errors="backslashreplace") if place else b""
+    said = encoded(shown(what))
+    line = encoded(f" at {place}") if place else b""
     shown_bytes = min(most, _SHOWN_BYTES)
     if len(said) + len(line) > shown_bytes:
         line = f"... (checksum of all: {zlib.crc32(said):08x})".encode() + line

@@ -16,8 +16,8 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from asynccoll.host.words import listed
-from asynccoll.plan.spec import dtype_name
+from asynccoll.host.words import by_text, encoded
+from asynccoll.plan.spec import described, dtype_name
 from asynccoll.plan.trees import TreeSpec
 
 __all__ = ["Outline", "differing", "packed", "shown_part"]
@@ -49,7 +49,9 @@ class Outline:
 
         The same object for the same trees, as far as they are known: comparing two takes long.
         """
-        return _known(cls(spec.bare, tuple([one if isinstance(one, str) else _kind(one) for one in leaves])))
+        return _known(
+            cls(spec.bare, tuple([one if isinstance(one, str) else described(one) for one in leaves]))
+        )
 
     def __str__(self) -> str:
         return str(self.spec)
@@ -70,7 +72,7 @@ class Outline:
         nodes = "\n".join(
             f"{path}\t{_said(next(leaves)) if kind == '*' else kind}" for path, kind in _paths(self.spec, "")
         )
-        return _BETWEEN + base64.b85encode(zlib.compress(nodes.encode(errors="backslashreplace"))).decode()
+        return _BETWEEN + base64.b85encode(zlib.compress(encoded(nodes))).decode()
 
 
 @lru_cache(maxsize=64)
@@ -101,10 +103,11 @@ def differing(ranks: Sequence[int], texts: Sequence[str]) -> str:
     if not all(trees):
         return ""
     paths = _topmost(trees)
-    found = [
-        f"{_short(path) or 'the tree itself'}: {_sides(ranks, [tree.get(path) for tree in trees])}"
-        for path in paths[:_MOST]
-    ]
+    found = []
+    for path in paths[:_MOST]:
+        sides = by_text(ranks, [tree.get(path, "missing") for tree in trees])
+        told = ", but ".join(f"{_short(said)} on {who}" for who, said in sides)
+        found.append(f"{_short(path) or 'the tree itself'}: {told}")
     more = "; and elsewhere" * (len(paths) > _MOST)
     return f"\n(the trees differ at {'; '.join(found)}{more})" if found else ""
 
@@ -133,23 +136,9 @@ def _topmost(trees: Sequence[Mapping[str, str]]) -> list[str]:
     return found
 
 
-def _sides(ranks: Sequence[int], said: Sequence[str | None]) -> str:
-    by_text: dict[str | None, list[int]] = {}
-    for rank, one in zip(ranks, said, strict=True):
-        by_text.setdefault(one, []).append(rank)
-    return ", but ".join(
-        f"{'missing' if one is None else _short(one)} on {listed(members)}"
-        for one, members in by_text.items()
-    )
-
-
 def _short(text: str) -> str:
     half = _MOST_CHARACTERS // 2
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: half - 3]}...{text[-half:]}"
-
-
-def _kind(x: torch.Tensor) -> tuple[object, ...]:
-    return (x.dtype, x.shape) if x.layout is torch.strided else (x.dtype, x.shape, "sparse")
 
 
 def _said(leaf: str | tuple[object, ...]) -> str:

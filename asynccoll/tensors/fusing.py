@@ -18,7 +18,7 @@ import torch
 from asynccoll.health.checks import checked
 from asynccoll.order import costs
 from asynccoll.order.lane import Lane
-from asynccoll.plan.spec import ReduceOp
+from asynccoll.plan.spec import ReduceOp, described
 from asynccoll.tensors.bucketing import BUCKET_BYTES, Bucket, buckets, dense_bytes, fill, pack, repack, unpack
 from asynccoll.tensors.common import Call, deliver, in_thread, kept
 from asynccoll.transport.communicator import Communicator
@@ -161,16 +161,12 @@ def fused(
     parcels = []
     total_bytes = sum(map(dense_bytes, xs))
     program = lambda communicator: _sent(lane, communicator, fuse, xs, outs, parcels, total_bytes)  # noqa: E731
-    what = fuse.name, fuse.detail, tuple((x.dtype, x.shape, *_layout_of(x)) for x in xs)
+    what = fuse.name, fuse.detail, tuple(map(described, xs))
     if lane.compares_calls:
         program = checked(lane, what, program=program)
     sent = lambda: [parcel.started for parcel in parcels if parcel.started is not None]  # noqa: E731
     operation = lane.run(fuse.name, program, total_bytes, timeout, what=what, sent=sent)
     return Started((operation,), lambda: _collected(len(xs), parcels))
-
-
-def _layout_of(x: torch.Tensor) -> tuple[str, ...]:
-    return () if x.layout is torch.strided else ("sparse",)
 
 
 def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:

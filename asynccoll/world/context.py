@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, advice, dumps, joined, lane_id, partings, read, strayed
+from asynccoll.flight import Recorder, advice, dumps, joined, lane_id, parting, read, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
 from asynccoll.health.checks import mismatch
@@ -456,16 +456,12 @@ class Context:
 
     def _strayed(self, lane: Lane, error: CollectiveMismatchError) -> CollectiveMismatchError:
         """Return the same mismatch, with the call at which a rank seems to have skipped one before."""
-        group, _ = lane_id(lane.group.key, lane.key)
-        likely = [
-            str(one.strayed)
-            for one in partings(self.liveness.recorded())
-            if (one.group, one.lane) == (group, lane.name) and one.strayed and one.strayed.comes_late
-            if len({call.place for call in one.calls.values() if call is not None}) > 1
-        ]
-        if not likely:
+        found = parting(self.liveness.recorded(), *lane_id(lane.group.key, lane.key), lane.name)
+        if found is None or found.strayed is None or not found.strayed.comes_late:
             return error
-        told = CollectiveMismatchError(f"{error}\n({likely[0]})")
+        if len({call.place for call in found.calls.values() if call is not None}) < 2:
+            return error  # it is of one line: those that differed before were no sign of it
+        told = CollectiveMismatchError(f"{error}\n({found.strayed})")
         told.begins, told.__cause__ = error.begins, error.__cause__
         return told
 

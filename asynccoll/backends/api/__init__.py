@@ -21,6 +21,7 @@ from asynccoll.health.checks import mismatch
 from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.store import Clients, Exchange, Waiting, values
+from asynccoll.host.words import encoded
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.modes.captured import as_called, uncast
@@ -80,6 +81,7 @@ __all__ = [
     "connect",
     "detect",
     "dtype_name",
+    "encoded",
     "flatten",
     "forks",
     "give_way",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, unlike
+from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, encoded, unlike
 from asynccoll.backends.c10d.completion import NEVER
 from asynccoll.errors import PeerRefusedError
 
@@ -60,13 +60,7 @@ class Channels:
         """Tell the receiver, instead of a send, that there is no message, and why."""
 
         def tell(pair: object, index: int) -> None:
-            _post(
-                pair,
-                index,
-                tag,
-                _REFUSED,
-                torch.frombuffer(bytearray(why.encode(errors="backslashreplace")), dtype=torch.uint8),
-            )
+            _post(pair, index, tag, _REFUSED, torch.frombuffer(bytearray(encoded(why)), dtype=torch.uint8))
 
         self._start(("send", dst, tag), dst, tell)
 

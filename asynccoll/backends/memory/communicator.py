@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, ReduceOp, at_line, shown
+from asynccoll.backends.api import Completion, ReduceOp, at_line, encoded, shown
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call
 from asynccoll.backends.memory.exchanges import (
@@ -91,10 +91,7 @@ class MemoryCommunicator:
         native, what = key[:2]
         text = shown(what) or shown(native)
         line = at_line(what or native, self._spot and self._spot.place, TEXT_BYTES - 1)
-        found = self._kinds[key] = (
-            zlib.crc32(f"{text} {shown(native)}".encode(errors="backslashreplace")),
-            line,
-        )
+        found = self._kinds[key] = zlib.crc32(encoded(f"{text} {shown(native)}")), line
         return found
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:

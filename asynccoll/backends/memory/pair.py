@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from asynccoll.backends.api import DTYPES_BY_NAME, SHORTEST_NAP_SECONDS, Completion, host, unlike
+from asynccoll.backends.api import DTYPES_BY_NAME, SHORTEST_NAP_SECONDS, Completion, encoded, host, unlike
 from asynccoll.backends.memory.flight import InFlight
 from asynccoll.backends.memory.layout import POSTED, READ, SLOTS
 from asynccoll.backends.memory.moving import Bells, Mover
@@ -156,7 +156,7 @@ class Pair(Mover):
 
     def refuse(self, tag: int, why: str) -> Completion:
         """Make the other rank's receive fail with ``why``, instead of sending."""
-        text = bytearray(why.encode(errors="backslashreplace")[: self.region.layout.slot_bytes])
+        text = bytearray(encoded(why)[: self.region.layout.slot_bytes])
         return self._send(torch.frombuffer(text, dtype=torch.uint8), _REFUSED, tag)
 
     def _send(self, data: torch.Tensor, code: int, tag: int) -> Completion:

@@ -11,7 +11,7 @@ import struct
 import torch
 from mpi4py import MPI
 
-from asynccoll.backends.api import DTYPES_BY_NAME, unlike
+from asynccoll.backends.api import DTYPES_BY_NAME, encoded, unlike
 from asynccoll.backends.mpi.completion import Many
 from asynccoll.errors import PeerRefusedError
 
@@ -35,7 +35,7 @@ def header(x: torch.Tensor) -> bytes:
 
 def refusal(why: str) -> bytes:
     """What goes ahead of an empty message, in place of one that was refused."""
-    text = why.encode(errors="backslashreplace")[: _ROOM_BYTES - _HEADER.size]
+    text = encoded(why)[: _ROOM_BYTES - _HEADER.size]
     return _HEADER.pack(_REFUSED, 0, len(text)) + text
 
 
