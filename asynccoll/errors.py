@@ -167,6 +167,8 @@ class CollectiveMismatchError(CollectiveError):
 
     #: Place and part of the first call of its lane about which they differ, where that is known: a lane asks.
     begins: tuple[int, int] | None = None
+    #: The place of the call in which it was found, where that is known; else 0.
+    place: int = 0
 
 
 class PeerRefusedError(CollectiveError):

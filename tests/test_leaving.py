@@ -98,11 +98,12 @@ async def hears_of_a_death_late(me: Rank) -> tuple[int, ...]:
     last = me.size - 1
     pids = await me.get(ac.all_gather(os.getpid()))
     if me.rank == last:
-        me.see("looked at")
+        for rank in range(last):
+            me.see(f"{rank} looks at it")
         os.kill(os.getpid(), signal.SIGKILL)
     watched = {rank: os.pidfd_open(pids[rank]) for rank in (0, last)}
+    me.show(f"{me.rank} looks at it")
     if me.rank == 0:
-        me.show("looked at")
         with raising(ac.PeerLostError, f"rank {last}"):
             await me.get(ac.all_reduce(1))
         ac.finalize(abort=True)

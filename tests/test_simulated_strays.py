@@ -344,6 +344,27 @@ def test_a_mismatch_says_where_a_call_was_probably_skipped_before(check: str, tr
         assert re.fullmatch(likely, said.splitlines()[-1]), said
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_a_mismatch_does_not_speak_of_one_that_was_caught_before(transport: str) -> None:
+    """After a skipped call and its mismatch, another one that has nothing to do with it."""
+
+    def main(rank: int) -> str:
+        with pytest.raises(ac.CollectiveMismatchError, match="likely at #7"):
+            of_two_lines(rank)
+        with pytest.raises(ac.CollectiveMismatchError) as caught:
+            if rank == 0:
+                _ = ac.all_reduce(torch.ones(3)).wait()
+            else:
+                _ = ac.all_reduce(torch.ones(4)).wait()
+        return str(caught.value)
+
+    report = simulate(main, world_size=3, transport=transport, loop="none")
+    report.check()
+    for said in report.results.values():
+        assert "as call #13 on" in said
+        assert "likely at" not in said
+
+
 def test_lines_that_differ_on_purpose_are_not_blamed_for_a_mismatch_of_one_line() -> None:
     def main(rank: int) -> str:
         for _ in range(2):

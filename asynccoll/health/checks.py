@@ -95,7 +95,7 @@ def mismatch(
         f"ranks called different things {number}on {where} (nothing was sent; the lane is still usable):"
         f"\n{said}{trees}{_hint(texts, place)}"
     )
-    error.begins = begins
+    error.begins, error.place = begins, place
     return error
 
 

@@ -459,10 +459,12 @@ class Context:
         found = parting(self.liveness.recorded(), *lane_id(lane.group.key, lane.key), lane.name)
         if found is None or found.strayed is None or not found.strayed.comes_late:
             return error
+        if error.place not in (0, found.agreed + 1):
+            return error  # the program has caught an earlier mismatch, of which this tells
         if len({call.place for call in found.calls.values() if call is not None}) < 2:
             return error  # it is of one line: those that differed before were no sign of it
         told = CollectiveMismatchError(f"{error}\n({found.strayed})")
-        told.begins, told.__cause__ = error.begins, error.__cause__
+        told.begins, told.place, told.__cause__ = error.begins, error.place, error.__cause__
         return told
 
     def loss(
