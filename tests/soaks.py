@@ -33,6 +33,8 @@ _LARGE = (70_001, 400_003)
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int16, torch.bfloat16)
 #: How often a rank looks at what it holds, which takes as long as many calls.
 _SAMPLES, _LEAST_BETWEEN = 60, 1000
+#: And how often it is said how far a long run has come.
+_TOLD_EVERY = 50_000
 _LANES = ("default", "other", "third")
 
 
@@ -99,6 +101,8 @@ async def mixed(rank: int, calls: int, seed: int) -> Found:
             flying, most = [], order.choice((1, 1, 2, 8, 24))
         if turn % every == 0 or turn == calls:
             samples.append(_sample(turn))
+        if turn % _TOLD_EVERY == 0 and rank == 0:
+            print(f"{turn:,} of {calls:,} calls, {len(wrong)} wrong", file=sys.stderr, flush=True)
     for one in flying:
         wrong += await _wrong(*one, own)
     return samples, wrong

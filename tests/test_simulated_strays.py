@@ -325,6 +325,13 @@ def of_two_lines(rank: int) -> None:
     ac.barrier().wait()
 
 
+def of_their_own_shapes(rank: int) -> None:
+    if rank == 0:
+        _ = ac.all_reduce(torch.ones(3)).wait()
+    else:
+        _ = ac.all_reduce(torch.ones(4)).wait()
+
+
 @pytest.mark.parametrize("check", ["local", "full"])
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_a_mismatch_says_where_a_call_was_probably_skipped_before(check: str, transport: str) -> None:
@@ -352,10 +359,7 @@ def test_a_mismatch_does_not_speak_of_one_that_was_caught_before(transport: str)
         with pytest.raises(ac.CollectiveMismatchError, match="likely at #7"):
             of_two_lines(rank)
         with pytest.raises(ac.CollectiveMismatchError) as caught:
-            if rank == 0:
-                _ = ac.all_reduce(torch.ones(3)).wait()
-            else:
-                _ = ac.all_reduce(torch.ones(4)).wait()
+            of_their_own_shapes(rank)
         return str(caught.value)
 
     report = simulate(main, world_size=3, transport=transport, loop="none")

@@ -87,9 +87,8 @@ def mismatch(
     number = f"as call {numbered(place)} " if place else ""
     trees = differing(ranks, texts)
     texts = list(map(shown_part, texts))
-    sides = by_text(ranks, texts)
-    if trees:  # it says more than the rest of a long text
-        sides = [(who, _begins(text)) for who, text in sides]
+    # Where the trees differ says more than the rest of a long text.
+    sides = by_text(ranks, map(_begins, texts) if trees else texts)
     said = "\n".join(f"  {who}: {text}" for who, text in sides)
     error = CollectiveMismatchError(
         f"ranks called different things {number}on {where} (nothing was sent; the lane is still usable):"
