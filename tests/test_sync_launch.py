@@ -54,12 +54,20 @@ def test_spawn(tmp_path, start_method):
     assert not idist.get_rank()
 
 
-def test_spawn_meets_where_it_is_told(tmp_path, monkeypatch):
+def _spawn(function, *args, **options):
+    idist.spawn("gloo", function, args, **options)
+
+
+def _parallel(function, *args, **options):
+    with idist.Parallel("gloo", **options) as parallel:
+        parallel.run(function, *args)
+
+
+@pytest.mark.parametrize("start", [_spawn, _parallel])
+def test_ranks_meet_where_they_are_told(start, tmp_path, monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
-    idist.spawn(
-        "gloo", spawned.tell_sync, (str(tmp_path),), nproc_per_node=2, nnodes=1, timeout=timedelta(seconds=60)
-    )
+    start(spawned.tell_sync, str(tmp_path), nproc_per_node=2, nnodes=1, timeout=timedelta(seconds=60))
     assert [one["port"] for one in spawned.told(tmp_path)] == [str(port)] * 2
 
 

@@ -9,6 +9,7 @@ import torch
 
 import asynccoll as ac
 import needs
+import spawned
 import worlds
 from ranks import raising
 
@@ -148,3 +149,12 @@ def loading(me):
 @pytest.mark.parametrize("case", [training, loading], ids=lambda c: c.__name__)
 def test_helpers_on_replicas(case):
     worlds.world("xla-tpu", 2).run(case, timeout=90.0)
+
+
+def test_ranks_start_also_with_the_arguments_of_torch_xla(tmp_path):
+    """ignite hands them on: how processes start, where ours are threads."""
+    import asynccoll.sync as idist
+
+    with idist.Parallel("xla-tpu", nproc_per_node=2, start_method="fork", daemon=False) as parallel:
+        parallel.run(spawned.tell_sync, str(tmp_path))
+    assert [(one["rank"], one["total"]) for one in spawned.told(tmp_path)] == [(0, 3), (1, 3)]

@@ -89,7 +89,8 @@ class Parallel(ac.Parallel):
         """
         if self._spawned is not None:
             self._logger.info("Spawn function '%s' in %s processes", func, self._spawned["nproc_per_node"])
-            super().run(func, *args, **kwargs)
+            options: dict[str, Any] = {**self._spawned, **self._options}
+            idist.spawn(str(self.backend), func, args, kwargs, init_method=self.init_method, **options)
         else:
             self._logger.info("- Run '%s' in %s processes", func, idist.get_world_size())
             complete(func, idist.get_local_rank(), *args, **kwargs)

@@ -195,11 +195,14 @@ def spawn(
     """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks, each a process of its own.
 
     ``kwargs`` are those of ``ac.spawn``: ``nnodes``, ``node_rank``, ``master_addr``, ``master_port``,
-    ``init_method``, ``start_method``, ``daemon``, ``join``, ``timeout``; ``hosts`` with horovod.
+    ``init_method``, ``start_method``, ``daemon``, ``join``, ``timeout``; ``hosts`` with horovod. On xla-tpu
+    ``start_method`` and ``daemon`` have no effect.
     """
     _check_backend(backend)
     if backend in NATIVE.available_backends:
         kwargs = _world.meeting(kwargs)
+    elif backend in XLA.available_backends:  # torch_xla's: how its processes start; ours are threads
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("start_method", "daemon")}
     _world.in_seconds(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
     return ac.spawn(backend, fn, args, kwargs_dict, nproc_per_node, **given)
