@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch
 
 import asynccoll as ac
 import asynccoll.sync as idist
@@ -69,6 +70,19 @@ def test_ranks_meet_where_they_are_told(start, tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     start(spawned.tell_sync, str(tmp_path), nproc_per_node=2, nnodes=1, timeout=timedelta(seconds=60))
     assert [one["port"] for one in spawned.told(tmp_path)] == [str(port)] * 2
+
+
+@pytest.mark.parametrize("start", [_spawn, _parallel])
+def test_spawned_ranks_begin_on_their_gpu(start, monkeypatch):
+    """Also on gloo, on whose ranks nothing else chooses one; of GPUs torch alone says that they are there."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(ac, "spawn", lambda _, fn, args, *__, **___: [fn(rank, *args) for rank in range(2)])
+    seen = []
+    start(lambda rank, *args: seen.append((rank, args, str(current[-1]))), 7, nproc_per_node=2)
+    assert seen == [(0, (7,), "cuda:0"), (1, (7,), "cuda:1")]
 
 
 def test_two_jobs_beside_each_other_do_not_collide(tmp_path):

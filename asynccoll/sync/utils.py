@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 import torch
 
 import asynccoll as ac
+from asynccoll.backends.api import own_device
 from asynccoll.errors import CollectiveError, InvalidArgumentError
 from asynccoll.sync import layout as _layout
 from asynccoll.sync import world as _world
@@ -201,11 +202,19 @@ def spawn(
     _check_backend(backend)
     if backend in NATIVE.available_backends:
         kwargs = _world.meeting(kwargs)
+        if callable(fn) and torch.cuda.device_count():  # what is no function is refused below
+            fn = update_wrapper(partial(_on_its_gpu, fn), fn)
     elif backend in XLA.available_backends:  # torch_xla's: how its processes start; ours are threads
         kwargs = {name: value for name, value in kwargs.items() if name not in ("start_method", "daemon")}
     _world.in_seconds(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
     return ac.spawn(backend, fn, args, kwargs_dict, nproc_per_node, **given)
+
+
+def _on_its_gpu(fn: Callable[..., object], local_rank: int, *args: object, **kwargs: object) -> object:
+    """What ``fn`` returns, on the GPU of this rank, also on a backend that does not choose one."""
+    own_device(local_rank)
+    return fn(local_rank, *args, **kwargs)
 
 
 def _check_backend(backend: object) -> None:
