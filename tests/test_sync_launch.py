@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import subprocess
@@ -16,6 +17,7 @@ import asynccoll as ac
 import asynccoll.sync as idist
 import spawned
 import worlds
+from asynccoll.sync import logs
 from patience import patient
 from ports import free_port
 
@@ -208,3 +210,19 @@ def _lines(module):
 
 def test_it_prints_as_ignite_does():
     assert _lines("asynccoll.sync") == _lines("ignite.distributed")
+
+
+@pytest.mark.parametrize("level", [None, logging.WARNING], ids=["not set up", "with a level"])
+def test_a_logger_that_was_set_up_stays_as_it_is(level, request):
+    theirs = importlib.import_module("ignite.utils")
+    kept = []
+    for setup_logger, rank in (
+        (theirs.setup_logger, {"distributed_rank": 0}),
+        (logs.setup_logger, {"rank": 0}),
+    ):
+        name = f"{setup_logger.__module__}.{request.node.name}"
+        if level is not None:
+            logging.getLogger(name).setLevel(level)
+        logger = setup_logger(name, **rank)
+        kept.append((logger.level, len(logger.handlers), logger.propagate))
+    assert kept[0] == kept[1]

@@ -27,10 +27,11 @@ class _ToStandardError(_Handler):
 def setup_logger(name: str, rank: int) -> logging.Logger:
     """The logger called ``name``, to standard error unless it was set up; a silent one on other ranks.
 
-    Those have another name: where ranks are threads, loggers are shared.
+    Those have another name: where ranks are threads, loggers are shared. A level or a handler of the user's
+    sets it up.
     """
     logger = logging.getLogger(name if rank == 0 else f"{name}.rank{rank}")
-    if logger.handlers:
+    if logger.handlers or logger.level:
         return logger
     logger.propagate = False
     if rank > 0:
