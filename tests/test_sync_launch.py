@@ -226,3 +226,17 @@ def test_a_logger_that_was_set_up_stays_as_it_is(level, request):
         logger = setup_logger(name, **rank)
         kept.append((logger.level, len(logger.handlers), logger.propagate))
     assert kept[0] == kept[1]
+
+
+def test_it_tells_how_it_spawns_as_ignite_does(caplog, monkeypatch):
+    said = []
+    for module in (importlib.import_module("ignite.distributed"), idist):
+        logger = logging.getLogger(f"{module.Parallel.__module__}.Parallel")
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        monkeypatch.setattr(logger, "propagate", False)
+        caplog.set_level(logging.INFO, logger.name)
+        with module.Parallel("gloo", nproc_per_node=2, init_method="file:///tmp/x", daemon=True):
+            said.append(caplog.messages[:])
+        caplog.clear()
+    assert said[0] == said[1]
+    assert "nnodes: 1" in said[0][-1]

@@ -67,10 +67,15 @@ class Parallel(ac.Parallel):
             self._logger.info("Initialized processing group with backend: '%s'", self.backend)
         elif self._spawned is not None:
             self._logger.info("Initialized distributed launcher with backend: '%s'", self.backend)
-            told = {**self._spawned, **self._options}
-            lines = "\n\t".join(f"{name}: {value}" for name, value in told.items())
+            lines = "\n\t".join(f"{name}: {value}" for name, value in self._starting().items())
             self._logger.info("- Parameters to spawn processes: \n\t%s", lines)
         return self
+
+    def _starting(self) -> dict[str, Any]:
+        """What ``spawn`` is told, and the log: with ignite's defaults."""
+        usual = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0}
+        options = {**usual, **(self._spawned or {}), "init_method": self.init_method, **self._options}
+        return {name: value for name, value in options.items() if value is not None}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -89,8 +94,7 @@ class Parallel(ac.Parallel):
         """
         if self._spawned is not None:
             self._logger.info("Spawn function '%s' in %s processes", func, self._spawned["nproc_per_node"])
-            options: dict[str, Any] = {**self._spawned, **self._options}
-            idist.spawn(str(self.backend), func, args, kwargs, init_method=self.init_method, **options)
+            idist.spawn(str(self.backend), func, args, kwargs, **self._starting())
         else:
             self._logger.info("- Run '%s' in %s processes", func, idist.get_world_size())
             complete(func, idist.get_local_rank(), *args, **kwargs)
