@@ -12,6 +12,7 @@ import torch
 import asynccoll as ac
 from asynccoll import host
 from asynccoll.flight import Headers, Recorder
+from asynccoll.flight.layout import TEXT_BYTES
 from asynccoll.health import confirming
 from asynccoll.health.prediction import Prediction
 from asynccoll.order.queue import Queue
@@ -167,6 +168,31 @@ def test_a_rank_that_dies_is_named_while_a_call_is_held_for_it() -> None:
     report = simulate(main, world_size=2, nodes=2, faults=[Kill(1, at=1.0)], timeout=100)
     assert 0 not in report.errors, report.errors
     assert "rank 1" in report.results[0]
+
+
+def test_calls_of_trees_of_many_leaves_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note has the names and shapes of all leaves, as far as there is room for them in a text."""
+    texts: list[str] = []
+    plain = confirming._plain
+
+    def noted(call: confirming.Announced) -> dict[str, object]:
+        texts.append(call.text())
+        return plain(call)
+
+    monkeypatch.setattr(confirming, "_plain", noted)
+    source = random.Random(1)
+    leaves = [
+        (f"{source.getrandbits(40):x}", torch.ones(source.randint(1, 99), device="cpu")) for _ in range(140)
+    ]
+
+    async def main(rank: int) -> list[float]:
+        trees = [dict(leaves[:count]) for count in range(110, 140, 2)]
+        return [float((await ac.all_reduce(tree))[leaves[0][0]][0]) for tree in trees]
+
+    report = simulate(main, world_size=2, nodes=2, transport="gloo", operation_timeout=5.0)
+    report.check()
+    assert report.results == dict.fromkeys(range(2), [2.0] * 15)
+    assert TEXT_BYTES - 60 < max(map(len, texts)) <= TEXT_BYTES
 
 
 def test_messages_pass_a_call_that_is_held() -> None:

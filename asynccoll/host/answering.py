@@ -1,6 +1,6 @@
 """Short questions and answers between the ranks of a job, which share a secret.
 
-A question is a few bytes, an answer one JSON object, compressed: it may have to share a link with the data
+A question is a line of text, an answer one JSON object, compressed: it may have to share a link with the data
 that the ranks wait for. A client that connects is sent a nonce, and has two seconds to send the question with
 a digest of both under the secret. A client that sends anything else, too much, or nothing, is disconnected,
 and nothing of it is kept. This module must not know what is asked.
@@ -26,7 +26,7 @@ from typing import TypeVar
 from asynccoll import host
 from asynccoll.host import lines
 
-__all__ = ["Answers", "ask"]
+__all__ = ["QUESTION_BYTES", "Answers", "ask"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -39,7 +39,8 @@ _ANYTHING = selectors.EVENT_READ | selectors.EVENT_WRITE
 _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 2
-_QUESTION_BYTES = 2048
+#: A longer question is not answered. The longest is a note of a call: its text, as JSON, takes a few KiB.
+QUESTION_BYTES = 1 << 14
 #: A longer answer counts as none, and so does one that inflates to more.
 _ANSWER_BYTES = 1 << 22
 _STOP_SECONDS = 1.0
@@ -161,7 +162,7 @@ class Answers:
     def _receive(self, asker: _Asker) -> bool:
         if asker.answered:
             return False
-        most = _DIGEST_BYTES + _LENGTH_BYTES + _QUESTION_BYTES
+        most = _DIGEST_BYTES + _LENGTH_BYTES + QUESTION_BYTES
         try:
             came = asker.line.recv(most + 1)
         except BlockingIOError:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from asynccoll import flight
 from asynccoll.health.accounts import NOTE
+from asynccoll.host.answering import QUESTION_BYTES
 from asynccoll.testing.links import Link
 from asynccoll.testing.primitives import FIRST_PID, sleep
 from asynccoll.testing.scheduler import running
@@ -172,7 +173,7 @@ def ask(
         link = network.link(rank, asked.rank)
         sleep(max(0.0, began + link.seconds(len(question), scheduler.chance(rank)) - scheduler.now))
         is_there = asked.rank not in network.dead and not scheduler.stands_still(asked.rank)
-        if asked.answer is not None and is_there:
+        if asked.answer is not None and is_there and len(question.encode()) <= QUESTION_BYTES:
             answers[peer] = asked.answer(question)
     sleep(_PROBE_SECONDS if None not in answers.values() else seconds)
     return answers
