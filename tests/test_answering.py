@@ -16,7 +16,7 @@ import pytest
 
 from asynccoll.health import accounts
 from asynccoll.host import answering, lines
-from asynccoll.host.answering import Answers, ask
+from asynccoll.host.answering import QUESTION_BYTES, Answers, ask
 from patience import patient
 
 SECRET = b"the job's"
@@ -65,6 +65,13 @@ def test_who_knows_the_secret_is_answered(answers: Answers) -> None:
         1: ("account", 300_000),
         2: ("account", 300_000),
     }
+
+
+def test_a_question_may_be_as_long_as_the_longest_note_and_no_longer(answers: Answers) -> None:
+    longest = "q" * QUESTION_BYTES
+    assert said({1: at(answers)}, longest)[1]["asked"] == longest
+    assert ask({1: at(answers)}, longest + "q", patient(2.0)) == {1: None}
+    still_answers(answers)
 
 
 def test_another_secret_is_told_nothing(answers: Answers) -> None:

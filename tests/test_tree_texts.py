@@ -132,7 +132,8 @@ def test_the_leaf_that_differs_is_named(what: str, check: str, size: int, transp
     expected = "; ".join(differ).replace("OTHERS", "rank 1" if size == 2 else "ranks 1, 2")
     for said in report.results.values():
         assert re.findall(r"^\(the trees differ at (.*)\)$", said, re.MULTILINE) == [expected]
-        sides = dict(re.findall(r"^  ranks? ([\d, ]+): (all_reduce .* at .*\.py:\d+)$", said, re.MULTILINE))
+        side = r"^  ranks? ([\d, ]+): (all_reduce .* at .*test_tree_texts\.py:\d+)$"
+        sides = dict(re.findall(side, said, re.MULTILINE))
         assert sorted(", ".join(sides).split(", ")) == [str(rank) for rank in range(size)]
         assert len(set(sides.values())) == len(sides)  # what begins alike is told once
         assert (len(sides) == 1) == (what in ALIKE_AT_FIRST)
