@@ -114,10 +114,14 @@ class Parallel:
         if self._spawned is None:
             complete(func, self._local_rank(), *args, **kwargs)
             return
-        meeting = {} if self.init_method is None else {"init_method": self.init_method}
-        options: dict[str, Any] = {**self._spawned, **meeting, **self._options}
+        options = self._starting()
         _log.info("spawning with %s", options)
         spawn(str(self.backend), func, args, kwargs, **options)
+
+    def _starting(self) -> dict[str, Any]:
+        """What ``spawn`` is told of how the ranks start."""
+        meeting = {} if self.init_method is None else {"init_method": self.init_method}
+        return {**(self._spawned or {}), **meeting, **self._options}
 
     def _local_rank(self) -> int:
         return _launcher().local_rank if self.backend is None else get_local_rank()

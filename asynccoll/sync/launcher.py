@@ -72,9 +72,8 @@ class Parallel(ac.Parallel):
         return self
 
     def _starting(self) -> dict[str, Any]:
-        """What ``spawn`` is told, and the log: with ignite's defaults."""
-        usual = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0}
-        options = {**usual, **(self._spawned or {}), "init_method": self.init_method, **self._options}
+        """What ``spawn`` is told, and the log: with ignite's defaults, in ignite's order."""
+        options = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0, **super()._starting()}
         return {name: value for name, value in options.items() if value is not None}
 
     def __exit__(
