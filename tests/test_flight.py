@@ -15,8 +15,11 @@ from asynccoll import flight
 from asynccoll.flight import layout
 from asynccoll.flight.layout import lane_id
 from asynccoll.flight.reading import text_at
+from asynccoll.health.accounts import Account
+from asynccoll.health.blame import Awaited, blame
 from asynccoll.host import shared_memory
 from asynccoll.host.words import lane_name
+from asynccoll.order.records import Records
 
 
 def note(recorder: flight.Recorder, place: int, *, name: str = "all_reduce", lane: int = -1) -> int:
@@ -85,8 +88,45 @@ def test_the_last_1024_are_kept_and_how_far_each_lane_is(recorder):
     assert found.reached("world", "rare") == 3
     assert found.reached("world", "default") == 2000
     assert found.reached("world", "other") == 0
-    recorder.forget_lane(first)
-    assert read(recorder).reached("world", "rare") == 0
+
+
+def test_how_far_a_lane_came_is_known_once_it_is_closed_and_where_there_is_no_room_for_it(recorder):
+    """Else who has made its calls there, and closed it, is blamed by those that still wait there."""
+    closed = recorder.lane("world", "closed")
+    note(recorder, 3, lane=closed)
+    recorder.forget_lane(closed)
+    others = [recorder.lane("world", f"lane {number}") for number in range(layout.LANES)]
+    assert others[-2:] == [layout.LANES - 1, closed]  # its row was taken only when no other was left
+    text = recorder.learn(
+        "late", ("world", "late", "late", "all_reduce", "float32[4] sum", "train.py:7"), None
+    )
+    recorder.note(text, recorder.lane("world", "late"), 2, 1, -1, 16, 100.0, 100.0)
+    found = read(recorder)
+    assert found.reached("world", "late") == 2
+    assert found.reached("world", "closed") == 0
+    awaited = Awaited("all_reduce", "world", "late", "late", 2)
+    for sequence, ranks in ((2, ()), (3, (1,))):
+        account = Account(1, found, 102.0, "S", near=True, answers=True)
+        assert blame(replace(awaited, sequence=sequence), {1: account}, (), str).ranks == ranks
+
+
+def test_what_is_refused_on_a_closed_lane_is_no_call_on_the_one_that_has_its_row(recorder):
+    closed = Records(recorder, "world", "closed", "closed")
+    for _ in range(2):
+        closed.forget()
+    numbers = [recorder.lane("world", f"lane {number}") for number in range(layout.LANES + 1)]
+    assert numbers == [*range(1, layout.LANES), 0, -1]
+    closed.refused("all_reduce", 7, 1, -1, "AbortedError: it was closed")
+    assert read(recorder).reached("world", "lane 255") == 0
+
+
+def test_a_closed_lane_is_read_until_its_row_is_needed(recorder):
+    lane = recorder.lane("world", "rare")
+    note(recorder, 3, lane=lane)
+    recorder.forget_lane(lane)
+    for place in range(1, layout.RECORDS + 1):
+        note(recorder, place)
+    assert read(recorder).reached("world", "rare") == 3
 
 
 def test_what_is_told_of_a_record_that_is_no_more_changes_nothing(recorder):
@@ -96,6 +136,14 @@ def test_what_is_told_of_a_record_that_is_no_more_changes_nothing(recorder):
     recorder.ended(old, 5.0)
     recorder.failed(old, "late", 5.0)
     assert {call.state for call in read(recorder).calls} == {"in flight"}
+
+
+def test_the_numbers_of_texts_stay_small(recorder):
+    """Other ranks find a text by the low 32 bits of its number, also after months of new shapes."""
+    for number in range(7000):  # 14 MB, in 12 MB
+        text = recorder.write(f"{number} {'x' * 2000}".encode(), None)
+        assert 0 < text < 2 * layout.HALF_BYTES
+        assert text_at(recorder.buffer, text).startswith(f"{number} x")
 
 
 def test_texts_without_end_leave_those_of_the_records_readable(recorder):

@@ -447,6 +447,40 @@ def test_the_calls_of_a_rank_are_gone_through_once_however_often_lanes_are_asked
     assert times(1) == times(50)
 
 
+def test_who_is_missed_in_a_call_is_found_out_once_however_many_ranks_wait_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    reached = Flight.reached
+    monkeypatch.setattr(Flight, "reached", lambda one, *lane: asked.append(one.rank) or reached(one, *lane))
+
+    def times(size: int) -> int:
+        asked.clear()
+        flights = {rank: recorded(rank, call(1, ended=0.0), size=size) for rank in range(size)}
+        flights[1] = recorded(1, size=size)
+        assert hang_of(flights)
+        return len(asked)
+
+    assert times(40) <= 2 * times(20)
+
+
+def test_of_a_thousand_ranks_a_verdict_is_short() -> None:
+    size = 1000
+    flights = {rank: recorded(rank, call(1, ended=0.0), size=size) for rank in range(size)}
+    flights |= {rank: recorded(rank, size=size) for rank in (1, 7)}
+    told = (
+        "ranks 1, 7 have not called all_reduce #1 on lane 'default', in which ranks 0, 2-6, 8-999 have waited"
+    )
+    assert str(hang_of(flights)).startswith(told)
+    ring = crossed(*((rank, "recv", (rank - 1) % size) for rank in range(size)))
+    found = str(hang_of(ring, dict.fromkeys(ring, 60.0)))
+    assert found.startswith("ranks 0-999 each wait for a message from another, and none has sent one: ")
+    assert "and so on in 992 more waits" in found
+    halves = [call(1, lane=lane, ended=0.0) for lane in "ab"]
+    crossing = {rank: recorded(rank, halves[rank % 2], size=size) for rank in range(size)}
+    assert "for ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more, and" in str(hang_of(crossing))
+
+
 def test_without_a_name_several_jobs_are_listed(monkeypatch, capsys) -> None:
     """Whose ranks stand where is shown of one: on a shared machine the others are somebody else's."""
     peer = Peer("", 0, "n1", 1 << 30, "", -1, 0)

@@ -129,7 +129,7 @@ def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
 
     A key that was cut has only the last of them; the first are known by having used the group.
     """
-    ranks, cut = group.split("-"), is_cut(group)
+    ranks, cut = set(group.split("-")), is_cut(group)
     return {
         rank: one
         for rank, one in sorted(flights.items())

@@ -11,8 +11,9 @@ recordings of the ranks, and the result does not depend on which rank asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from asynccoll.flight.comparing import members, partings
 from asynccoll.flight.leftout import advice
@@ -28,6 +29,8 @@ __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 _WITHOUT_DATA = "without data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
+#: Of a circle of more waits than this, only these are shown.
+_MOST_TURNS = 8
 #: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
 _OF_BACKWARD = "/backward"
 
@@ -119,7 +122,9 @@ class Hang:
         first, *others = self.circle
         wait = "ranks wait in a circle" if first.sequence else self._crossed()
         turns = [f"{listed(first.waiting)} {_waits(first.waiting)} {first.what}"]
-        turns += [f"{listed(one.waiting)} {one.what}" for one in others]
+        turns += [f"{listed(one.waiting)} {one.what}" for one in others[: _MOST_TURNS - 1]]
+        if len(self.circle) > _MOST_TURNS:
+            turns.append(f"so on in {len(self.circle) - _MOST_TURNS} more waits")
         return f"{wait}: {', and '.join(turns)}, for {duration(self.seconds)}: {self._advice()}"
 
     def _crossed(self) -> str:
@@ -192,10 +197,10 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
     first = min(free or circle, key=_fewest)
     stands_out = free or len({len(one.missing) for one in circle}) > 1
     at = circle.index(first) if circle else 0
+    turns = _turns([first, *circle[at + 1 :], *circle[:at]], waits)
     return Hang(
         first.missing if stands_out else (), first.operation, first.lane, first.sequence, first.place,
-        _waiting_in(first, waits), first.seconds, first.failed,
-        circle=tuple(_turn(one, waits) for one in circle[at:] + circle[:at]),
+        turns[0].waiting, first.seconds, first.failed, circle=turns if circle else (),
     )  # fmt: skip
 
 
@@ -205,7 +210,8 @@ def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
     A circle of one send and one receive does not count: they differ only in tag or lane.
     """
     waits = [one for one in waits if not one.sequence and not one.started_early]
-    if not waits or not all(any(one.rank in other.missing for one in waits) for other in waits):
+    waiting = {one.rank for one in waits}
+    if not waits or any(waiting.isdisjoint(one.missing) for one in waits):
         return None
     circle = _circle(waits[0], waits)
     first = circle[0]
@@ -213,7 +219,7 @@ def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
         return None
     return Hang(
         (), first.operation, first.lane, 0, first.place, (first.rank,), first.seconds, False,
-        circle=tuple(_turn(one, circle) for one in circle),
+        circle=_turns(circle, circle),
     )  # fmt: skip
 
 
@@ -224,23 +230,31 @@ def _fewest(one: Unfinished) -> tuple[bool, int, float]:
 
 def _circle(start: Unfinished, waits: Sequence[Unfinished]) -> list[Unfinished]:
     """Follow the waits from ``start`` to a rank that was passed before; returns the waits of that circle."""
-    chain = [start]
+    longest: dict[int, Unfinished] = {}  # by rank, the first of those that have lasted longest
+    for one in sorted(waits, key=lambda one: -one.seconds):
+        longest.setdefault(one.rank, one)
+    chain, passed = [start], {start.rank: 0}
     while True:
-        held_up = [one for one in waits if one.rank in chain[-1].missing]
-        latest = max(held_up, key=lambda one: one.seconds)
-        for at, one in enumerate(chain):
-            if one.rank in latest.missing:
-                return [*chain[at:], latest]
+        # Of the ranks that hold up the last one, the wait that has lasted longest.
+        missing = set(chain[-1].missing)
+        latest = next(one for rank, one in longest.items() if rank in missing)
+        if begins := [passed[rank] for rank in latest.missing if rank in passed]:
+            return [*chain[min(begins) :], latest]
+        passed.setdefault(latest.rank, len(chain))
         chain.append(latest)
 
 
-def _waiting_in(call: Unfinished, waits: Iterable[Unfinished]) -> tuple[int, ...]:
-    of = call.operation, call.lane, call.sequence
-    return tuple(sorted({one.rank for one in waits if (one.operation, one.lane, one.sequence) == of}))
-
-
-def _turn(one: Unfinished, waits: Iterable[Unfinished]) -> Turn:
-    return Turn(_waiting_in(one, waits), one.operation, one.lane, one.sequence, one.place, one.missing)
+def _turns(circle: Sequence[Unfinished], waits: Iterable[Unfinished]) -> tuple[Turn, ...]:
+    waiting: dict[tuple[str, str, int], set[int]] = {}
+    for one in waits:
+        waiting.setdefault((one.operation, one.lane, one.sequence), set()).add(one.rank)
+    return tuple(
+        Turn(
+            tuple(sorted(waiting[one.operation, one.lane, one.sequence])), one.operation, one.lane,
+            one.sequence, one.place, one.missing,
+        )
+        for one in circle
+    )  # fmt: skip
 
 
 def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = None) -> Hang | None:
@@ -259,22 +273,12 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
     found = hang([*(one for one, _ in unfinished), *_messages(flights, moments, live=live)])
     if found is None:
         return None
-    refused = {one: why for one, call in unfinished if (why := _refused(one, call, flights))}
+    refused = [(one, why) for one, why in unfinished if why]
     if found.circle and refused:  # ranks that refused a call are the ones that took another path
-        found = hang(refused) or found
+        found = hang(one for one, _ in refused) or found
     at = found.ranks, found.lane, found.sequence
-    told = (why for one, why in refused.items() if (one.missing, one.lane, one.sequence) == at)
+    told = (why for one, why in refused if (one.missing, one.lane, one.sequence) == at)
     return replace(found, refused=next(told, ""))
-
-
-def _refused(one: Unfinished, call: Call, flights: Mapping[int, Flight]) -> str:
-    """How the missing ranks refused the call in which this one waits, if all of them did; else ""."""
-    calls = [_refused_at(call, flights[rank]) for rank in one.missing]
-    return calls[0].refusal(call.operation) if calls and calls[0] is not None and all(calls) else ""
-
-
-def _refused_at(call: Call, flight: Flight) -> Call | None:
-    return flight.refused(call.group, call.lane_key, call.sequence, call.part)
 
 
 def _moments(flights: Mapping[int, Flight]) -> dict[int, float]:
@@ -290,15 +294,21 @@ def _latest(one: Flight) -> float:
 
 def _unfinished(
     flights: Mapping[int, Flight], now: Mapping[int, float], *, live: bool
-) -> Iterator[tuple[Unfinished, Call]]:
+) -> Iterator[tuple[Unfinished, str]]:
+    """The calls in which ranks wait, and how those that have not made them refused them, if all did; else "".
+
+    Many ranks wait in one call, so each call is looked up in all flights only once.
+    """
+    sides = cache(partial(_missing, cache(partial(members, flights))))
     for rank, one in flights.items():
         for call in _waited_for(one, now[rank] if live and one.ending == "running" else None):
             end = call.ended if call.failure else now[rank]
+            missing, why = sides(call.operation, call.group, call.lane_key, call.sequence, call.part)
             told = Unfinished(
                 rank, call.operation, _lane(call), call.sequence, call.place, max(0.0, end - call.called),
-                bool(call.failure), _missing(call, flights),
+                bool(call.failure), missing,
             )  # fmt: skip
-            yield told, call
+            yield told, why
 
 
 def _waited_for(one: Flight, now: float | None) -> list[Call]:
@@ -344,12 +354,23 @@ def _lane(call: Call) -> str:
     return call.lane if call.group == "world" else f"{call.lane} of [{call.group.replace('-', ', ')}]"
 
 
-def _missing(call: Call, flights: Mapping[int, Flight]) -> tuple[int, ...]:
-    """The ranks of the group that have not reached the call on its lane, or have refused it."""
-    lane = call.group, call.lane_key
-    return tuple(
-        rank
-        for rank, one in members(flights, call.group).items()
-        if max(one.reached(*lane), *(made.sequence for made in one.on_lane(*lane)), 0) < call.sequence
-        or _refused_at(call, one) is not None
-    )
+def _missing(
+    members_of: Callable[[str], Mapping[int, Flight]],
+    operation: str,
+    group: str,
+    lane_key: str,
+    sequence: int,
+    part: int,
+) -> tuple[tuple[int, ...], str]:
+    """The ranks of the group that have not reached the call on its lane, or have refused it.
+
+    And how the first of them refused it, if all of them did; else "".
+    """
+    sides = {
+        rank: refused
+        for rank, one in members_of(group).items()
+        if (refused := one.refused(group, lane_key, sequence, part)) is not None
+        or one.reached(group, lane_key) < sequence
+    }
+    first = next(iter(sides.values()), None)
+    return tuple(sides), first.refusal(operation) if first is not None and all(sides.values()) else ""

@@ -6,8 +6,8 @@
     headers   2 MiB    for each lane: a ring of two words per call: number and running checksum; its text
     texts     12 MiB   the texts that records refer to, one for each kind of call, in two halves
 
-Only pages that were written to use memory. A text's number is the offset at which it begins, counted from the
-first text ever written; the halves are filled in turn. For each record a half holds the three longest texts
+Only pages that were written to use memory. A text's number is the offset at which it begins, never 0; the
+halves are filled in turn. For each record a half holds the three longest texts
 that an operation may have (compared, recorded, its failure), so that they live as long as the record.
 """
 

@@ -5,8 +5,9 @@ The functions are pure. A message has no place in the order of its lane; ``part`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import counterpart, message_name
@@ -54,11 +55,16 @@ def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
         for call in one.calls
         if call.is_open and call.peer_rank in flights and counterpart(call.operation)
     ]
+    sides = cache(lambda rank: _open_sides(flights[rank]))
     return [
         one
         for one in found
-        if not is_answered(
-            flights[one.peer], one.call.group, one.call.lane_key, one.call.operation, one.rank, one.call.part
+        if not _is_among(
+            sides(one.peer),
+            (one.call.group, one.call.lane_key),
+            one.call.operation,
+            one.rank,
+            one.call.part,
         )
     ]
 
@@ -104,12 +110,24 @@ def _messages(flight: Flight, group: str, lane_key: str, operation: str, rank: i
 
 def is_answered(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> bool:
     """Whether ``flight`` has a call in flight that is the other side of ``operation`` on ``rank``."""
+    return _is_among(_open_sides(flight), (group, lane_key), operation, rank, tag)
+
+
+_Lane = tuple[str, str]
+_Side = tuple[_Lane, str, int, int]
+
+
+def _open_sides(flight: Flight) -> set[_Side]:
+    """The messages in flight: lane, how the operation begins, the other rank, and tag."""
+    return {
+        ((call.group, call.lane_key), call.operation[:4], call.peer_rank, call.part)
+        for call in flight.calls
+        if not call.sequence and call.is_open
+    }
+
+
+def _is_among(sides: Container[_Side], lane: _Lane, operation: str, rank: int, tag: int) -> bool:
+    """Whether the other side of ``operation`` on ``rank`` is one of ``sides``."""
     role = counterpart(operation)[:4]
-    return any(
-        call.is_open
-        and call.peer_rank in (rank, -1)  # -1: of a group whose name was cut, so it may be
-        and call.part == tag
-        and call.operation.startswith(role)
-        for call in flight.on_lane(group, lane_key)
-        if not call.sequence
-    )
+    # -1: of a group whose name was cut, so it may be
+    return any((lane, role, peer, tag) in sides for peer in (rank, -1))

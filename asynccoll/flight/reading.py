@@ -119,7 +119,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What one rank has recorded: ``calls``, the oldest first, and ``lanes``, its open lanes.
+    """What one rank has recorded: ``calls``, the oldest first, and ``lanes``, open or closed.
+
+    ``lanes`` lacks those for which there was no room (``layout.LANES``), and some that were closed long ago.
 
     ``began`` and ``wall`` are the monotonic and the wall clock at the same moment. ``ending`` is one of
     ``layout.ENDINGS``, ``ended`` the time of that (monotonic; 0.0 if unknown), ``code`` the exit code if
@@ -137,10 +139,15 @@ class Flight:
     lanes: tuple[Progress, ...]
     said: dict[str, Any] = field(default_factory=dict)
     code: int | None = None
-    #: calls by lane, filled on first use: a comparison of ranks asks for the same lanes for each call
+    #: by lane, filled on first use, as a comparison asks for the same lanes for each call: the calls,
+    #: those that were refused, and how far the rank has come
     _on_lanes: dict[tuple[str, str], tuple[Call, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _refused: dict[tuple[str, str], list[Call]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _reached: dict[tuple[str, str], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def was_killed(self) -> bool:
@@ -149,29 +156,41 @@ class Flight:
 
     def has_used(self, group: str) -> bool:
         """Whether it has a lane of this group, or has recorded a call there."""
-        return group in {one.group for one in self.lanes} | {one.group for one in self.calls}
+        self._sort()
+        return any(group == of for of, _ in self._reached)
 
     def reached(self, group: str, lane_key: str) -> int:
-        """The place of its latest call on that lane; 0 if it has made none."""
-        return max(
-            (one.sequence for one in self.lanes if (one.group, one.lane_key) == (group, lane_key)), default=0
-        )
+        """The place of its latest call on that lane, as far as is recorded; 0 if it has made none."""
+        self._sort()
+        return self._reached.get((group, lane_key), 0)
 
     def refused(self, group: str, lane_key: str, sequence: int, part: int = 1) -> Call | None:
         """The call at that place, if the rank refused it from ``part`` or an earlier part on; else None."""
-        for call in self.on_lane(group, lane_key):
-            if call.was_refused and 0 < call.sequence == sequence and call.part <= part:
+        self._sort()
+        for call in self._refused.get((group, lane_key), ()):
+            if 0 < call.sequence == sequence and call.part <= part:
                 return call
         return None
 
     def on_lane(self, group: str, lane_key: str) -> tuple[Call, ...]:
         """The rank's calls on that lane."""
-        if not self._on_lanes:
-            found: dict[tuple[str, str], list[Call]] = {}
-            for one in self.calls:
-                found.setdefault((one.group, one.lane_key), []).append(one)
-            self._on_lanes.update((lane, tuple(calls)) for lane, calls in found.items())
+        self._sort()
         return self._on_lanes.get((group, lane_key), ())
+
+    def _sort(self) -> None:
+        """Sort the calls by lane, once."""
+        if self._reached:
+            return
+        found: dict[tuple[str, str], list[Call]] = {}
+        reached = {(one.group, one.lane_key): one.sequence for one in self.lanes}
+        for one in self.calls:
+            lane = one.group, one.lane_key
+            found.setdefault(lane, []).append(one)
+            reached[lane] = max(one.sequence, reached.get(lane, 0))
+            if one.was_refused:
+                self._refused.setdefault(lane, []).append(one)
+        self._on_lanes.update((lane, tuple(calls)) for lane, calls in found.items())
+        self._reached.update(reached)
 
 
 def read(memory: memoryview | bytes) -> Flight | None:

@@ -8,6 +8,7 @@ kind. This module must not know what a lane or an operation is: the caller passe
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Any
@@ -53,9 +54,9 @@ class Recorder:
         #: The numbers of the texts already written, by the key of their kind of operation.
         self.texts: dict[Hashable, int] = {}
         self._pinned: list[object] = []
-        self._written = 0  # bytes of texts
+        self._written = 0  # where the latest text ends
         self._lanes = 0
-        self._free: list[int] = []
+        self._free: deque[int] = deque()  # the rows of closed lanes, those closed first at the left
         self._lock = host.Lock()
         self._said: dict[str, object] = {}
         self._begin()
@@ -108,14 +109,14 @@ class Recorder:
         """
         said = layout.joined((group, key))
         with self._lock:
-            if self._free:
-                number = self._free.pop()
+            if self._lanes < layout.LANES:
+                number = self._lanes
+                self._lanes += 1
+            elif self._free:
+                number = self._free.popleft()
                 size = layout.HEADERS * layout.HEADER_WORDS * 8
                 first = layout.HEADERS_AT + number * size
                 self._buffer[first : first + size] = bytes(size)
-            elif self._lanes < layout.LANES:
-                number = self._lanes
-                self._lanes += 1
             else:
                 return -1
             layout.LANE.pack_into(
@@ -124,10 +125,9 @@ class Recorder:
             return number
 
     def forget_lane(self, number: int) -> None:
-        """Free the row of a lane that was closed."""
+        """Free the row of a lane that was closed; it can be read until another lane needs it."""
         if number >= 0:
             with self._lock:
-                layout.LANE.pack_into(self._buffer, layout.LANES_AT + number * layout.LANE.size, 0, 0, b"")
                 self._free.append(number)
 
     # Operations
@@ -219,12 +219,11 @@ class Recorder:
             if len(self._pinned) >= _MOST_KINDS:
                 self._forget()
             start = max(self._written, 8)
-            if (
-                start % layout.HALF_BYTES + size > layout.HALF_BYTES
-            ):  # go on in the other half, and overwrite that
-                start += layout.HALF_BYTES - start % layout.HALF_BYTES
+            half = start // layout.HALF_BYTES
+            if start + size >= (half + 1) * layout.HALF_BYTES:  # go on in the other half, and overwrite that
+                start = 8 if half else layout.HALF_BYTES
                 self._forget()
-            at = layout.TEXTS_AT + start % (2 * layout.HALF_BYTES)
+            at = layout.TEXTS_AT + start
             layout.LENGTH.pack_into(self._buffer, at, len(said))
             self._buffer[at + layout.LENGTH.size : at + size] = said
             self._written = start + size

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["by_text", "duration", "encoded", "lane_name", "listed", "plural", "shortened", "size"]
+__all__ = [
+    "by_text",
+    "duration",
+    "encoded",
+    "enumerated",
+    "lane_name",
+    "listed",
+    "plural",
+    "shortened",
+    "size",
+]
+
+#: Of more ranks than this, those in a row are told by the first and the last, and at most so many rows.
+_MOST_NUMBERS = 8
 
 
 def duration(seconds: float) -> str:
@@ -28,8 +41,25 @@ def lane_name(lane: str, group: str) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+    """``rank 1``, ``ranks 0, 2``; of many, ``ranks 0-511, 600``."""
+    return f"rank{'s' * (len(ranks) != 1)} {enumerated(ranks)}"
+
+
+def enumerated(ranks: Sequence[int]) -> str:
+    """``0, 2``; of many, those in a row as ``0-511``, and of many rows the first."""
+    if len(ranks) <= _MOST_NUMBERS:
+        return ", ".join(map(str, ranks))
+    rows: list[list[int]] = []
+    for rank in ranks:
+        if rows and rank == rows[-1][-1] + 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    told = [
+        f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows[:_MOST_NUMBERS]
+    ]
+    left_out = sum(map(len, rows[_MOST_NUMBERS:]))
+    return ", ".join(told) + (f" and {left_out} more" if left_out else "")
 
 
 def by_text(ranks: Iterable[int], texts: Iterable[str]) -> list[tuple[str, str]]:

@@ -78,4 +78,5 @@ class Records:
 
     def forget(self) -> None:
         """Forget the lane, which is closed."""
-        self._recorder.forget_lane(self.number)
+        number, self.number = self.number, -1  # another lane may soon have that row
+        self._recorder.forget_lane(number)
