@@ -40,7 +40,7 @@ SHOW_SELF = """
         "pickled": isinstance(pickle.loads(pickle.dumps(Thing())), Thing),
     }))
 """
-ARGUMENTS = ["a b", "--help", "-n", "3", "", "--", "-m", "$$", "$HOME", "${local_rank}"]
+ARGUMENTS = ["--", "a b", "--help", "-n", "3", "", "--", "-m", "$$", "$HOME", "${local_rank}"]
 
 
 @pytest.mark.parametrize(

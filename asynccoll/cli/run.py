@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from asynccoll.cli.common import USAGE_ERROR, Commands
 from asynccoll.launch.engines import run
@@ -102,8 +103,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the program")
     group.add_argument("--backend", metavar="NAME", help="what `initialize()` uses: gloo, nccl ...")
     group.add_argument("-m", "--module", action="store_true", help="it is a module, as python -m")
-    group.add_argument("program", help="script or module")
-    group.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    group.add_argument(
+        "program", nargs=argparse.PARSER, action=_Program, help="script or module, and its own arguments"
+    )
+
+
+class _Program(argparse.Action):
+    """Takes the program and all after it: between two positionals argparse would drop a ``--``."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        given: argparse.Namespace,
+        words: Any,
+        _option: str | None = None,
+    ) -> None:
+        ours = words[:1] == ["--"] and len(words) > 1  # the end of our options; newer Pythons take it away
+        given.program, *given.arguments = words[1:] if ours else words
 
 
 def _run(given: argparse.Namespace) -> int:
