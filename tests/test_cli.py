@@ -416,7 +416,9 @@ def test_a_second_signal_kills_what_does_not_want_to_end(start, script):
 
 @on_linux
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM], ids=lambda n: n.name
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM, signal.SIGHUP],
+    ids=lambda n: n.name,
 )
 def test_a_stop_signal_while_other_hosts_are_waited_for(tmp_path, start, script, number):
     """torch waits for them in native code, where Python cannot notice signals."""
@@ -426,7 +428,8 @@ def test_a_stop_signal_while_other_hosts_are_waited_for(tmp_path, start, script,
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = ["--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", port]
-    job = start("run", "--nnodes", 2, *where, "program.py", TMPDIR=str(made))
+    hears_all = ("env", "--default-signal", sys.executable)  # these tests may themselves run under nohup
+    job = start("run", "--nnodes", 2, *where, "program.py", python=hears_all, TMPDIR=str(made))
     while True:
         assert job.process.poll() is None, job.wait()
         with contextlib.suppress(ConnectionRefusedError):

@@ -24,8 +24,8 @@ import sys
 from asynccoll.cli.entry import main
 from asynccoll.backends.api import tcpstore
 from asynccoll.launch import processes
-assert processes._INTERRUPT_GRACE_S == {processes._INTERRUPT_GRACE_S}
-processes._INTERRUPT_GRACE_S = 0.2
+assert processes.INTERRUPT_GRACE_S == {processes.INTERRUPT_GRACE_S}
+processes.INTERRUPT_GRACE_S = 0.2
 sys.exit(main(sys.argv[3:]))
 """
 

@@ -216,12 +216,24 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+#: These tests may themselves run under nohup.
+HEARS_ALL = ["env", "--default-signal"]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name
+)
 def test_a_stop_signal_ends_ranks_that_wait_in_mpi(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C at `asynccoll run`: one line, the code a shell expects, and nobody is left."""
+    """Ctrl-C at `asynccoll run`: one line, the code a shell expects, and nobody and nothing is left."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2", write(tmp_path, STUCK)]
+    made = tmp_path / "tmp"
+    made.mkdir()
     with subprocess.Popen(
-        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*HEARS_ALL, *line],
+        env=environment(TMPDIR=str(made)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as job:
         assert job.stdout is not None
         ranks = [int(job.stdout.readline()) for _ in range(2)]
@@ -231,6 +243,50 @@ def test_a_stop_signal_ends_ranks_that_wait_in_mpi(tmp_path: Path, number: signa
     assert "asynccoll run: " in said
     assert "Traceback" not in said
     assert not outlive(ranks), "a rank lives on"
+    assert not list(made.glob("asynccoll-run-*"))
+
+
+#: What ranks do is longer than a process waits at Ctrl-C that is in `subprocess.run`.
+CLEANS_UP = """
+    import signal, sys
+    import asynccoll as ac
+
+    def wait(rank=None):
+        try:
+            sys.stdout.write("ready\\n")
+            sys.stdout.flush()
+            signal.pause()
+        finally:
+            signal.sigtimedwait([signal.SIGUSR1], 0.6)
+            sys.stdout.write("cleaned\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(["-m", "asynccoll", "run", "--backend", "mpi", "-n", "2"], 130), ([], -signal.SIGINT)],
+    ids=["run", "spawn"],
+)
+def test_ranks_clean_up_at_a_ctrl_c_on_a_terminal(tmp_path: Path, how: list[str], code: int) -> None:
+    """A terminal tells all processes of its job; mpiexec must hear it once: at the second it leaves."""
+    program = CLEANS_UP + (
+        "\n    wait()"
+        if how
+        else "\n    if __name__ == '__main__':\n        ac.spawn('mpi', wait, nproc_per_node=2)"
+    )
+    with subprocess.Popen(
+        [*HEARS_ALL, sys.executable, *how, write(tmp_path, program)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        os.killpg(job.pid, signal.SIGINT)
+        output, said = job.communicate(timeout=LIMIT_S)
+    assert (job.returncode, output.count("cleaned")) == (code, 2), (output, said)
 
 
 IN_FLIGHT = """

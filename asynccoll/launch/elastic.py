@@ -33,7 +33,7 @@ from asynccoll.backends.api.tcpstore import await_name, await_server
 from asynccoll.environment.info import LAST_PORT
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.host.cores import usable_cores
-from asynccoll.launch import child, loopback, processes
+from asynccoll.launch import child, loopback, passing, processes
 from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.naming import naming
 from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
@@ -47,6 +47,8 @@ __all__ = ["run"]
 _OURS = ("--no-python", "--kill-on-bad-exit")
 #: torchrun's default for --master-port.
 _PORT = 29500
+#: What torch is to handle, which complains if it is nothing: all that stops a job has handlers of ours.
+_SPARE_SIGNAL = "SIGRTMAX"
 #: torch's default for how long a host waits for the others, --rdzv-conf join_timeout.
 _JOIN_SECONDS = 600
 
@@ -64,10 +66,10 @@ def run(request: RunRequest) -> int:
             _check_meeting(given, request.options)
             _set_environment(given, request.backend, job)
             config, command, arguments = _configure(given)
-            passing = [job, logs] if temporary else [job]
+            directories = [job, logs] if temporary else [job]
             witness = Witness(job).watch()
             try:
-                return _launch(config, command, arguments, witness, passing)
+                return _launch(config, command, arguments, witness, directories)
             finally:
                 witness.ended()
         except AsyncCollError:
@@ -81,13 +83,13 @@ def _launch(
     command: str,
     arguments: list[str],
     witness: Witness,
-    passing: Sequence[Path],
+    directories: Sequence[Path],
 ) -> int:
-    """``passing``: directories that go away with this process."""
+    """``directories``: those that go away with this process."""
     processes.adopt_orphans()
-    processes.on_stop_signals(
+    passing.on_stop_signals(
         _raise_stop,
-        stuck=lambda number: _give_up(number, passing),
+        stuck=lambda number: _give_up(number, directories),
     )
     assert config.logs_specs is not None, "torchrun always has some"
     error_files = _error_files(config.logs_specs)
@@ -155,10 +157,10 @@ def _say_stopped(number: signal.Signals) -> int:
     return 128 + number
 
 
-def _give_up(number: signal.Signals, passing: Sequence[Path]) -> None:
+def _give_up(number: signal.Signals, directories: Sequence[Path]) -> None:
     """End this process from beside its main thread, which waits for other hosts in torch's code."""
     processes.kill_children()
-    for directory in passing:
+    for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(_say_stopped(number))
 
@@ -209,18 +211,12 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
         given.rdzv_id = uuid.uuid4().hex
     if given.master_port is None:
         given.master_port = _PORT
-    given.signals_to_handle = ",".join(_torchs_signals())
+    given.signals_to_handle = _SPARE_SIGNAL
     config, command, arguments = torchrun.config_from_args(given)
     assert isinstance(command, str), "--run-path is not offered"
     arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
     # torch elastic takes them for templates; here arguments are the program's own.
     return config, command, [text.replace("$", "$$") for text in arguments]
-
-
-def _torchs_signals() -> list[str]:
-    """The signals that torch is to handle: not those with handlers of ours, nor what nohup had us ignore."""
-    names = ("SIGHUP", "SIGQUIT")
-    return [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
 
 
 def _check_numbers(given: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from pathlib import Path
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import Flight
 from asynccoll.host.cores import usable_cores
-from asynccoll.launch import child, horovodrun, mpiexec, processes
+from asynccoll.launch import child, horovodrun, mpiexec, passing, processes
 from asynccoll.launch.counting import number_of_ranks
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
@@ -77,11 +76,15 @@ def _run(request: RunRequest, engine: _Engine) -> int:
     with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as errors:
         environ = launcher.environment(_environment(request.backend or engine.backend, ranks, errors))
         line = launcher.command(ranks, _program(request))
-        guarded = [sys.executable, child.__file__, "program", *line]
         stopped: list[signal.Signals] = []
         witness = Witness(Path(errors)).watch()
-        with subprocess.Popen(guarded, env=environ) as running:
-            processes.on_stop_signals(lambda number: _stop(running, number, stopped))
+        with passing.launched(line, environ) as running:
+
+            def stop(number: signal.Signals) -> None:
+                stopped.append(number)
+                passing.pass_on(number, running)
+
+            passing.on_stop_signals(stop)
             code = running.wait()
         first = witness.ended()
         processes.kill_children()
@@ -106,7 +109,6 @@ def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
         "ASYNCCOLL_BACKEND": backend,
         child.ERROR_DIRECTORY: errors,
         **naming(errors),
-        **child.launching(),
     }
 
 
@@ -115,11 +117,6 @@ def _program(request: RunRequest) -> list[str]:
         return [request.program, *request.arguments]
     kind = "module" if request.module else "script"
     return [sys.executable, child.__file__, kind, request.program, *request.arguments]
-
-
-def _stop(running: subprocess.Popen[bytes], number: signal.Signals, stopped: list[signal.Signals]) -> None:
-    stopped.append(number)
-    running.send_signal(number)
 
 
 def _ended(

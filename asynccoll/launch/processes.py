@@ -11,17 +11,15 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 
-__all__ = ["adopt_orphans", "children", "end", "kill_children", "on_stop_signals", "signal_children"]
+__all__ = ["INTERRUPT_GRACE_S", "adopt_orphans", "children", "end", "kill_children", "signal_children"]
 
 #: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
-_INTERRUPT_GRACE_S = 3.0
+INTERRUPT_GRACE_S = 3.0
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
@@ -84,52 +82,6 @@ def end(started: Sequence[BaseProcess]) -> None:
 
 
 def _join(started: Sequence[BaseProcess]) -> None:
-    deadline = time.monotonic() + _INTERRUPT_GRACE_S
+    deadline = time.monotonic() + INTERRUPT_GRACE_S
     for process in started:
         process.join(max(0.0, deadline - time.monotonic()))
-
-
-def on_stop_signals(
-    first: Callable[[signal.Signals], None],
-    *,
-    stuck: Callable[[signal.Signals], None] | None = None,
-) -> None:
-    """Call ``first`` for the first Ctrl-C or SIGTERM; kill all children at the second.
-
-    A rank that waits in native code does not notice SIGINT, so three seconds after it what is left gets
-    SIGTERM. (SIGTERM is never sent twice: a handler that saves a checkpoint would be entered again.) And
-    if it is this process that waits in native code, so that ``first`` cannot be called by then, ``stuck``
-    is called on another thread.
-    """
-    noticed = threading.Event()
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if noticed.is_set():
-            signal_children(signal.SIGKILL)
-            return
-        noticed.set()
-        if number == signal.SIGINT:
-            escalation = threading.Timer(_INTERRUPT_GRACE_S, signal_children, [signal.SIGTERM])
-            escalation.daemon = True
-            escalation.start()
-        first(signal.Signals(number))
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    if stuck is not None:
-        _watch_for_signals(noticed, stuck)
-
-
-def _watch_for_signals(noticed: threading.Event, stuck: Callable[[signal.Signals], None]) -> None:
-    """Have ``stuck`` called if a stop signal has come and is not ``noticed`` in time."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while True:
-            (number,) = os.read(reader, 1)
-            if number in (signal.SIGINT, signal.SIGTERM) and not noticed.wait(_INTERRUPT_GRACE_S):
-                stuck(signal.Signals(number))
-
-    threading.Thread(target=watch, name="asynccoll-signals", daemon=True).start()

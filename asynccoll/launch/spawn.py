@@ -32,7 +32,7 @@ from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.exits import in_main_thread
 from asynccoll.host.misfits import fitting
-from asynccoll.launch import child, mpiexec, planned_rank, xla_rank
+from asynccoll.launch import child, mpiexec, passing, planned_rank, xla_rank
 from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.job import Job, failed, portable
 from asynccoll.launch.naming import naming
@@ -312,14 +312,11 @@ def _run_by_plan(
 ) -> None:
     """Run a program that finds the job in the file it is told, and raise what a rank failed with."""
     with _planned(task) as (told, plan):
-        ended = subprocess.run(
-            [sys.executable, child.__file__, "program", *line(plan)],
-            env={**environ, **naming(told.directory), **child.launching()},
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        if ended.returncode:
-            text = f"{who} ended with code {ended.returncode}; what it said is above"
+        variables = {**environ, **naming(told.directory)}
+        with passing.launched(line(plan), variables, subprocess.DEVNULL) as running:
+            code = running.wait()
+        if code:
+            text = f"{who} ended with code {code}; what it said is above"
             raise failed(told, range(ranks), {}, text)
 
 
