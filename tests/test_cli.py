@@ -316,6 +316,24 @@ def test_a_restart_shows_the_failure_it_got_over(start, script):
 
 
 @on_linux
+def test_a_restart_finds_nothing_of_the_attempt_before(start, script):
+    script("""
+        import os, pathlib, subprocess
+        pid = pathlib.Path("pid")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            pid.write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+            os.kill(os.getpid(), 9)
+        print(os.path.exists(f"/proc/{pid.read_text()}"))
+    """)
+    # Such a child is of no attempt.
+    shell = ("sh", "-c", 'sleep 1000 > /dev/null 2>&1 & echo $!; exec "$@"', "sh", sys.executable)
+    code, output, _ = start("run", "-n", 1, "--max-restarts", 1, "program.py", python=shell).wait()
+    other, told = output.split()
+    assert (code, told) == (0, "False")
+    os.kill(int(other), signal.SIGKILL)
+
+
+@on_linux
 def test_a_failing_rank_takes_what_it_started_with_it(start, script):
     script("""
         import os, subprocess

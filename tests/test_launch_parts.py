@@ -28,8 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
 from asynccoll.host import handing
-from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, planned_rank, spawn
-from asynccoll.launch.job import Job
+from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, passing, planned_rank, spawn
 from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
@@ -337,18 +336,13 @@ def test_what_waits_for_other_ranks_ends_when_the_job_is_stopped(tmp_path: Path)
 def test_each_launcher_says_which_process_it_is(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what it starts: torch elastic's ranks, mpiexec, and the process of a job by plan."""
-    said = [libraries._environment("mpi", 1, "errors")]
+    """To what it starts: torch elastic's ranks, and another launcher."""
     elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
-    said.append(environ)
-
-    def run(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
-        said.append(env)
-        return subprocess.CompletedProcess([], 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    spawn._run_by_plan(Job("mpi", print), 1, lambda plan: [plan], {}, "mpiexec")
-    assert [one["ASYNCCOLL_LAUNCHER"] for one in said] == [f"{os.getpid()} {child._numbering()}"] * 3
+    said = [environ]
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: said.append(env))
+    with passing.launched(["mpiexec"], {}):
+        pass
+    assert [one["ASYNCCOLL_LAUNCHER"] for one in said] == [f"{os.getpid()} {child._numbering()}"] * 2
 
 
 @pytest.mark.parametrize("alive", [False, True])

@@ -92,14 +92,14 @@ def _launch(
         stuck=lambda number: _give_up(number, directories),
     )
     assert config.logs_specs is not None, "torchrun always has some"
-    error_files = _error_files(config.logs_specs)
+    error_files = _at_each_attempt(config.logs_specs)
     try:
         _await_first_host(config)
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
+        processes.kill_children()  # who is told may start the next job
         failures = [_failure(rank, one, error_files[one.local_rank]) for rank, one in error.failures.items()]
         print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)
-        processes.kill_children()
         return exit_code(first_failure(failures))
     except SignalException as stop:
         processes.kill_children()
@@ -316,15 +316,17 @@ def _passing_directory(prefix: str) -> Iterator[Path]:
         yield Path(made)
 
 
-def _error_files(logs: LogsSpecs) -> dict[int, str]:
-    """The error file of each rank of this host's last attempt, by local rank, as torch elastic decides it.
+def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
+    """Kill what ranks of the attempt before have left running; the error files of the last attempt's ranks.
 
-    A failure tells of one that was written only, and the directory for logs may have those of other runs.
+    By local rank, as torch elastic decides it, before it starts them: a failure tells of one that was written
+    only, and the directory for logs may have those of other runs.
     """
     files: dict[int, str] = {}
     decide = logs.reify
 
     def reify(envs: dict[int, dict[str, str]]) -> LogsDest:
+        processes.kill_children()
         decided = decide(envs)
         files.update(decided.error_files)
         return decided

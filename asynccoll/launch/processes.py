@@ -27,15 +27,20 @@ _KILL_DEADLINE_S = 5.0
 _REAP_INTERVAL_S = 0.01
 
 
+#: Children that this process had before: a shell has started them that became this process.
+_OTHERS: set[int] = set()
+
+
 def adopt_orphans() -> None:
-    """Become the parent of every process whose parents die below us."""
+    """Become the parent of every process whose parents die below us, before any is started."""
+    _OTHERS.update(children())
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """The direct children of this process, those that ended and were not reaped included."""
+    """The direct children of this process but those others, with those that ended and were not reaped."""
     own = str(os.getpid())
     found = []
     for entry in _PROC.glob("[0-9]*/stat"):
@@ -44,7 +49,7 @@ def children() -> list[int]:
             after_name = entry.read_text(errors="replace").rpartition(")")[2].split()
             if after_name[1] == own:
                 found.append(int(entry.parent.name))
-    return found
+    return [pid for pid in found if pid not in _OTHERS]
 
 
 def signal_children(number: signal.Signals) -> None:
