@@ -80,8 +80,9 @@ def another(optimizer: Any) -> bool:
 
 
 def news(optimizer: Any) -> bool:
-    """Forget the gradients, of which this rank's have been sent."""
-    optimizer.zero_grad()
+    """Forget the gradients, of which this rank's have been sent: refused."""
+    with pytest.raises(ac.InvalidArgumentError, match=r"zero_grad\(\) before step\(\) was complete"):
+        optimizer.zero_grad()
     return False
 
 

@@ -317,6 +317,103 @@ def test_steps_that_are_cut_short(kind: str, size: int) -> None:
     as_alone(rank_does, size, flat(one_process(size, range(4))[0]))
 
 
+@SIZES
+@pytest.mark.parametrize("has", ["nothing", "accumulated"])
+def test_an_await_without_a_backward_that_is_cut_short(has: str, size: int) -> None:
+    """A step, or a backward, would use or add to gradients that are being sent."""
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = sgd(model)
+        with ac.overlap_gradients(model, **SMALL) as gradients:
+            for step in range(2):
+                optimizer.zero_grad()
+                if rank or has == "accumulated":
+                    with gradients.no_sync() if not rank else contextlib.nullcontext():
+                        loss(model, rank, step).backward()
+                if not rank:
+                    with anyio.move_on_after(0):
+                        await gradients
+                    early = loss(model, rank, 7).backward if step else optimizer.step
+                    with raising(ac.InvalidArgumentError, "await gradients", "(again, if that wait was cut"):
+                        early()
+                await gradients
+                if not step:
+                    optimizer.step()
+        return flat(model)
+
+    model = model_of()
+    for rank in range(has == "nothing", size):
+        (loss(model, rank, 0) / size).backward()
+    sgd(model).step()
+    as_alone(rank_does, size, flat(model))
+
+
+@SIZES
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_nothing_changes_gradients_before_a_step_that_was_cut_short(kind: str, size: int) -> None:
+    """It was left out, or made with other gradients than on the ranks that were not cut short."""
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        optimizer = helped(kind, model)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            await optimizer.reduced()
+            for gives_up in (rank == step % size, False):
+                with anyio.move_on_after(0 if gives_up else 100) as limit:
+                    await optimizer.step()  # where the ranks ask each other
+                if not limit.cancelled_caught:
+                    break
+                for early in (optimizer.zero_grad, loss(model, rank, 7).backward, optimizer.wrapped.step):
+                    with raising(ac.InvalidArgumentError, "Await step() again first"):
+                        early()
+        await finished(optimizer)
+        return flat(model)
+
+    as_alone(rank_does, size, flat(one_process(size)[0]))
+
+
+def test_the_wrapped_optimizer_steps_only_with_what_was_reduced() -> None:
+    """It took the last step's gradients, or those that were being received."""
+
+    async def rank_does(rank: int) -> Tensor:
+        model, optimizer = sharded(rank)
+        for step in range(3):
+            optimizer.zero_grad()
+            for gives_up in (False, True):
+                if gives_up:
+                    loss(model, rank, step).backward()
+                    with anyio.move_on_after(0):
+                        await optimizer.reduced()
+                with raising(ac.InvalidArgumentError, "before clipping `await optimizer.reduced()`"):
+                    optimizer.wrapped.step()
+            await optimizer.reduced()
+            optimizer.wrapped.step()
+            optimizer.gather()
+        await optimizer.aclose()
+        return flat(model)
+
+    as_alone(rank_does, 2, flat(one_process(2)[0]))
+
+
+def test_parts_of_layers_do_not_step_before_they_are_clipped() -> None:
+    async def rank_does(rank: int) -> None:
+        layers = ac.overlap.shard_layers(blocks())
+        optimizer = sgd(layers)
+        through(layers, rank, 0).backward()
+        with anyio.move_on_after(0):
+            await layers.clip_grad_norm_(0.05)
+        with raising(ac.InvalidArgumentError, "step of the optimizer", "Await clip_grad_norm_() again"):
+            optimizer.step()
+        sgd(nn.Linear(1, 1)).step()  # has nothing to do with it
+        await layers.clip_grad_norm_(0.05)
+        optimizer.step()
+
+    run(rank_does, 2)
+
+
 def test_two_tasks_in_one_optimizer_are_told() -> None:
     """Their collectives would mix in another order on every rank."""
 

@@ -284,7 +284,8 @@ class AsyncOptimizer(Wrapping):
         scaler.unscale_(self.wrapped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros."""
+        """Forget the gradients, or make them zeros. Refused after a step whose wait was cut short."""
+        self._methods.check_finished("zero_grad()")
         self.gradients.news += 1
         self.wrapped.zero_grad(set_to_none)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError
 from asynccoll.overlap.buckets import Gradients
 from asynccoll.overlap.gradients import GradientReducer, living
 from asynccoll.overlap.unawaited import BY_BACKWARD
@@ -65,14 +65,18 @@ class BackwardReducer(GradientReducer):
             self._expect_end()
         super()._arrived(bucket, index)
 
+    def _refused(self, bucket: Gradients, index: int) -> str:
+        another = self._task != torch._C._current_graph_task_id()
+        if another and self._syncing and self._sending:
+            return _BROKEN_BACKWARD
+        return super()._refused(bucket, index)
+
     def _expect_end(self) -> None:
-        """Have the running backward wait at its end (``_end``). Refuse it if an earlier one did not end."""
+        """Have the running backward wait at its end (``_end``)."""
         task = torch._C._current_graph_task_id()
         with self._lock:
-            if task == self._task:
+            if task == self._task or self._sending:
                 return
-            if self._sending:
-                raise InvalidArgumentError(_BROKEN_BACKWARD)
             self._task = task
         at_end = partial(_end, weakref.ref(self), task)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)

@@ -112,8 +112,8 @@ class GradientReducer(Companion):
       ones, raise ``CollectiveMismatchError``, which names the first that differs.
     - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
       ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
-      ``InvalidArgumentError``, as does an optimizer's step. The await raises the errors of a collective;
-      after a cancelled or timed-out await the next one continues the same step.
+      ``InvalidArgumentError``, and adds nothing, as does an optimizer's step. The await raises the errors of
+      a collective; after a cancelled or timed-out await the next one continues the same step.
     - ``with`` (or ``async with``) closes it at the end; ``close()`` removes its hooks from backward.
 
     Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
@@ -182,7 +182,7 @@ class GradientReducer(Companion):
         #: counts changes of gradients, by backward or by ``zero_grad`` of our optimizers
         #: (``steps.Resumable``)
         self.news: int = 0
-        self._sending = False  # whether backward has put a gradient into its bucket since the last reduction
+        self._sending = False  # whether a gradient was put into its bucket since the last reduction, or sent
         self._accumulated = False  # whether backward has run under no_sync since then
         self._has_stepped = False  # whether an optimizer has stepped since then
         self._reductions = 0  # so far; optimizer steps before the first one are not compared between ranks
@@ -222,12 +222,11 @@ class GradientReducer(Companion):
             bucket.summed_over, bucket.named = self._summed_over, self._named
             self._buckets.append(bucket)
             for index, parameter in enumerate(bucket.parameters):
-                self._hooks.append(after_accumulation(parameter, _hook(weakref.ref(self), bucket, index)))
-                self._hooks += self._before(parameter, bucket, index)
-
-    def _before(self, parameter: torch.Tensor, bucket: Gradients, index: int) -> Sequence[object]:
-        """Hooks that run before backward adds to a gradient."""
-        return before_accumulation(parameter, partial(bucket.divide, index)) if bucket.summed_over > 1 else ()
+                coming, arrived = (
+                    _hook(weakref.ref(self), x, bucket, index) for x in ("_coming", "_arrived")
+                )
+                self._hooks += before_accumulation(parameter, coming)
+                self._hooks.append(after_accumulation(parameter, arrived))
 
     def _add_new_parameters(self) -> None:
         """Make buckets for parameters added or unfrozen since: they take part from this step on."""
@@ -384,9 +383,14 @@ class GradientReducer(Companion):
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the optimizer, or a scaler for it, is about to use gradients that are being reduced."""
+        told = f"{self!r}: {self._calls.stepped_too_early}" if self._sending else ""
+        told = told or self.forgotten.unfinished("a step of the wrapped optimizer")
+        if told and self._has_parameters_of(optimizer):
+            raise InvalidArgumentError(told)
+
+    def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
         mine = self._identity[2]
-        if self._sending and any(id(x) in mine for given in optimizer.param_groups for x in given["params"]):
-            raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
+        return any(id(x) in mine for given in optimizer.param_groups for x in given["params"])
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` steps, if it has our parameters: the last of each group is looked up."""
@@ -400,21 +404,24 @@ class GradientReducer(Companion):
 
     # During backward
 
+    def _coming(self, bucket: Gradients, index: int) -> None:
+        """Look at a gradient before backward adds to it. Called on a thread of backward."""
+        if reason := self._refused(bucket, index):
+            raise InvalidArgumentError(reason)
+        bucket.divide(index)
+
     def _arrived(self, bucket: Gradients, index: int) -> None:
         """Take a gradient that backward has accumulated, and send the buckets that are complete.
 
         Called on a thread of backward.
         """
         with self._lock:
-            self.news += 1
             if self._forwards is not None:
                 self._forwards.answered()
-            # A second backward, whose gradients were added to those being sent.
-            again = bucket.has[index] or len(self._works) == len(self._buckets)
-            if self._sending and (again or not self._syncing):
+            if reason := self._refused(bucket, index):  # where ``.to(dtype)`` has dropped the hook before
                 bucket.reported(index)
-                reason = self.forgotten.last() or f"{self!r}: {self._calls.second_backward}"
                 raise InvalidArgumentError(reason)
+            self.news += 1
             if not self._syncing:
                 bucket.check(index)
                 self._accumulated = True
@@ -426,6 +433,14 @@ class GradientReducer(Companion):
                     break
                 self._send(self._buckets[len(self._works)])
 
+    def _refused(self, bucket: Gradients, index: int) -> str:
+        """Return the text of the error for a gradient that came before earlier ones were used; else ""."""
+        if self._sending:  # is this a second backward, whose gradients would be added to those being sent?
+            again = bucket.has[index] or len(self._works) == len(self._buckets)
+            if again or not self._syncing:
+                return self.forgotten.last() or f"{self!r}: {self._calls.second_backward}"
+        return self.forgotten.unfinished("backward") if self.forgotten.left else ""
+
     @property
     def _sends_at_await(self) -> bool:
         """Whether buckets are sent by the await only, not during backward."""
@@ -434,6 +449,7 @@ class GradientReducer(Companion):
     def _send(self, bucket: Gradients) -> None:
         """Start the reduction of the next bucket. Called with the lock held."""
         check_place(self._place, self._group, "what reduces these gradients")
+        self._sending = True
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
             bucket.own_marks = self._marks()
         bucket.fill(self._scale)
@@ -615,13 +631,13 @@ def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) ->
 
 
 def _hook(
-    reducer: weakref.ref[GradientReducer], bucket: Gradients, index: int
-) -> Callable[[torch.Tensor], None]:
+    reducer: weakref.ref[GradientReducer], method: str, bucket: Gradients, index: int
+) -> Callable[..., None]:
     """Return the hook that backward calls. It refers weakly to the reducer, which may be dropped."""
 
-    def arrived(_: torch.Tensor) -> None:
+    def hook(*_: object) -> None:
         alive = reducer()
         if alive is not None:
-            alive._arrived(bucket, index)
+            getattr(alive, method)(bucket, index)
 
-    return arrived
+    return hook

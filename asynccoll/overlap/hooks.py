@@ -13,7 +13,7 @@ def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], N
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Sequence[object]:
+def before_accumulation(parameter: torch.Tensor, hook: Callable[..., None]) -> Sequence[object]:
     """Call ``hook`` before backward adds to ``.grad``; returns the handle, and the node that has the hook.
 
     Keep the node, too: the hook is lost with it.
@@ -23,7 +23,7 @@ def before_accumulation(parameter: torch.Tensor, hook: Callable[[], None]) -> Se
     assert view.grad_fn is not None
     node = view.grad_fn.next_functions[0][0]
     assert node is not None
-    return node.register_prehook(lambda *_: hook()), node
+    return node.register_prehook(hook), node
 
 
 def remove_all(hooks: list[object]) -> None:

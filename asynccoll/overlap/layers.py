@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
@@ -132,6 +134,7 @@ class ShardedLayers(Uncopied, nn.Module):
         self._size = size
         self._share_out(emptied)
         look_at_steps()
+        _look_at_clipping()
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
         self._backward: dict[str, object] = {"group": group, "lane": backward_lane(of_backward)}
@@ -255,6 +258,12 @@ class ShardedLayers(Uncopied, nn.Module):
         agreed(optimizer)
         scaler.unscale_(optimizer)
 
+    def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of ``optimizer``, if it has parts, between a wait that was cut short and its end."""
+        ours = {id(shard) for shard in self.shards}
+        if any(id(x) in ours for given in optimizer.param_groups for x in given["params"]):
+            self._methods.check_finished("a step of the optimizer")
+
     # Checkpoints
 
     def full_state_dict(self) -> Pending[dict[str, Any]]:
@@ -351,6 +360,17 @@ class _Loop(prefetch[GatheredLayer]):
         """Add the advice, if the error is of a backend that compares calls, and knows nothing of layers."""
         if SAME_LOOPS not in str(error):
             error.args = (f"{error}\n{SAME_LOOPS}",)
+
+
+@functools.cache
+def _look_at_clipping() -> None:
+    """Have each optimizer that steps from now on raise if clipping, or unscaling, was not waited for."""
+    register_optimizer_step_pre_hook(_check_clipped)
+
+
+def _check_clipped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for layers in list(_live):
+        layers.check_finished(optimizer)
 
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -132,12 +133,18 @@ class Pending(NotItsResult, Generic[T]):
         warn(told, self._spot.place)
 
 
-class Forgotten:
-    """The calls of one object's methods that were never waited for."""
+#: The methods that use no gradients.
+_SAVING = ("full_state_dict", "full_optimizer_state")
 
-    __slots__ = ("_latest", "told")
+
+class Forgotten:
+    """The calls of one object's methods that were never waited for, or not to their end."""
+
+    __slots__ = ("_latest", "left", "told")
 
     def __init__(self) -> None:
+        #: the calls that were begun and have not ended, in their order
+        self.left: deque[Sequence] = deque()
         #: the text of the error for a call that was dropped, or ""
         self.told: str = ""
         self._latest: Callable[[], Pending[Any] | None] = _none
@@ -160,6 +167,25 @@ class Forgotten:
         latest._told()
         return latest.unawaited()
 
+    def unfinished(self, wanted: str) -> str:
+        """Return the text of the error for ``wanted``, if a call that uses the gradients has not ended.
+
+        That is one whose wait was cut short, or goes on in another task; "" if there is none, or if this is
+        called by the call itself (in its closure, say).
+        """
+        left = list(self.left)
+        if not left or left[0].is_running:
+            return ""
+        waiting = (one.called for one in left if one.name[0] not in _SAVING)
+        return next((_UNFINISHED.format(wanted=wanted, called=called) for called in waiting), "")
+
+
+_UNFINISHED = (
+    "{wanted} before {called} was complete, which uses the gradients that there were: its wait was cut short "
+    "(cancelled, or out of time), or goes on in another task, and the other ranks complete it. Await "
+    "{called} again first; then zero_grad() and the next backward"
+)
+
 
 def _none() -> None:
     """Return None: there was no call yet."""
@@ -181,6 +207,12 @@ class Methods(Resumable):
         self._of = of
         self._name = name
         self._forgotten = forgotten or Forgotten()
+        self._forgotten.left = self._left
+
+    def check_finished(self, wanted: str) -> None:
+        """Refuse ``wanted``, which changes gradients, while a call has yet to use them."""
+        if told := self._forgotten.unfinished(wanted):
+            raise InvalidArgumentError(told)
 
     def resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Pending[T]:
         """Return the call of a method with arguments, ``name``: it continues one that was cut short.

@@ -247,7 +247,11 @@ class ShardedOptimizer(Wrapping):
         return self._methods.pending("gathered", self.gradients.gathered)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all parameters to None, or to zeros."""
+        """Set the gradients of all parameters to None, or to zeros.
+
+        Refused after a step whose wait was cut short: complete it first.
+        """
+        self._methods.check_finished("zero_grad()")
         self.gradients.news += 1
         for bucket in self.gradients.buckets:
             for parameter in bucket.parameters:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, Gradients, assign
 from asynccoll.overlap.gradients import GradientReducer
-from asynccoll.overlap.hooks import before_accumulation
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.unawaited import BY_OPTIMIZER
 from asynccoll.runtime.process import get_rank, get_world_size
@@ -208,6 +206,16 @@ class ShardReducer(GradientReducer):
             or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
         )
 
+    def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step, or a scaler, also if this step's gradients are yet to be sent."""
+        super().check_awaited(optimizer)
+        if not self.rounds and self._has_parameters_of(optimizer):
+            raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
+
+    def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        mine = {id(bucket.shard) for bucket in self.buckets}
+        return any(id(x) in mine for given in optimizer.param_groups for x in given["params"])
+
     def needed(self, **agreement: Any) -> Steps[bool]:
         """Return whether a step has to await the gradients: not if they are reduced and no rank has new ones.
 
@@ -219,15 +227,16 @@ class ShardReducer(GradientReducer):
             return not self.rounds or self.touched
         return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
 
-    def _before(self, parameter: torch.Tensor, bucket: Gradients, index: int) -> Sequence[object]:
-        assert isinstance(bucket, ShardBucket)
-        return before_accumulation(parameter, partial(bucket.look, index))
-
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         assert isinstance(bucket, ShardBucket)
         return reduce_scatter(
             flat, out=bucket.target(), group=self._group, lane=self._lane, timeout=self._timeout
         )
+
+    def _coming(self, bucket: Gradients, index: int) -> None:
+        assert isinstance(bucket, ShardBucket)
+        super()._coming(bucket, index)
+        bucket.look(index)
 
     def _arrived(self, bucket: Gradients, index: int) -> None:
         assert isinstance(bucket, ShardBucket)

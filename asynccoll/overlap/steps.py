@@ -150,6 +150,11 @@ class Sequence:
         return self._result
 
     @property
+    def is_running(self) -> bool:
+        """Whether its own code runs just now, and not a wait."""
+        return self.waited_for and self._pending is None
+
+    @property
     def called(self) -> str:
         """The method that runs it, as in ``step()``."""
         return f"{self.name[0]}()"

@@ -31,11 +31,12 @@ class Calls:
     def second_backward(self) -> str:
         """Why a backward is refused while the gradients of another are being sent."""
         return (
-            "backward ran a second time before the gradients of the first were awaited, and has added to "
-            f"what is being sent: {self.end} after each backward, or accumulate first, under "
-            f"`with {self.name}.no_sync():`, and send with the last backward. (The backward of another "
-            "model's loss that goes through this one, as a generator's goes through the discriminator, "
-            f"counts: run it under this model's `{self.name}.no_sync()`, or with its parameters frozen)"
+            "backward ran a second time before the gradients of the first were awaited (again, if that wait "
+            f"was cut short), and would add to what is being sent: {self.end} after each backward, or "
+            f"accumulate first, under `with {self.name}.no_sync():`, and send with the last backward. (The "
+            "backward of another model's loss that goes through this one, as a generator's goes through the "
+            f"discriminator, counts: run it under this model's `{self.name}.no_sync()`, or with its "
+            "parameters frozen)"
         )
 
     @property
@@ -43,8 +44,8 @@ class Calls:
         """Why the step of torch's optimizer, or a scaler, is refused."""
         return (
             "the optimizer steps, or a scaler unscales, before the gradients of the last backward were "
-            f"awaited, which are being sent: {self.before_use} (an optimizer that steps in hooks of backward "
-            "always comes too early)"
+            f"awaited (again, if that wait was cut short), which are being sent: {self.before_use} (an "
+            "optimizer that steps in hooks of backward always comes too early)"
         )
 
     def add_cure(self, error: PeerLostError) -> None:
