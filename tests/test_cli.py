@@ -544,6 +544,19 @@ WRONG = {
         ["run", "--log-dir", "/dev/null/logs", __file__],
         "--log-dir /dev/null/logs cannot be",
     ),
+    "logs-that-cannot-be-written": (
+        ["run", "--log-dir", "/proc/self", __file__],
+        "--log-dir /proc/self cannot be",
+    ),
+    "word-for-hosts": (
+        ["run", "--nnodes", "two", __file__],
+        "--nnodes two: expected a number of hosts, or MI",
+    ),
+    "too-many-hosts": (["run", "--nnodes", "1:2:3", __file__], "--nnodes 1:2:3: expected a number of hosts"),
+    "no-interval": (["run", "--monitor-interval", "-1", __file__], "--monitor-interval -1.0: expected a"),
+    "endless-interval": (["top", "-i", "inf"], "--interval inf is not possible; .* at most a day"),
+    "digit-that-is-no-number": (["where", "²"], "'²' is not a job"),
+    "no-name-of-a-file": (["where", "x" * 300], "is not a job"),
     "nodes-backwards": (["run", "--nnodes", "2:1", __file__], "min_nodes"),
     "nowhere-to-meet": (["run", "--nnodes", "2", __file__], "--master-addr HOST is missing.*--rdzv-endpoint"),
     "which-host": (
@@ -575,6 +588,12 @@ def test_a_wrong_command_line_is_told_and_ends_with_2(capsys, monkeypatch, argum
     assert (code, output) == (2, "")
     assert re.search(said, errors, re.DOTALL)
     assert "Traceback" not in errors
+
+
+def test_a_program_that_may_not_be_read_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda _path, mode: mode == os.F_OK)
+    assert main(["run", __file__]) == 2
+    assert capsys.readouterr().err == f"asynccoll run: {__file__!r} cannot be read\n"
 
 
 def test_a_wrong_command_line_ends_with_2_for_the_shell_too(start):

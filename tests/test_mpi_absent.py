@@ -64,6 +64,18 @@ def test_no_mpiexec_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     mpiexec.find.cache_clear()
 
 
+def test_an_mpiexec_that_cannot_be_run_is_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "mpiexec"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(mpiexec, "_beside_python", lambda: str(broken))
+    mpiexec.find.cache_clear()
+    with pytest.raises(ac.BackendNotFoundError, match=f"{broken} cannot be run: No such file"):
+        mpiexec.find()
+
+
 @pytest.mark.parametrize(
     ("said", "family", "flags"),
     [

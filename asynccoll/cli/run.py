@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from asynccoll.cli.common import USAGE_ERROR, Commands
@@ -133,10 +133,12 @@ def missing_program(given: argparse.Namespace) -> int | None:
         told = np[1] or given.program
         print(f"asynccoll run: -np {told} is mpiexec's and horovodrun's: write -n {told}", file=sys.stderr)
         return USAGE_ERROR
-    if not given.module and not given.no_python and not Path(given.program).exists():
-        print(f"asynccoll run: there is no {given.program!r} to run", file=sys.stderr)
-        return USAGE_ERROR
-    return None
+    if given.module or given.no_python or os.access(given.program, os.R_OK):
+        return None
+    is_there = os.access(given.program, os.F_OK)
+    why = f"{given.program!r} cannot be read" if is_there else f"there is no {given.program!r} to run"
+    print(f"asynccoll run: {why}", file=sys.stderr)
+    return USAGE_ERROR
 
 
 def request(given: argparse.Namespace) -> RunRequest:

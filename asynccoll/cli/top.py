@@ -22,6 +22,7 @@ __all__ = ["add"]
 
 #: From when on an operation in flight stands out.
 _LONG_SECONDS = 5.0
+_LONGEST_SECONDS = 86_400
 #: Who looks at a terminal sees something after this.
 _FIRST_SECONDS = 0.2
 
@@ -49,8 +50,10 @@ def _top(given: argparse.Namespace) -> int:
 
     if given.pid is not None:
         check_running(given.pid)
-    if not given.interval > 0:
-        raise InvalidArgumentError(f"--interval {given.interval} is not possible; it is more than 0 seconds")
+    if not 0 < given.interval <= _LONGEST_SECONDS:
+        raise InvalidArgumentError(
+            f"--interval {given.interval} is not possible; it is more than 0 seconds, and at most a day"
+        )
     if given.count is not None and given.count < 1:
         raise InvalidArgumentError(f"--count {given.count} is not possible; it is at least 1")
     live = sys.stdout.isatty() and not given.json

@@ -6,6 +6,7 @@ are found through one that is here and answers, and asked. Stacks only the ranks
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,12 +123,12 @@ def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
         InvalidArgumentError: ``what`` is none of these, or a process that there is not.
     """
     known = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
-    if what is not None and Path(what).is_dir():
+    if what is not None and _is_directory(what):
         return _of_directory(Path(what), known)
     flights: Iterable[Flight]
-    if what is not None and what.isdigit():
+    if what is not None and what.isdecimal():
         check_running(int(what))
-    if what is None or what.isdigit():
+    if what is None or what.isdecimal():
         flights = snapshot(None if what is None else int(what)).flights.values()
     elif re.fullmatch(r".+:\d+", what):
         flights = [one for one in snapshot().flights.values() if one.said.get("meets") == what]
@@ -137,6 +138,12 @@ def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
             "have met"
         )
     return [_asked(near, known) for near in _jobs(flights)]
+
+
+def _is_directory(what: str) -> bool:
+    with contextlib.suppress(OSError):  # it may not be looked at, or is no name of a file
+        return Path(what).is_dir()
+    return False
 
 
 def _of_directory(directory: Path, secret: str) -> list[Job]:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -222,7 +223,12 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
 def _check_numbers(given: argparse.Namespace) -> None:
     """Refuse numbers that torch elastic would trip over later, without naming the option."""
     number_of_ranks(given.nproc_per_node)
-    first, last = torchrun.parse_min_max_nnodes(given.nnodes)
+    try:
+        first, last = torchrun.parse_min_max_nnodes(given.nnodes)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"--nnodes {given.nnodes}: expected a number of hosts, or MIN:MAX"
+        ) from error
     if first < 1:
         raise InvalidArgumentError(f"--nnodes {given.nnodes}: expected at least one host")
     if given.rdzv_backend == "static" and not given.standalone and not 0 <= given.node_rank < last:
@@ -233,6 +239,10 @@ def _check_numbers(given: argparse.Namespace) -> None:
     port = given.master_port
     if port is not None and not 0 <= port <= LAST_PORT:
         raise InvalidArgumentError(f"--master-port {port}: expected a number up to {LAST_PORT}")
+    if not 0 < given.monitor_interval < threading.TIMEOUT_MAX:
+        raise InvalidArgumentError(
+            f"--monitor-interval {given.monitor_interval}: expected a number of seconds more than 0"
+        )
 
 
 def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool]) -> None:
@@ -300,8 +310,10 @@ def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
         logs = Path(given.log_dir)
         try:
             logs.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=logs):
+                pass
         except OSError as error:
-            raise InvalidArgumentError(f"--log-dir {logs} cannot be made: {error.strerror}") from error
+            raise InvalidArgumentError(f"--log-dir {logs} cannot be written to: {error.strerror}") from error
         yield logs
         return
     with _passing_directory("asynccoll-run-") as made:

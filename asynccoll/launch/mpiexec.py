@@ -55,14 +55,17 @@ def find() -> Mpiexec:
     """The mpiexec of this environment, else the first on the path.
 
     Raises:
-        BackendNotFoundError: there is none.
+        BackendNotFoundError: there is none that can be run.
     """
     found = next(filter(None, (_beside_python(), *map(_of_wheel, _WHEELS), shutil.which("mpiexec"))), None)
     if found is None:
         raise BackendNotFoundError(
             "there is no mpiexec in this Python environment or on the path; pip install mpi4py mpich"
         )
-    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    try:
+        told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BackendNotFoundError(f"{found} cannot be run: {error.strerror}") from error
     said = (told.stdout + told.stderr).lower()
     return Mpiexec(found, "openmpi" if any(name in said for name in _OPENMPI) else "mpich")
 
