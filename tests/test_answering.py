@@ -11,9 +11,12 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
+from asynccoll.flight import Recorder
 from asynccoll.health import accounts
 from asynccoll.host import answering, lines
 from asynccoll.host.answering import QUESTION_BYTES, Answers, ask
@@ -72,6 +75,74 @@ def test_a_question_may_be_as_long_as_the_longest_note_and_no_longer(answers: An
     assert said({1: at(answers)}, longest)[1]["asked"] == longest
     assert ask({1: at(answers)}, longest + "q", patient(2.0)) == {1: None}
     still_answers(answers)
+
+
+def test_of_many_peers_a_few_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank of a large world would run out of descriptors, and say that the others cannot be asked."""
+    monkeypatch.setattr(answering, "MOST_ASKED", 3)
+    open_at_once: list[int] = []
+
+    def answer(_: str) -> dict[str, object]:
+        open_at_once.append(len(one._askers))
+        return {}
+
+    one = Answers("127.0.0.1", SECRET, answer)
+    try:
+        assert said({rank: at(one) for rank in range(20)}) == {rank: {} for rank in range(20)}
+    finally:
+        one.close()
+    assert max(open_at_once) <= 3
+
+
+def test_who_has_few_descriptors_left_asks_with_these(
+    monkeypatch: pytest.MonkeyPatch, answers: Answers
+) -> None:
+    most = 2
+
+    class Few(socket.socket):
+        """Only those that ask count: accepted ones have a descriptor already."""
+
+        asking: ClassVar[list[Few]] = []
+
+        def __init__(self, *how: int, **more: Any) -> None:
+            if not more and len(self.asking) >= most:
+                raise OSError(errno.EMFILE, "too many open files")
+            super().__init__(*how, **more)
+            self.asking.extend([self] * (not more))
+
+        def close(self) -> None:
+            super().close()
+            if self in self.asking:
+                self.asking.remove(self)
+
+    monkeypatch.setattr(socket, "socket", Few)
+    assert len(said({rank: at(answers) for rank in range(5)})) == 5
+    most = 0
+    assert ask({1: at(answers)}, "who", patient(2.0)) == {}
+
+
+def test_what_many_ask_at_once_is_found_out_and_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an account: hundreds of ranks whose calls time out together ask for it, and some calls of each."""
+    written: list[int] = []
+    compress = zlib.compress
+    monkeypatch.setattr(answering.zlib, "compress", lambda text: written.append(1) or compress(text))
+    monkeypatch.setattr(accounts, "KEPT_SECONDS", patient(60.0))
+    recorder = Recorder(1, 3)
+    mine, its = (accounts.Accounts(rank, recorder, "the job's", "") for rank in range(2))
+    its._node = "another"
+    peer = replace(its.publish("127.0.0.1", 1, ""), node="another")
+    try:
+        for _ in range(3):
+            assert len(said(dict.fromkeys(range(9), ("127.0.0.1", peer.answers, SECRET)), "account 5")) == 9
+        assert len(written) == 1
+        first = mine.of({1: peer}, patient(2.0))
+        assert first[1].answers
+        assert mine.of({1: peer})[1] is first[1]
+        monkeypatch.setattr(accounts, "KEPT_SECONDS", 0.0)
+        assert mine.of({1: peer})[1] is not first[1]
+    finally:
+        its.close()
+        recorder.close()
 
 
 def test_another_secret_is_told_nothing(answers: Answers) -> None:

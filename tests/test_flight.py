@@ -288,3 +288,13 @@ def test_a_recorder_remembers_a_bounded_number_of_kinds() -> None:
         assert all(
             text_at(recorder.buffer, written) == f"kind {kind}" for kind, written in recorder.texts.items()
         )
+
+
+def test_of_an_account_the_last_calls_are_told_and_those_in_flight(recorder):
+    for place in range(1, 9):
+        ticket = note(recorder, place)
+        if place != 2:
+            recorder.ended(ticket, 200.0)
+    told = flight.from_plain(flight.to_plain(read(recorder), 3))
+    assert [call.sequence for call in told.calls] == [2, 6, 7, 8]
+    assert flight.from_plain(flight.to_plain(read(recorder))) == read(recorder)

@@ -10,14 +10,15 @@ from asynccoll.flight.reading import Call, Flight, Progress
 
 __all__ = ["from_plain", "plain_call", "to_plain"]
 
-#: The most calls in an answer: questions are about the latest.
-_MOST_CALLS = 1024
 
+def to_plain(flight: Flight, calls: int | None = None) -> dict[str, Any]:
+    """``flight`` as JSON values, each call as a list in the order of the fields of ``Call``.
 
-def to_plain(flight: Flight, calls: int = _MOST_CALLS) -> dict[str, Any]:
-    """``flight`` with its last ``calls`` calls, each a list in the order of the fields of ``Call``."""
+    ``calls``: only so many of the last calls, and those before them that are in flight; None is all.
+    """
     plain = {field.name: getattr(flight, field.name) for field in fields(flight) if field.init}
-    kept = flight.calls[-calls:] if calls else ()
+    early = 0 if calls is None else max(0, len(flight.calls) - calls)
+    kept = [*(call for call in flight.calls[:early] if call.is_open), *flight.calls[early:]]
     plain["calls"] = [[getattr(call, field.name) for field in fields(call)] for call in kept]
     plain["lanes"] = [asdict(one) for one in flight.lanes]
     return plain

@@ -21,11 +21,17 @@ __all__ = ["NOTE", "SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "wit
 
 #: How a question begins that is a note in which another rank announces a call (``confirming``).
 NOTE = "call "
+#: How a question for an account begins; the number of calls to tell of follows.
+_ACCOUNT = "account"
 #: The environment variable for a job's secret, by which ranks trust questions, if the launcher sets one; else
 #: each rank has its own secret, which the others find in the store.
 SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long a rank may take to answer.
 ASK_SECONDS = 0.3
+#: How long its account is used for other calls that wait as well, and so is not asked for again.
+KEPT_SECONDS = 0.1
+#: The calls in the answers of all ranks together, some of 150 bytes each.
+_MOST_CALLS = 1 << 16
 #: How long connecting to it may take: a busy link may lose the first packet, which is sent again after 1 s.
 REACH_SECONDS = 1.5
 #: The memory of this many ranks of this node is kept open, so that it can be read after they have ended.
@@ -83,6 +89,12 @@ class Accounts:
         self._answers: answering.Answers | None = None
         #: the memory, kept open, of ranks of this node
         self.held: dict[int, memoryview] = {}
+        #: held while others are asked: of the works that time out at once, the first one asks for all
+        self._asking = host.Lock()
+        #: the latest accounts, with the time of each
+        self._kept: dict[int, tuple[float, Account]] = {}
+        #: the latest answer, with its question and time
+        self._answered: tuple[str, float, Mapping[str, object]] = "", 0.0, {}
         #: the thread whose stack is given in answers
         self.thread: int = host.get_ident()
 
@@ -122,12 +134,22 @@ class Accounts:
         return memory if is_its else None
 
     def of(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> dict[int, Account]:
-        """Ask ``peers``, and return an account of each; of ranks on this node also without an answer."""
+        """Return an account of each of ``peers``, asking it; of ranks on this node also without an answer."""
+        with self._asking:
+            since = host.monotonic() - KEPT_SECONDS
+            self._kept = {rank: kept for rank, kept in self._kept.items() if kept[0] >= since}
+            asked = self._ask({rank: peer for rank, peer in peers.items() if rank not in self._kept}, seconds)
+            now = host.monotonic()
+            self._kept |= {rank: (now, account) for rank, account in asked.items()}
+            return {rank: self._kept[rank][1] for rank in peers}
+
+    def _ask(self, peers: Mapping[int, Peer], seconds: float) -> dict[int, Account]:
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
         said: dict[int, dict[str, Any] | None] = {}
         with contextlib.suppress(OSError):  # out of descriptors: accounts are made from open memory only
-            said = _answers(awake, self._secret, "account", seconds, reach=REACH_SECONDS)
+            calls = _MOST_CALLS // max(1, len(awake))
+            said = _answers(awake, self._secret, f"{_ACCOUNT} {calls}", seconds, reach=REACH_SECONDS)
         return {
             rank: with_answer(replace(near[rank], reached=rank in said or rank not in awake), said.get(rank))
             for rank in peers
@@ -158,7 +180,7 @@ class Accounts:
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, object]:
-        """Answer a question: ``account`` (records, stacks), ``peers`` (what others published), or ``here``.
+        """Answer ``account 9`` (its last calls, stacks), ``peers`` (what others have published), or ``here``.
 
         A note, in which another rank announces a call, is answered by ``hear`` with this rank's call.
         """
@@ -168,9 +190,17 @@ class Accounts:
             return {} if self.hear is None else self.hear(question)
         if question == "peers":
             return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
+        asked, at, account = self._answered
+        if question != asked or at < host.monotonic() - KEPT_SECONDS:
+            calls = question.removeprefix(_ACCOUNT).strip()
+            account = self._own_account(int(calls) if calls.isdigit() else None)
+            self._answered = question, host.monotonic(), account
+        return account
+
+    def _own_account(self, calls: int | None) -> Mapping[str, object]:
         found = self.own()
         stacks = standing.stacks(self.thread)
-        plain = None if found is None else flight.to_plain(found)
+        plain = None if found is None else flight.to_plain(found, calls)
         if plain is not None:
             plain["said"] = {key: value for key, value in plain["said"].items() if key != "secret"}
         return {
@@ -182,6 +212,7 @@ class Accounts:
 
     def disown(self) -> None:
         """In a forked child, stop answering: the parent does that."""
+        self._asking = host.Lock()
         if self._answers is not None:
             self._answers.disown()
             self._answers = None
@@ -192,6 +223,7 @@ class Accounts:
             self._answers.close()
             self._answers = None
         self.held.clear()
+        self._kept.clear()
 
 
 def _recorded(memory: memoryview, pid: int) -> Flight | None:

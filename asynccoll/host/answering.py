@@ -17,11 +17,12 @@ import hashlib
 import hmac
 import json
 import os
+import random
 import selectors
 import socket
 import zlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from asynccoll import host
 from asynccoll.host import lines
@@ -33,7 +34,9 @@ K = TypeVar("K", bound=Hashable)
 #: How long one connection may take.
 PATIENCE_SECONDS = 2.0
 #: How many connections there may be at once; for a further one the oldest is closed.
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 256
+#: How many peers are asked at once, in any order, so that not all ranks of a large world ask the same ones.
+MOST_ASKED = 64
 #: A socket is connected once it can be written to.
 _ANYTHING = selectors.EVENT_READ | selectors.EVENT_WRITE
 _NONCE_BYTES = 16
@@ -91,10 +94,12 @@ class Answers:
         self._listening = socket.socket(lines.family(address), socket.SOCK_STREAM)
         self._listening.setblocking(False)
         self._listening.bind((address, 0))
-        self._listening.listen(MOST_CONNECTIONS)
+        self._listening.listen(socket.SOMAXCONN)
         self.port: int = self._listening.getsockname()[1]
         self._wake, self._woken = socket.socketpair()
         self._askers: dict[socket.socket, _Asker] = {}
+        #: the latest answer, and how it is sent, since the same one may be given to hundreds of ranks
+        self._latest: tuple[Mapping[str, object], bytes] = {}, b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -172,11 +177,18 @@ class Answers:
             return True
         question = asker.question(self._secret)
         if question is not None:
-            text = zlib.compress(json.dumps(self._answer(question.decode(errors="replace"))).encode())
-            asker.left += len(text).to_bytes(4, "big") + text
+            asker.left += self._told(question.decode(errors="replace"))
             asker.answered = True
             return self._send(asker)
         return False
+
+    def _told(self, question: str) -> bytes:
+        """The answer, as it is sent."""
+        answer = self._answer(question)
+        if answer is not self._latest[0]:
+            text = zlib.compress(json.dumps(answer).encode())
+            self._latest = answer, len(text).to_bytes(4, "big") + text
+        return self._latest[1]
 
     def close(self) -> None:
         """Stop answering, and close all connections."""
@@ -199,55 +211,88 @@ def ask(
     *,
     reach: float | None = None,
 ) -> dict[K, dict[str, object] | None]:
-    """Ask all of ``peers`` (address, port, the secret that it knows) at once; return the answer of each.
+    """Ask all of ``peers`` (address, port, the secret that it knows); return the answer of each.
 
     The answer is None for a peer that takes the connection but then sends nothing for ``seconds`` and twice
     the time that connecting took; each part of an answer starts that time anew. Peers with which there is no
     connection within ``reach`` seconds (by default ``seconds``) are left out. The call ends two seconds after
     ``reach`` at the latest.
     """
-    found: dict[K, dict[str, object] | None] = {}
-    asked = question.encode()
     with selectors.DefaultSelector() as selector:
-        started = host.monotonic()
-        first = started + (seconds if reach is None else reach)
-        last = first + PATIENCE_SECONDS
-        ends: dict[socket.socket, float] = {}
-        ways: dict[socket.socket, float] = {}
-        for peer, (address, port, secret) in peers.items():
-            with contextlib.suppress(OSError):
-                line = socket.socket(lines.family(address), socket.SOCK_STREAM)
-                line.setblocking(False)
-                if line.connect_ex((address, port)) not in lines.UNDER_WAY:
-                    line.close()
-                    continue
-                selector.register(line, _ANYTHING, (peer, secret, bytearray()))
-                ends[line] = first
+        asking = _Asking[K](selector, question.encode(), seconds, seconds if reach is None else reach)
+        left = list(peers)
+        random.SystemRandom().shuffle(left)
+        while left or asking.ends:
+            while left and len(asking.ends) < MOST_ASKED and asking.connect(left[-1], *peers[left[-1]]):
+                left.pop()
+            if asking.look():
+                left.clear()
+    # Parsed only here, so that no answer is late because those before it took long.
+    return {peer: None if came is None else _parsed(came) for peer, came in asking.found.items()}
 
-        def leave(line: socket.socket) -> None:
-            del ends[line]
-            selector.unregister(line)
-            line.close()
 
-        while ends:
+class _Asking(Generic[K]):
+    """The connections over which one question is asked. ``found``: what has come, of a peer that answered."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, question: bytes, seconds: float, reach: float
+    ) -> None:
+        self._selector = selector
+        self._question = question
+        self._seconds = seconds
+        self._reach = reach
+        self._last = host.monotonic() + reach + PATIENCE_SECONDS
+        self.found: dict[K, bytearray | None] = {}
+        #: the connections, and until when each is waited for
+        self.ends: dict[socket.socket, float] = {}
+        self._began: dict[socket.socket, float] = {}
+        self._ways: dict[socket.socket, float] = {}
+
+    def connect(self, peer: K, address: str, port: int, secret: bytes) -> bool:
+        """Begin to connect to ``peer``; returns whether it is done with, as long as descriptors are left."""
+        try:
+            line = socket.socket(lines.family(address), socket.SOCK_STREAM)
+        except OSError:
+            return not self.ends  # else one that ends gives a descriptor back
+        line.setblocking(False)
+        with contextlib.suppress(OSError):
+            if line.connect_ex((address, port)) in lines.UNDER_WAY:
+                self._selector.register(line, _ANYTHING, (peer, secret, bytearray()))
+                self._began[line] = host.monotonic()
+                self.ends[line] = self._began[line] + self._reach
+                return True
+        line.close()
+        return True
+
+    def look(self) -> bool:
+        """Wait for what comes, and leave those that took too long; returns whether time is up for all."""
+        if self.ends:
+            wait = min([*self.ends.values(), self._last]) - host.monotonic()
+            ready = self._selector.select(max(0.0, wait))
             now = host.monotonic()
-            for line in [one for one, end in ends.items() if min(end, last) <= now]:
-                leave(line)
-            wait = min([*ends.values(), last]) - now
-            for key, _ in selector.select(wait) if ends else ():
-                line, (peer, secret, came) = key.fileobj, key.data  # type: ignore[assignment]  # a socket
-                if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    leave(line)
-                    continue
-                found.setdefault(peer, None)
-                now = host.monotonic()
-                # Connecting took one round trip: that and one more are allowed for.
-                ends[line] = now + seconds + 2 * ways.setdefault(line, now - started)
-                selector.modify(line, selectors.EVENT_READ, key.data)
-                if _heard(line, came, secret, asked):
-                    leave(line)
-                    found[peer] = _parsed(came)
-    return found
+            for key, _ in ready:
+                self._serve(key.fileobj, *key.data)  # type: ignore[arg-type]  # a socket
+            for line in [one for one, end in self.ends.items() if min(end, self._last) <= now]:
+                self._leave(line)
+        return host.monotonic() >= self._last
+
+    def _serve(self, line: socket.socket, peer: K, secret: bytes, came: bytearray) -> None:
+        if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._leave(line)
+            return
+        self.found.setdefault(peer, None)
+        now = host.monotonic()
+        # Connecting took one round trip: that and one more are allowed for.
+        self.ends[line] = now + self._seconds + 2 * self._ways.setdefault(line, now - self._began[line])
+        self._selector.modify(line, selectors.EVENT_READ, (peer, secret, came))
+        if _heard(line, came, secret, self._question):
+            self._leave(line)
+            self.found[peer] = came
+
+    def _leave(self, line: socket.socket) -> None:
+        del self.ends[line]
+        self._selector.unregister(line)
+        line.close()
 
 
 def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) -> bool:
