@@ -213,7 +213,6 @@ async def started_again(me: Rank) -> None:
             await anyio.lowlevel.checkpoint()
             with raising(ac.CollectiveTimeoutError):
                 first.wait(0.01)
-            x.fill_(2)
             second = op.start()
             me.show("started again")
         assert lost
@@ -222,12 +221,61 @@ async def started_again(me: Rank) -> None:
         await op.start()
         x.fill_(2)
         second = op.start()
-    oracle.same(await second, torch.full((4,), 2.0))
+    oracle.same(await second, torch.tensor([1.0, 1.0, 2.0, 2.0]))
 
 
 def test_a_task_that_still_waits_where_another_gave_up(pair: World) -> None:
     """Its result is lost to the next start: it got that one's numbers."""
     pair.run(started_again, runner="asyncio")
+
+
+async def written_in_flight(me: Rank) -> None:
+    for name, into in (("all_gather", None), ("all_reduce", torch.empty(2))):
+        op = ac.prepare(name, x := torch.ones(2), **({} if into is None or me.rank else {"out": into}))
+        with me.case(name):
+            if me.rank == 0:
+                first = op.start()
+                with raising(ac.CollectiveTimeoutError):
+                    first.wait(0.01)
+                x.fill_(2)  # which rank 1 may get
+                with raising(ac.InvalidArgumentError, "written to in place before", "Await it first"):
+                    op.start()
+                me.show(name)
+                with raising(ac.InvalidArgumentError, "written to"):
+                    await first
+            else:
+                me.see(name)
+                await op.start()
+                with raising(ac.PeerRefusedError, "written to"):
+                    await op.start()
+            x.fill_(3)
+            want = [3.0, 3.0] * 2 if name == "all_gather" else [6.0, 6.0]
+            oracle.same(await op.start(), torch.tensor(want))
+
+
+def test_an_input_that_was_written_to_while_a_start_was_in_flight_is_not_sent_again(pair: World) -> None:
+    """Where a wait was cut short: the other rank may have got the new values for the first start's."""
+    pair.run(written_in_flight, runner="asyncio")
+
+
+async def refused(me: Rank) -> None:
+    x = torch.full((2,), me.rank + 1.0)
+    op = ac.prepare("all_reduce", x)
+    result = await op.start()
+    if me.rank == 0:
+        with raising(ac.PeerRefusedError, "nonsense"):
+            await op.start()
+    else:
+        with raising(ac.InvalidArgumentError, "nonsense"):
+            ac.all_reduce(x, op="nonsense")
+    again = await op.start()
+    oracle.same(again, torch.full((2,), 3.0))
+    if me.backend in ("mpi", "horovod"):  # which take nothing back that was issued
+        assert (again is result) == (me.rank != 0)
+
+
+def test_a_start_after_one_that_may_still_write_fills_other_memory(pair: World) -> None:
+    pair.run(refused, runner="asyncio")
 
 
 async def ordered(me: Rank) -> None:

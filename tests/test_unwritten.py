@@ -53,6 +53,14 @@ async def written(me: Rank) -> None:
     with raising(ac.InvalidArgumentError, *_SAYS):
         await me.get(work)
     oracle.same(await me.get(prepared.start()), torch.zeros_like(x))
+    for name, how in (("broadcast", {}), ("all_reduce", {"out": torch.empty_like(x)})):
+        work = ac.prepare(name, x, **how).start()
+        x.add_(1)
+        if me.rank and name == "broadcast":
+            await me.get(work)  # only an example here
+        else:
+            with raising(ac.InvalidArgumentError, "written to", name):
+                await me.get(work)
 
 
 def test_an_input_that_is_written_to_in_flight_is_an_error(world: World, runner: str) -> None:

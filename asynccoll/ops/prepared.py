@@ -7,6 +7,7 @@ native call and records it. Both use the same ``Call`` that the ordinary functio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,19 +18,18 @@ from asynccoll.host.uncopied import Uncopied
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
-from asynccoll.memory.unwritten import counted_of
+from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.modes.captured import Modes
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import fitting
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
-from asynccoll.payload.preparing import check_untracked, prepared_calls
+from asynccoll.payload.preparing import Calls, check_untracked, prepared_calls
 from asynccoll.plan.spec import Op, ReduceOpLike
 from asynccoll.plan.tree_texts import Outline
 from asynccoll.plan.trees import flatten
 from asynccoll.runtime.process import current
-from asynccoll.tensors import Call
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.group import GroupLike
@@ -49,6 +49,7 @@ class Prepared(Uncopied, Generic[T]):
         "_finish",
         "_lane",
         "_last",
+        "_make",
         "_memory",
         "_read",
         "_reads",
@@ -66,22 +67,30 @@ class Prepared(Uncopied, Generic[T]):
         name: str,
         lane: Lane,
         like: object,
-        calls: list[Call],
-        finish: Callable[[], object] | None,
+        make: Callable[[], Calls],
         timeout: float | None,
         fills: list[torch.Tensor],
+        *,
+        reads: bool,
     ) -> None:
-        """``fills`` are the tensors that the user passed as ``out``."""
+        """``make`` makes the calls, with memory for their results.
+
+        ``fills`` are the tensors that the user passed as ``out``. ``reads`` is false if this rank receives a
+        broadcast: ``like`` is only an example of what is received.
+        """
+        self._make = make
+        self._calls, self._finish = make()  # first, as it checks the arguments
         self.name: str = name
         self._lane = lane
         self._world = lane.world
         self._reads, spec = flatten(like)
         self._whole = name, Outline.of(spec, self._reads)
-        #: the input that nobody may write to until a start was waited for; None for a broadcast, whose input
-        #: may only be an example of what is received
-        self._read = None if fills or name == Op.BROADCAST.value else counted_of(self._reads)
-        self._calls = calls
-        self._finish = finish
+        #: the input that nobody may write to until a start was waited for
+        self._read: Read | None = None
+        if reads and not fills:
+            self._read = counted_of(self._reads)
+        elif reads and len(self._reads) == 1:
+            self._read = counted(self._reads[0], fills[0])
         self._timeout = timeout
         self._fills = fills
         self._memory = _memory_of(self._reads, fills)
@@ -93,14 +102,17 @@ class Prepared(Uncopied, Generic[T]):
     def start(self) -> Work[T]:
         """Start the operation with what its input holds now; return a ``Work``, as the ordinary call does.
 
-        The result is the same memory every time, so the work has to be awaited before the next start. If that
-        await was cut short (cancelled, or timed out), just start again: the new start waits in its lane for
-        the previous one, whose result is lost (awaiting that work again raises).
+        The result is the same memory every time, so the work has to be awaited before the next start. (After
+        an error it is other memory, if a native call may still write to the former.) If that await was cut
+        short (cancelled, or timed out), start again without writing to the input: the new start waits in its
+        lane for the previous one, whose result is lost (awaiting that work again raises).
 
         Raises:
-            InvalidArgumentError: the work of the start before has not been awaited; or a tensor has other
-                memory than when it was prepared, as after ``x.data = y``; or autograd would record the input
-                now; or ``out`` was made in inference mode, and it is started outside of it.
+            InvalidArgumentError: the work of the start before has not been awaited; or its await was cut
+                short, and the input was written to since, while other ranks may still get it: await that
+                work before you write; or a tensor has other memory than when it was prepared, as after
+                ``x.data = y``; or autograd would record the input now; or ``out`` was made in inference mode,
+                and it is started outside of it, or a call that has failed may still write to it.
             LaneOrderError, CollectiveError: as of the ordinary call.
         """
         if self._world.closed:
@@ -122,9 +134,12 @@ class Prepared(Uncopied, Generic[T]):
                     "start it in torch.inference_mode(), or prepare it with another out="
                 )
             self._check_last()
-            refuse_unfilled(self.name, (*self._reads, *self._fills), but=self._last)
+            lost = self._lost_last()
+            refuse_unfilled(self.name, (*self._reads, *self._fills), but=None if lost else self._last)
+            unfinished = self._supersede_last(lost=lost)
+            if lost:
+                self._calls, self._finish = self._make()
             overwritten(*self._fills)
-            unfinished = self._supersede_last()
             self._last = work = handed_out(self._begin(unfinished), self._fills or None, self._read)
         except Exception as error:
             self._world.refuse(self._lane, error, name=self.name)
@@ -139,7 +154,12 @@ class Prepared(Uncopied, Generic[T]):
                 "await each work before the next start, or prepare a second operation"
             )
 
-    def _supersede_last(self) -> Sequence[Operation]:
+    def _lost_last(self) -> bool:
+        """Whether the last start has failed, and may still write to the memory of its result."""
+        last = self._last
+        return last is not None and last.claims and any(one.failure for one in last.operations)
+
+    def _supersede_last(self, *, lost: bool) -> Sequence[Operation]:
         """Give up the last work if its await was cut short; return its operations that still use memory."""
         last = self._last
         if last is None or not last.pending:
@@ -147,7 +167,7 @@ class Prepared(Uncopied, Generic[T]):
         last.supersede(
             f"{self!r} was started again, and this start's result overwritten: its await was cut short"
         )
-        return last.in_flight()
+        return () if lost else last.in_flight()
 
     def _begin(self, after: Sequence[Operation]) -> Started[Any]:
         lane, timeout = self._lane, self._timeout
@@ -213,10 +233,10 @@ def prepare(
     # Unless ``out`` was made in inference mode, allocate outside of it, so that ``start`` works in any mode.
     inferring = torch.is_inference_mode_enabled() and _any_inference(fills)
     modes = Modes(torch.is_grad_enabled(), inferring)
-    calls, finish = modes.run(
-        prepared_calls, chosen, operation, like, {key: x for key, x in call.items() if x is not None}
-    )
-    return Prepared(operation.value, chosen, like, calls, finish, timeout, fills)
+    given = {key: x for key, x in call.items() if x is not None}
+    make = partial(modes.run, prepared_calls, chosen, operation, like, given)
+    reads = operation is not Op.BROADCAST or (src or 0) == chosen.world.rank
+    return Prepared(operation.value, chosen, like, make, timeout, fills, reads=reads)
 
 
 def _memory_of(*those: Iterable[object]) -> list[tuple[int, torch.Size, tuple[int, ...]]]:

@@ -234,8 +234,13 @@ class Work(NotItsResult, Generic[T]):
         """Fail, unless a waiter has the result: the memory of it is about to be used for another call.
 
         Waiters that are still in their wait get the error when it ends.
+
+        Raises:
+            InvalidArgumentError: its input was written to meanwhile, as a wait for it would say.
         """
         if self.pending:
+            if (written := self._written()) is not None:
+                raise written
             self._fail(CollectiveError(why))
 
     def done(self) -> bool:
@@ -471,18 +476,14 @@ class Work(NotItsResult, Generic[T]):
                 operation.order()
             if operation.failure is not None:
                 raise operation.failure.for_waiter()
-        was_written = not self._is_unwritten()
+        written = self._written()
         finish = self._finish  # read once: another thread may supersede the work
         if finish is not None:
             self._value = finish()  # first: peers may wait for what this does
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
-        if was_written:
-            raise InvalidArgumentError(
-                f"the input of {self._operations[0]} was written to in place before its work was waited for, "
-                "somewhere between that line and this one: this rank may have sent the old values, the new "
-                "ones, or some of each. Await it first, or pass a copy (x.clone())"
-            )
+        if written is not None:
+            raise written
 
     def _is_unwritten(self) -> bool:
         """Whether nobody has written to the input since the call.
@@ -492,6 +493,16 @@ class Work(NotItsResult, Generic[T]):
         """
         read = self._read
         return read is None or writes_to(read) == self._writes or self._read is None or is_empty(read)
+
+    def _written(self) -> InvalidArgumentError | None:
+        """Return the error of a work whose input was written to since the call; else None."""
+        if self._is_unwritten():
+            return None
+        return InvalidArgumentError(
+            f"the input of {self._operations[0]} was written to in place before its work was waited for, "
+            "somewhere between that line and this one: this rank may have sent the old values, the new "
+            "ones, or some of each. Await it first, or pass a copy (x.clone())"
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Set the error, so that every wait raises it."""
