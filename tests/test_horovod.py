@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,49 @@ def test_what_horovod_says_once_its_thread_has_ended_is_no_mystery(said: str) ->
     from asynccoll.backends.horovod.failures import typed
 
     assert isinstance(typed(ValueError(said), "making the process set [0, 1]"), ac.PeerLostError)
+
+
+async def dies_outside(me: Rank) -> tuple[str, tuple[int, ...]]:
+    two = ac.new_group([0, 1])
+    await me.get(ac.all_reduce(1))
+    if me.rank == 2:
+        me.is_killed_once_all_wait()
+    await me.get(ac.all_reduce(1, group=two))
+    work = ac.all_reduce(1, group=two if me.rank == 0 else None)  # which nobody else calls
+    me.show(f"{me.rank} waits")
+    with pytest.raises(ac.PeerLostError) as caught:
+        await me.get(work)
+    return str(caught.value), caught.value.ranks
+
+
+def test_a_killed_rank_is_named_in_calls_of_a_group_that_it_is_no_member_of() -> None:
+    """For Horovod ends with it, for all groups."""
+    with worlds.fresh("horovod", 3) as world:
+        results = world.run(dies_outside, dies=[2], timeout=30)
+        world.kill()
+    for text, lost in results[:2]:
+        assert lost == (2,), text
+        assert "made no call" not in text
+
+
+def test_a_wait_for_a_process_set_ends_with_its_lane() -> None:
+    from asynccoll.backends.horovod.backend import ProcessSets
+
+    asked = threading.Event()
+
+    class Hvd(types.ModuleType):
+        @staticmethod
+        def add_process_set(ranks: list[int]) -> None:
+            asked.wait()  # for a rank that does not come
+
+    sets = ProcessSets(Hvd("hvd"))
+    sets._known = lambda ranks: None  # type: ignore[method-assign]
+    sets.register((0, 1))
+    try:
+        with pytest.raises(ac.CollectiveError, match=r"\[0, 1\] was given up"):
+            sets.wait((0, 1), iter([False, True]).__next__)
+    finally:
+        asked.set()
 
 
 # ---------------------------------------------------------------- a rank that stands still

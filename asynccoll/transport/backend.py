@@ -33,7 +33,8 @@ class Backend:
     open_waits = True
     #: ``initialize`` opens the first lane, so that a rank which cannot connect learns it there.
     opens_early = False
-    #: A rank that leaves stays until the others do, and answers although it will not call any more.
+    #: A rank that leaves stays until the others do, and answers although it will not call any more: where one
+    #: has ended, no group goes on, of whichever ranks.
     leaves_together = False
     #: Tensors on the CPU may be sent through memory that the ranks of one host share.
     shares_memory = False

@@ -470,13 +470,14 @@ class Context:
     def loss(
         self, lane: Lane, error: CollectiveError | None = None, *, leaving: bool = False
     ) -> PeerLostError | None:
-        """Return the error that names the ranks of the lane's group that are gone, or None.
+        """Return the error that names the ranks that the lane's group needs and that are gone, or None.
 
         ``error``: a failure that a rank which has just gone may explain; then ask for a short while. Without
         one, a rank that has left is named only if the lane still needs it. ``leaving``: also name ranks whose
         record says that they have begun to leave.
         """
-        ranks = lane.group.ranks
+        members = lane.group.ranks
+        ranks = self.world.ranks if self.backend.leaves_together else members
         lost = (
             self.liveness.lost(ranks, routine=True)
             if error is None
@@ -487,7 +488,7 @@ class Context:
         # Rank 0 may stay for the store after it has left, and a rank that has closed its connections may live
         # a little longer: they have left, although their beacons answer.
         may_stay = self.backend.leaves_together or (error is not None and not lost)
-        staying = ranks if may_stay else {0}.intersection(ranks)
+        staying = members if may_stay else {0}.intersection(members)
         left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
         lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)
         if not lost:
@@ -659,5 +660,6 @@ def _farewell(rank: int) -> str:
 
 
 def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
-    """Return, by rank that has ``left``, how many calls it had made on the lane."""
-    return {rank: told.get(f"{lane.group.key}/{lane.key}", 0) for rank, told in left.items()}
+    """Return, by member that has ``left``, how many calls it had made on the lane."""
+    key, members = f"{lane.group.key}/{lane.key}", lane.group.ranks
+    return {rank: told.get(key, 0) for rank, told in left.items() if rank in members}

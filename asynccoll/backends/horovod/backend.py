@@ -36,9 +36,11 @@ from asynccoll.backends.api import (
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.backends.horovod.training import HorovodTraining
-from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.errors import AbortedError, InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asynccoll.backends.horovod.communicator import HorovodCommunicator
 
 __all__ = ["HorovodBackend"]
@@ -68,6 +70,8 @@ WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
 
 #: How long a rank that leaves waits for the others to have finished what they do.
 _LEAVE_SECONDS = 30.0
+#: How often a lane that waits for a process set looks whether it is still wanted.
+_LOOK_SECONDS = 0.1
 
 
 class HorovodBackend(Backend):
@@ -109,7 +113,7 @@ class HorovodBackend(Backend):
         else:
             from asynccoll.backends.horovod.communicator import HorovodCommunicator, Rounds
 
-            native = self._sets.wait(opening.ranks)
+            native = self._sets.wait(opening.ranks, opening.given_up)
             communicator = HorovodCommunicator(native, opening.ranks, opening.rank, prefix, Rounds())
         return communicator
 
@@ -160,11 +164,16 @@ class ProcessSets:
             self._busy = True
         threading.Thread(target=self._run, name="asynccoll-groups", daemon=True).start()
 
-    def wait(self, ranks: tuple[int, ...]) -> object:
-        """The process set, once every rank has asked for it."""
+    def wait(self, ranks: tuple[int, ...], given_up: Callable[[], bool]) -> object:
+        """The process set, once every rank has asked for it.
+
+        Raises:
+            AbortedError: ``given_up()`` turned true.
+        """
         made = self._made[ranks]
-        while not made.wait(1.0):
-            pass
+        while not made.wait(_LOOK_SECONDS):
+            if given_up():
+                raise AbortedError(f"waiting for the process set {list(ranks)} was given up")
         error = made.error()
         if error is not None:
             raise error
