@@ -25,6 +25,8 @@ import needs
 import oracle
 import worlds
 from asynccoll.backends.mpi.opening import Opener
+from asynccoll.plan.spec import ReduceOp
+from asynccoll.runtime.process import current
 from asynccoll.transport import progress
 from patience import patient
 from ranks import Rank
@@ -82,7 +84,11 @@ def test_a_job_that_uses_mpi4py_keeps_working(four: worlds.World) -> None:
 def lives(me: Rank) -> None:
     from mpi4py import MPI
 
+    from asynccoll.backends.mpi import backend
+
     for turn in range(3):
+        if me.rank:
+            next(backend._worlds)  # as of one that could not be joined here
         ac.initialize("mpi", timeout=patient(60), torch_group=turn == 0)
         assert ac.all_reduce(1).wait() == me.size
         assert ac.all_reduce(1, lane=f"of life {turn}").wait() == me.size
@@ -534,6 +540,24 @@ async def big_tag(me: Rank) -> None:
 def test_a_tag_that_the_library_lacks_is_refused(pair: worlds.World) -> None:
     """MPICH bounds tags lower than we do, and the error says so; Open MPI has them all."""
     pair.run(big_tag)
+
+
+def after_its_abort(me: Rank) -> None:
+    ac.all_reduce(1, lane="given up").wait()
+    communicator: Any = current().world.lane("given up").communicator
+    communicator.abort()
+    for call in (communicator.send, communicator.recv):
+        message = call(torch.ones(2), 1 - me.rank, 0)
+        assert message.done()
+        assert isinstance(message.error(), ac.AbortedError)
+    reduced = communicator.all_reduce(torch.ones(2), ReduceOp.SUM)
+    assert reduced.done()
+    assert isinstance(reduced.error(), ac.AbortedError)
+
+
+def test_nothing_is_issued_on_a_communicator_that_was_aborted(pair: worlds.World) -> None:
+    """It would never end, for nobody looks at it."""
+    pair.run(after_its_abort, runner="blocking")
 
 
 def stuck(me: Rank) -> list[str]:

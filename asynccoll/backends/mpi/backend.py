@@ -98,7 +98,8 @@ _ROWS = {
     for apart in (False, True)
 }
 
-#: Names of communicators differ between one ``initialize`` and the next, on every rank alike.
+#: Rank 0 numbers the worlds, since names of communicators must differ between them: a rank of which an
+#: ``initialize`` has failed halfway may have begun more or fewer.
 _worlds = count(1)
 
 
@@ -119,7 +120,9 @@ class MpiBackend(Backend):
         *,
         owns_default_group: bool,
         crowded: bool,
+        number: int,
     ) -> None:
+        """``number`` is that of this world, the same on every rank and of no other world of the job."""
         from asynccoll.backends.mpi.completion import BURST, BURST_WHERE_CROWDED
         from asynccoll.backends.mpi.opening import Opener
 
@@ -128,7 +131,7 @@ class MpiBackend(Backend):
         self._base = base
         self._burst = BURST_WHERE_CROWDED if crowded else BURST
         self._owns_default_group = owns_default_group
-        self._opener = Opener(library, base, f"asynccoll {next(_worlds)} ")
+        self._opener = Opener(library, base, f"asynccoll {number} ")
 
     def capabilities(self, device: str) -> Capabilities:
         return _ROWS[self.mpi.cuda_aware, self.mpi.name.startswith("Open MPI")]
@@ -182,8 +185,14 @@ def create(request: Request) -> Context:
         store = agree_on_store(base.Get_rank(), base.bcast, timeout, one_host=one_host)
     device = own_device(identity.local_rank) if library.cuda_aware else torch.device("cpu")
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
-    crowded = identity.nproc_per_node > usable_cores()
-    backend = MpiBackend(library, base, device, owns_default_group=owns_default, crowded=crowded)
+    backend = MpiBackend(
+        library,
+        base,
+        device,
+        owns_default_group=owns_default,
+        crowded=identity.nproc_per_node > usable_cores(),
+        number=base.bcast(next(_worlds)),
+    )
     return Context(backend, identity, store=store, timeout=request.timeout, check=request.check, nodes=nodes)
 
 

@@ -39,7 +39,7 @@ from asynccoll.backends.mpi.types import (
     run_of_bytes,
     spread,
 )
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import AbortedError, InvalidArgumentError
 
 __all__ = ["MpiCommunicator"]
 
@@ -86,6 +86,8 @@ class MpiCommunicator:
     ) -> Completion:
         """Issue ``calls``: one, or those that ``request`` then is."""
         common, size = self._common, x.nbytes
+        if common.abandoned:
+            return Ready(AbortedError("its lane was given up"))
         if (left := common.left) is not None:
             left.make()
         if size >= LARGE_BYTES and common.overlapped and not self._guarded:
@@ -113,7 +115,7 @@ class MpiCommunicator:
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         count, size = x.numel(), x.nbytes
         common = self._common
-        if size >= self._large or count > self._limit or common.left is not None:
+        if size >= self._large or count > self._limit or common.left is not None or common.abandoned:
             return self._all_reduce(x, x, op)
         # The same, spelled out: this is the call whose latency matters most.
         try:
