@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 import torch.distributed as dist
 
 import asynccoll as ac
+from asynccoll.backends.memory import arena
 from asynccoll.backends.memory import hub as module
 from asynccoll.backends.memory.arena import map_region
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.hub import Bells, Hub
-from asynccoll.backends.memory.layout import CLOSED
+from asynccoll.backends.memory.layout import ABORTED, BLOCK_WORDS, CLOSED, LEFT, STATE
 from asynccoll.backends.memory.neighbours import Descriptors, Failed
 from asynccoll.host.store import Clients
 from asynccoll.transport.communicator import Opening
@@ -109,6 +111,19 @@ def test_a_meeting_that_fails_leaves_no_descriptor(
     assert not twice
 
 
+def test_ranks_are_of_one_user_whose_effective_ids_are_one(
+    clients: list[Clients], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are what the kernel tells of a peer; in a set-uid program the real one is another."""
+    real = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    for hub in met(clients, 2):
+        assert isinstance(hub, Hub)
+        hub.close()
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    assert all(isinstance(one, Failed) for one in met(clients, SIZE))
+
+
 @pytest.fixture
 def hubs(clients: list[Clients]) -> Iterator[list[Any]]:
     """Those of two ranks."""
@@ -187,3 +202,32 @@ def test_who_cannot_map_a_lane_has_left_it(
     engine.stop(CLOSED, ac.AbortedError("closed"))
     hubs[0].take_back()
     assert not hubs[0]._arena._lent
+
+
+def test_memory_that_cannot_be_mapped_is_lent_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmapped(descriptor: int, offset: int, length: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "no address space")
+
+    with closing(arena.Arena()) as memory:
+        with monkeypatch.context() as patched:
+            patched.setattr(arena, "map_region", unmapped)
+            with pytest.raises(OSError, match="no address space"):
+                memory.lend(2)
+        assert memory.lend(2)[0] == arena.PAGE
+        assert memory.lend(2)[0] > arena.PAGE
+
+
+def test_a_lender_that_cannot_ask_what_was_agreed_on_has_left(
+    hubs: list[Any], clients: list[Clients], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may have agreed to use the memory: it stays theirs, and they learn that this one is gone."""
+
+    def meet(opening: Opening, key: str) -> None:
+        raise RuntimeError("the store does not answer")
+
+    monkeypatch.setattr(module, "_meet", meet)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        hubs[0].region(opening(clients, 0, meeting=patient(30)))
+    (lent,) = hubs[0]._arena._lent
+    words = array("Q", lent.mapping[: BLOCK_WORDS * 8])
+    assert (words[STATE], words[LEFT]) == (ABORTED, 1)

@@ -90,7 +90,12 @@ class Arena:
                 layout = Layout.for_size(size, smallest=True)
             length = layout.total_bytes
             offset = self._free[length].pop() if self._free[length] else self._new(length)
-            self._lent.append(_Lent(map_region(self.descriptor, offset, length), layout, offset))
+            try:
+                mapping = map_region(self.descriptor, offset, length)
+            except BaseException:
+                self._free[length].append(offset)
+                raise
+            self._lent.append(_Lent(mapping, layout, offset))
             return offset, layout
 
     def _new(self, length: int) -> int:

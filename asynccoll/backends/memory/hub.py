@@ -76,12 +76,12 @@ class Hub:
         assert opening.clients is not None
         key = f"{opening.name}/memory"
         if opening.rank == 0:
-            self._lend(opening, key)
+            offset, layout = self._lend(opening, key)
         else:
             _meet(opening, key)
-        with opening.clients.borrow() as store:
-            offset, slot_bytes = json.loads(store.get(key))
-        layout = Layout(opening.size, slot_bytes)
+            with opening.clients.borrow() as store:
+                offset, slot_bytes = json.loads(store.get(key))
+            layout = Layout(opening.size, slot_bytes)
         try:
             buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
             return Region(buffer, layout, opening.rank), Parking(buffer)
@@ -90,7 +90,7 @@ class Hub:
             raise
 
     def _leave(self, opening: Opening, offset: int) -> None:
-        """Leave a lane whose memory this rank cannot map: its word there is written through the file."""
+        """Leave a lane whose memory this rank has not mapped: its word there is written through the file."""
         words = offset + opening.rank * BLOCK_WORDS * 8
         arena = self._handed[opening.ranks[0]].arena
         os.pwrite(arena, ABORTED.to_bytes(8, sys.byteorder), words + STATE * 8)
@@ -98,8 +98,11 @@ class Hub:
             self.ring(rank)
         os.pwrite(arena, (1).to_bytes(8, sys.byteorder), words + LEFT * 8)
 
-    def _lend(self, opening: Opening, key: str) -> None:
-        """Lend memory to a lane, as its first rank, and wait until all of its ranks have called."""
+    def _lend(self, opening: Opening, key: str) -> tuple[int, Layout]:
+        """Lend memory to a lane, as its first rank, and wait until all of its ranks have called.
+
+        Returns its offset and its layout.
+        """
         assert opening.clients is not None
         offset, layout = self._arena.lend(opening.size)
         try:
@@ -109,6 +112,10 @@ class Hub:
         except CollectiveError:  # on every rank: none of them maps it
             self._arena.withdraw(offset)
             raise
+        except BaseException:  # the store has failed, say: the others may have agreed to use it
+            self._leave(opening, offset)
+            raise
+        return offset, layout
 
     def later(self, job: Callable[[], object]) -> None:
         """Run ``job``, which may wait, on another thread."""

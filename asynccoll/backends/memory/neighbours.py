@@ -124,7 +124,7 @@ class Meeting:
                     raise Failed("a rank of this host did not join the rendezvous") from None
                 continue
             handed = None
-            if _user_of(connection) == os.getuid():
+            if _user_of(connection) == os.geteuid():
                 connection.settimeout(_SAYS_SOON_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     handed = self._take(connection)
@@ -152,7 +152,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.settimeout(seconds)
             line.connect(f"\0{name}")
-            if _user_of(line) != os.getuid():
+            if _user_of(line) != os.geteuid():
                 raise Failed("the first rank of this host belongs to another user")
             socket.send_fds(line, [bytes.fromhex(token) + index.to_bytes(4, "little")], list(mine.all()))
             _, found, _, _ = socket.recv_fds(line, 16, 3 * count, socket.MSG_CMSG_CLOEXEC)
@@ -169,6 +169,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
 
 
 def _user_of(connection: socket.socket) -> int:
+    """Return the effective user of the other process, which is what the kernel says of it."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(said)[1])
 
