@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import asynccoll as ac
 import oracle
@@ -109,3 +110,36 @@ async def filled_outside(me: Rank) -> None:
 def test_trees_that_cannot_be_filled_in_place_are_refused(pair: World, runner: str) -> None:
     """Before anything is sent, as one tensor is."""
     pair.run(filled_outside, runner=runner)
+
+
+class Seeing(TorchDispatchMode):
+    """Notes which operations it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def unseen(me: Rank) -> None:
+    if me.backend != "memory":
+        return
+    x = torch.ones(300_000)  # in many steps
+    with Seeing() as mode:
+        ac.all_reduce(x, out=x).wait()
+        (ac.recv(x, src=0) if me.rank else ac.send(x, dst=1)).wait()
+    assert not [name for name in mode.seen if "copy" in name or "add" in name], mode.seen
+    y, n = torch.ones(2), float(me.size)
+    slope = torch.func.grad(lambda a: (a * ac.all_reduce(y).wait()).sum())(torch.ones(2))
+    oracle.same(slope, torch.full((2,), n))
+    rows = torch.func.vmap(lambda a: a * ac.all_reduce(y).wait())(torch.ones(3, 2))
+    oracle.same(rows, torch.full((3, 2), n))
+    oracle.same(ac.all_reduce(y).wait(), torch.full((2,), n))
+
+
+def test_no_mode_sees_how_data_goes_through_memory(pair: World) -> None:
+    """They would be counted, or refused half-way, which ends the lane."""
+    pair.run(unseen, runner="blocking")

@@ -25,6 +25,7 @@ from asynccoll.host.words import encoded
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.modes.captured import as_called, uncast
+from asynccoll.modes.unseen import unseen
 from asynccoll.plan.spec import DTYPES_BY_NAME, Capabilities, Op, ReduceOp, dtype_name
 from asynccoll.plan.texts import at_line, shown, unlike
 from asynccoll.plan.trees import flatten
@@ -99,6 +100,7 @@ __all__ = [
     "shown",
     "uncast",
     "unlike",
+    "unseen",
     "usable_cores",
     "values",
 ]

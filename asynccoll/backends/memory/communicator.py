@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, ReduceOp, at_line, encoded, shown
+from asynccoll.backends.api import Completion, ReduceOp, at_line, encoded, shown, unseen
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call
 from asynccoll.backends.memory.exchanges import (
@@ -59,8 +59,9 @@ class MemoryCommunicator:
         self._messages = messages
         self._disagreed = disagreed
         self._size = engine.region.size
-        #: for each kind of call and the line that makes it: its checksum, and the text that shows it
-        self._kinds: dict[tuple[object, ...], tuple[int, bytes]] = {}
+        #: for each kind of call and the line that makes it: its checksum, the text that shows it, and the
+        #: code of that line, lest other code gets its ``id``
+        self._kinds: dict[tuple[object, ...], tuple[int, bytes, object]] = {}
         self._what: Hashable = None
         self._spot: Any = None
         self._place, self._part, self._shares = 0, 1, False
@@ -77,7 +78,7 @@ class MemoryCommunicator:
         """
         spot = self._spot
         key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
-        known, line = self._kinds.get(key) or self._learn(key)
+        known, line, _ = self._kinds.get(key) or self._learn(key)
         # Ranks may make equal calls at different places: one may have made fewer parts of the call before, or
         # fewer calls in the child task that had the lane before (places go on 2**40 higher for each child).
         place = self._place
@@ -85,18 +86,21 @@ class MemoryCommunicator:
         checksum = (known + which) & 0xFFFFFFFF
         return checksum, line, self._place, self._shares, self._disagreed
 
-    def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes]:
+    def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes, object]:
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         native, what = key[:2]
         text = shown(what) or shown(native)
-        line = at_line(what or native, self._spot and self._spot.place, TEXT_BYTES - 1)
-        found = self._kinds[key] = zlib.crc32(encoded(f"{text} {shown(native)}")), line
+        spot = self._spot
+        line = at_line(what or native, spot and spot.place, TEXT_BYTES - 1)
+        checksum = zlib.crc32(encoded(f"{text} {shown(native)}"))
+        found = self._kinds[key] = checksum, line, spot and spot.code
         return found
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         return self.all_reduce_into(x, x, op)
 
+    @unseen
     def all_reduce_into(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         call = self._call("all_reduce", op, x.dtype, x.numel())
         by_parts = self._size > 2 and x.nbytes > self._engine.region.layout.by_parts_bytes
@@ -104,32 +108,39 @@ class MemoryCommunicator:
         sent = _flat(x)
         return self._engine.start(made(self._engine, call, sent if out is x else _flat(out), sent, op))
 
+    @unseen
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         call = self._call("reduce", op, x.dtype, x.numel(), "dst", dst)
         return self._engine.start(Reduce(self._engine, call, _flat(x), dst, op))
 
+    @unseen
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         call = self._call("broadcast", x.dtype, x.numel(), "src", src)
         return self._engine.start(Broadcast(self._engine, call, _flat(x), src))
 
+    @unseen
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         call = self._call("all_gather", x.dtype, x.numel())
         return self._engine.start(AllGather(self._engine, call, _flat(out), _flat(x)))
 
+    @unseen
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         call = self._call("gather", x.dtype, x.numel(), "dst", dst)
         rows = None if out is None else [_flat(row) for row in out]
         return self._engine.start(Gather(self._engine, call, rows, _flat(x)))
 
+    @unseen
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
         call = self._call("scatter", out.dtype, out.numel(), "src", src)
         parts = None if x is None else [_flat(part) for part in x]
         return self._engine.start(Scatter(self._engine, call, _flat(out), parts, src))
 
+    @unseen
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         call = self._call("reduce_scatter", op, x.dtype, x.numel())
         return self._engine.start(ReduceScatter(self._engine, call, _flat(out), _flat(x), op))
 
+    @unseen
     def all_to_all(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Completion:
@@ -140,17 +151,21 @@ class MemoryCommunicator:
             splits = [row * size for size in out_splits], [row * size for size in in_splits]
         return self._engine.start(AllToAll(self._engine, call, _flat(out), _flat(x), splits))
 
+    @unseen  # what earlier calls have yet to put
     def barrier(self) -> Completion:
         return self._engine.start(Barrier(self._engine, self._call("barrier")))
 
     # Messages between two
 
+    @unseen
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         return self._messages.send(_flat(x), dst, tag)
 
+    @unseen
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         return self._messages.recv(_flat(x), src, tag)
 
+    @unseen
     def refuse(self, dst: int, tag: int, why: str) -> None:
         self._messages.refuse(dst, tag, why)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Protocol
 
-from asynccoll.backends.api import Callback, host
+from asynccoll.backends.api import Callback, host, unseen
 from asynccoll.backends.memory.layout import ABORTED, ASLEEP, CLOSED, LEFT, STATE, WATCHING
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
 
@@ -105,6 +105,7 @@ class Mover(ABC):
 
     # Moving
 
+    @unseen
     def poke(self) -> None:
         """Move what can be moved, unless another thread is moving. The watcher calls the callbacks."""
         try:
@@ -183,6 +184,7 @@ class Mover(ABC):
                 words[base + WATCHING] = 0
                 self._bells.ring(rank)
 
+    @unseen
     def wait(self, call: InFlight, seconds: float) -> bool:
         """Move calls until ``call`` is over or ``seconds`` have passed; return whether it is over."""
         words = self._words
@@ -243,6 +245,7 @@ class Mover(ABC):
         finally:
             self._sleepers -= 1
 
+    @unseen
     def listen(self, call: InFlight, callback: Callback) -> None:
         """Call ``callback`` when ``call`` is over: now if it is, else in a waiter or the watcher."""
         try:
