@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
+from asynccoll.backends.c10d.channels import Channels
+from asynccoll.backends.c10d.communicator import C10dCommunicator
 from asynccoll.backends.memory.communicator import MemoryCommunicator
-from asynccoll.backends.memory.layout import CLOSED
+from asynccoll.backends.memory.layout import ABORTED, CLOSED
 from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.health.confirming import Confirmations
+from asynccoll.host.call_site import Spot
 from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Verdict
 from asynccoll.order.operation import Estimate
@@ -92,6 +96,50 @@ def test_a_communicator_whose_collectives_ctrl_c_strikes_ends_its_messages_too()
     with pytest.raises(KeyboardInterrupt):
         communicator.abort()
     assert ended == ["stop collectives", "stop messages"]
+
+
+@pytest.mark.parametrize("struck", ["", "abort within", "abort across"])
+def test_the_parts_of_a_communicator_by_node_are_aborted_all(struck: str) -> None:
+    """Also those that are opened when it has been aborted: other ranks wait in each of them."""
+    ended: list[str] = []
+    parts = Ending("within", ended, struck), Ending("across", ended, struck)
+    for late in (False, True):
+        ended.clear()
+        communicator = C10dCommunicator({}, Channels(print, 0, print), 4, print, on_cpu=True)
+        communicator.open_parts_with(lambda: parts)  # type: ignore[arg-type,return-value]
+        first, then = communicator.open_parts, communicator.abort
+        communicator._transports = {"cpu": Ending("itself", ended, "")}  # type: ignore[dict-item]
+        communicator._abort_collectives = lambda: ended.append("abort itself")  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt) if struck else nullcontext():
+            for step in (then, first) if late else (first, then):
+                step()
+        assert {"abort within", "abort across", "abort itself"} <= {*ended}, (late, ended)
+
+
+def test_a_message_after_the_end_of_its_lane_opens_nothing() -> None:
+    opened: list[int] = []
+    messages = Messages(lambda peer, _: opened.append(peer), lambda job: job(), None)  # type: ignore[arg-type,return-value]
+    messages.stop(ABORTED, ac.PeerLostError("its lane was given up"))
+    for begun in (messages.send(torch.ones(2), 1, 0), messages.recv(torch.ones(2), 1, 0)):
+        assert begun.done()
+        assert isinstance(begun.error(), ac.PeerLostError)
+    assert not opened
+    assert not messages._waiting
+
+
+def test_a_line_of_code_that_is_gone_gives_its_place_to_no_other() -> None:
+    """The lines of calls are known by the address of their code."""
+    engine = Ending("collectives", [], "")
+    engine.region = SimpleNamespace(size=2)
+    communicator = MemoryCommunicator(engine, Ending("messages", [], ""), print)  # type: ignore[arg-type]
+    code = compile("pass", "gone", "exec")
+    address = id(code)
+    communicator.announce(("barrier",), Spot(code, 0), 1, 1, False)
+    assert b"gone" in communicator._call("barrier")[1]
+    communicator.announce(None, None, 2, 1, False)
+    del code
+    others = [compile("pass", f"other {number}", "exec") for number in range(100)]
+    assert address not in map(id, others)
 
 
 def test_a_mistake_while_a_refusal_is_settled_ends_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:

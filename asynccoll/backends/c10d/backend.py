@@ -42,7 +42,7 @@ from asynccoll.backends.api import (
 )
 from asynccoll.backends.c10d.adopted import matching_launch, own_part
 from asynccoll.backends.c10d.channels import Channels
-from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport
+from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport, end_all
 from asynccoll.backends.c10d.completion import NEVER, HostCompletion, StreamCompletion
 from asynccoll.backends.c10d.published import publish, withdraw
 from asynccoll.backends.c10d.tables import GLOO, NCCL, OTHER
@@ -132,14 +132,20 @@ class C10dBackend(Backend):
         def open_parts() -> tuple[Communicator, Communicator]:
             node, index = opening.place
             each, on_host = opening.size // opening.nodes, {"cpu": "gloo"}
+            # The messages of the lane go on in its next epoch, and do not end with the parts.
+            none = Channels(open_pair, rank, lambda: None)
             within = (
                 opening.within()
                 if opening.within is not None
-                else self._communicator(opening, f"{name}/node/{node}", index, each, on_host, channels)
+                else self._communicator(opening, f"{name}/node/{node}", index, each, on_host, none)
             )
-            across = self._communicator(
-                opening, f"{name}/across/{index}", node, opening.nodes, on_host, channels
-            )
+            try:
+                across = self._communicator(
+                    opening, f"{name}/across/{index}", node, opening.nodes, on_host, none
+                )
+            except BaseException:  # the ranks of this node may wait in the first one
+                end_all([within])
+                raise
             return within, across
 
         opened.open_parts_with(open_parts)

@@ -20,7 +20,7 @@ from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
 from asynccoll.backends.c10d.unprofiled import Unprofiled
 
-__all__ = ["C10dCommunicator", "Transport"]
+__all__ = ["C10dCommunicator", "Transport", "end_all"]
 
 _REDUCE_OPS: dict[ReduceOp, object] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -127,10 +127,8 @@ class C10dCommunicator:
         if announce is not None:  # a call by node begins on the communicator within the node
             self.announce = announce
         self.parts = parts
-        if not self._transports:  # this communicator was closed while the parts were opened
-            for part in self.parts:
-                part.abort()
-                part.close()
+        if self._aborted or not self._transports:  # this communicator has ended while the parts were opened
+            end_all(parts)
 
     def _for(self, x: torch.Tensor) -> Transport:
         return self._only or self._transports[x.device.type]
@@ -224,23 +222,33 @@ class C10dCommunicator:
     def _destroy(self) -> None:
         held = list(self._transports.values())
         self._transports, self._only = {}, None
-        _end_all(held)
+        _shut_down(held)
         _destroy(held)
 
     def abort(self) -> None:
         self._aborted = True
-        for part in self.parts or ():
-            part.abort()
-        for pair in self._channels.natives():
-            _abort(pair)
-        self._abort_collectives()
+        with contextlib.ExitStack() as ends:  # of all, whatever one raises; what is added last comes first
+            ends.callback(self._abort_collectives)
+            for pair in self._channels.natives():
+                ends.callback(_abort, pair)
+            for part in self.parts or ():
+                ends.callback(part.abort)
 
     def _abort_collectives(self) -> None:
         for to in list(self._transports.values()):
             _abort(to.group)
 
 
-def _end_all(held: list[Transport]) -> None:
+def end_all(parts: Sequence[Communicator]) -> None:
+    """Abort and close ``parts``, all of them, whatever one raises."""
+    with contextlib.ExitStack() as ends:  # what is added last comes first
+        for part in parts:
+            ends.callback(part.close)
+        for part in parts:
+            ends.callback(part.abort)
+
+
+def _shut_down(held: list[Transport]) -> None:
     """Shut down groups of nccl: if one is only destroyed, it aborts its kernels."""
     for to in held:
         if to.group.name() == "nccl":

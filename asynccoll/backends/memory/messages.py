@@ -78,6 +78,8 @@ class Messages:
         with self._lock:
             pair = self._pairs.get(peer)
             if pair is None:
+                if self._closed is not None:
+                    return Ready(self._closed[1])
                 self._waiting[peer].append((begin, promise))
         if pair is not None:
             return begin(pair)
