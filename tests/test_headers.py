@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynccoll.flight import Headers, Recorder
-from asynccoll.flight.layout import HEADER_WORDS, HEADERS
+from asynccoll.flight.layout import HALF_BYTES, HEADER_WORDS, HEADERS
 from asynccoll.host.call_number import CHILD, ROUND
 
 Pair = tuple[Headers, Headers, Recorder]
@@ -40,7 +40,7 @@ def test_alike_is_no_difference_and_another_call_is_one(pair: Pair, child: int) 
 
 def test_a_difference_is_found_when_a_rank_has_written_4_gib_of_texts(pair: Pair) -> None:
     """As in weeks of shapes that never come again; the number of a text then has more than 32 bits."""
-    one, other, _ = pair
+    one, other, recorder = pair
     for place in (1, 2):
         one.write(7, 64, place, 1)
         other.write(7, (1 << 32) + 64, place, 1)
@@ -48,6 +48,11 @@ def test_a_difference_is_found_when_a_rank_has_written_4_gib_of_texts(pair: Pair
     assert one.write(8, 128, 3, 1) == {1: (3, 1)}
     assert other.write(8, (1 << 32) + 192, 4, 1) == {}
     assert one.write(8, 192, 4, 1) == {1: (4, 1)}
+    recorder._written = -(-(1 << 32) // (2 * HALF_BYTES)) * 2 * HALF_BYTES  # the next one begins the memory
+    for place in (5, 6):
+        other.write(9, recorder.write(b"call %d" % place, None), place, 1)
+        one.write(8, 256, place, 1)
+        assert one.text(1) == f"call {place}"
 
 
 def test_calls_of_before_the_last_joins_are_not_compared(pair: Pair) -> None:
