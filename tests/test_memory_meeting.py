@@ -146,6 +146,19 @@ def test_a_closed_hub_rings_no_bell(hubs: list[Any], tmp_path: Path) -> None:
     assert (tmp_path / "other").read_bytes() == b""
 
 
+def test_a_closed_hub_lends_no_memory(hubs: list[Any]) -> None:
+    """It would be another file's, in which holes are made as it is given back."""
+    hubs[0].close()
+    with pytest.raises(OSError, match="left its world"):
+        hubs[0]._arena.lend(2)
+
+
+def test_programs_that_a_rank_executes_inherit_none_of_its_descriptors(hubs: list[Any]) -> None:
+    """They would keep the memory for as long as they run."""
+    held = [descriptor for hub in hubs for one in hub._handed.values() for descriptor in one.all()]
+    assert not any(map(os.get_inheritable, held))
+
+
 def opening(clients: list[Clients], rank: int, *, meeting: float) -> Opening:
     """That of a lane of both."""
     return Opening(

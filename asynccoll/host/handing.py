@@ -51,13 +51,14 @@ def handed(listening: socket.socket) -> Iterator[tuple[int, int, int]]:
     """
     while True:
         try:
-            said, descriptors, _, _ = socket.recv_fds(listening, 64, 1, socket.MSG_CMSG_CLOEXEC)
+            said, descriptors, _, _ = socket.recv_fds(listening, 64, 1)  # ignores its flags
         except OSError:  # that was all
             return
         rank, pid, numbering = map(int, said.split())
         if numbering != _numbering():
             pid = -1 - rank
         for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
             yield rank, pid, descriptor
 
 

@@ -8,6 +8,7 @@ sealed, so that nobody can shrink it while others use it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -72,6 +73,7 @@ class Arena:
     """The file of one rank, from which it lends regions to lanes."""
 
     def __init__(self) -> None:
+        #: -1 once its number may be another file's
         self.descriptor: int = os.memfd_create("asynccoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, ARENA_BYTES)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
@@ -83,6 +85,8 @@ class Arena:
     def lend(self, size: int) -> tuple[int, Layout]:
         """Lend a new region, all zeros, to ``size`` ranks; return its offset and its layout."""
         with self._lock:
+            if self.descriptor < 0:
+                raise OSError(errno.EBADF, "this rank has left its world")
             self._take_back()
             lent = sum(one.layout.total_bytes for one in self._lent)
             layout = Layout.for_size(size)

@@ -145,6 +145,7 @@ class Hub:
     def _close(self) -> None:
         """Close the descriptors: their numbers may be other files' from now on."""
         descriptors, self._handed = self._handed, {}
+        self._arena.descriptor = -1
         for handed in descriptors.values():
             handed.close()
 
