@@ -204,7 +204,7 @@ _TRAINING = (
         "        if out is not None:\n            work.fills(out)\n",
         "",
     ),
-    ("overlap/gradients.py", "(again or not self._syncing)", "again and self._syncing"),
+    ("overlap/gradients.py", "if again or not self._syncing:", "if again and self._syncing:"),
     (
         "overlap/gradients.py",
         "bucket.summed_over, bucket.named = self._summed_over, self._named",
