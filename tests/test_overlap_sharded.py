@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import asynccoll as ac
 import oracle
+from asynccoll.overlap.elementwise import check_elementwise
 from overlapping import SMALL, Heads, alike, batch, close, loss_of, network, rows
 from ranks import Rank, raising
 from worlds import World
@@ -397,12 +398,54 @@ def twice(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([*model.parameters(), *model.parameters()], lr=0.1)
 
 
+class Scaled(torch.optim.Optimizer):
+    """Its steps are scaled by a norm."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+        for group in self.param_groups:
+            of_all = torch.cat([x.grad.reshape(-1) for x in group["params"] if x.grad is not None])
+            for x in group["params"]:
+                if x.grad is not None:
+                    x.sub_(self.change(x, x.grad, of_all), alpha=group["lr"])
+
+    def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Lars(Scaled):
+    def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
+        return gradient * 0.001 * x.norm() / gradient.norm()
+
+
+class Lamb(Scaled):
+    def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
+        update = gradient / (gradient.abs() + 1e-6) + 0.01 * x
+        return update * x.norm() / update.norm()
+
+
+class Clipped(Scaled):
+    def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
+        return gradient / of_all.norm().clamp(min=1.0)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
     "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
     "twice": (twice, "has a parameter twice"),
     "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor does not treat every"),
     "Adafactor, scheduled": (scheduled, "Adafactor does not treat every"),
+    "Adafactor, slow": (
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-5),
+        "Adafactor does not treat every",
+    ),
+    "LARS": (lambda model: Lars(model.parameters(), lr=1e-3), "Lars does not treat every"),
+    "LAMB": (lambda model: Lamb(model.parameters(), lr=1e-5), "Lamb does not treat every"),
+    "LAMB, at rest": (lambda model: Lamb(model.parameters(), lr=0.0), "Lamb does not treat every"),
+    "clips": (lambda model: Clipped(model.parameters(), lr=0.1), "Clipped does not treat every"),
     "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be shared out"),
     "Muon": (
         lambda model: torch.optim.Muon([x for x in model.parameters() if x.dim() == 2]),
@@ -422,3 +465,31 @@ def test_refused(name: str) -> None:
     with pytest.raises(ac.InvalidArgumentError, match="takes the module"):
         ac.overlap.shard_optimizer(list(model.parameters()), make(model))  # type: ignore[arg-type]
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Adagrad",
+    "Adadelta",
+    "ASGD",
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_are_taken(name: str, options: dict[str, bool]) -> None:
+    """Whatever their rate, and whether they have stepped before."""
+    for lr in (0.0, 1e-6, 1.0):
+        model = nn.Linear(3, 2)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, **options)
+        for _ in range(2):
+            check_elementwise(optimizer)
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()

@@ -1,6 +1,8 @@
 """Whether an optimizer treats every element alone, so that it can be given parts of flat tensors.
 
-The name does not say, so the optimizer is tried out on a few numbers, as whole parameters and as flat parts.
+The name does not say, so the optimizer is tried out on a few numbers, as whole parameters and as flat parts,
+each by itself, as a rank has it. What is compared is how far the numbers move: with a small learning rate all
+of them stay near where they were.
 """
 
 from __future__ import annotations
@@ -24,26 +26,29 @@ __all__ = ["check_elementwise", "look_at_steps"]
 
 _SHAPES = ((3, 4), (4,))
 _TRIES = 2
+#: The learning rate of a trial: with one of 0, as of a schedule's start, nothing would move.
+_RATE = 0.1
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose steps on flat parts differ from those on whole parameters."""
     kind = type(optimizer).__name__
     whole, parts = _twins()
+    start = _flat(whole)
     try:
         for given in optimizer.param_groups:
             states = (_pattern(optimizer.state[x], x) for x in given["params"] if x in optimizer.state)
             pattern = next(states, {})
             _try_out(optimizer, given, pattern, whole)
-            _try_out(optimizer, given, pattern, parts)
+            for part in parts:
+                _try_out(optimizer, given, pattern, [part])
     except Exception as error:  # some optimizers refuse vectors, or a step without a closure
         raise InvalidArgumentError(
             f"{kind} cannot be shared out over the ranks: it was tried on flat parts of parameters, and said "
             f"{type(error).__name__}: {error}. Shard an optimizer that treats every element alone (SGD, "
             "Adam, AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
         ) from error
-    together = torch.cat([x.detach().reshape(-1) for x in whole])
-    if not torch.allclose(together, torch.cat([x.detach() for x in parts]), rtol=1e-3, atol=1e-6):
+    if not torch.allclose(_flat(whole) - start, _flat(parts) - start, rtol=1e-3, atol=1e-12):
         raise InvalidArgumentError(
             f"{kind} does not treat every element alone (on flat parts of the parameters it comes to other "
             "numbers than on whole ones), so it cannot be shared out over the ranks: shard an elementwise "
@@ -70,11 +75,15 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
     _seen[optimizer] = count
 
 
+def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.detach().reshape(-1) for x in parameters])
+
+
 def _twins() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the same values and gradients as whole parameters, and as flat parts across their borders."""
     generator = torch.Generator().manual_seed(1)
     count = sum(torch.Size(shape).numel() for shape in _SHAPES)
-    values, gradients = torch.randn((2, count), generator=generator, device="cpu", dtype=torch.float32)
+    values, gradients = torch.randn((2, count), generator=generator, device="cpu", dtype=torch.float64)
     sizes = [torch.Size(shape).numel() for shape in _SHAPES]
     half = count // 2
     whole = _with_gradients(values.split(sizes), gradients.split(sizes), _SHAPES)
@@ -107,6 +116,9 @@ def _try_out(
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler has set it, to one that steps ``optimizer`` itself
     options = {name: _here(value) for name, value in given.items() if name not in {"params", "param_names"}}
+    if "lr" in options:
+        lr = options["lr"]
+        options["lr"] = torch.full_like(lr, _RATE) if isinstance(lr, torch.Tensor) else _RATE
     if "capturable" in options:
         options["capturable"] = False  # it is for graphs of a device, and the copy steps on the CPU
     twin.param_groups = [{**options, "params": parameters}]
