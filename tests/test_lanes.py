@@ -7,6 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.host import actors
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.runtime.process import current
 from asynccoll.transport.progress import progress
@@ -451,6 +453,27 @@ async def starters(me: Rank, start: str) -> None:
 def test_who_has_waited_for_its_child_may_follow_it(pair: World, start: str, runner: str) -> None:
     """Also where it has never called before, and so nobody knows that it started the child."""
     pair.run(starters, start, runner=runner)
+
+
+def test_a_task_that_has_called_is_freed_as_it_ends(loop: str) -> None:
+    """With its result, and without a garbage collection."""
+
+    async def child() -> None:
+        actors.current()  # as each call does
+        ended.append(weakref.ref(actors.trio_task() or asyncio.current_task()))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child)
+        await anyio.sleep(0)  # a loop holds the task that it ran last
+        assert ended[0]() is None
+
+    ended: list[weakref.ref[Any]] = []
+    gc.disable()
+    try:
+        anyio.run(main, backend=loop)
+    finally:
+        gc.enable()
 
 
 async def in_to_thread(me: Rank) -> None:

@@ -4,9 +4,10 @@ A lane belongs to the actor that issued on it last, and another may follow only 
 Calls are numbered within the process, and a context (of ``contextvars``) holds the number of the last call
 made in it. A child inherits that number: so it is known which of its parent's calls came before it.
 
-Tasks are looked up in the event loops' own tables. A thread is represented by an object in its context: a
-pool's worker, which never ends, runs each job in a copy of the submitter's context, and with that copy the
-job's actor ends.
+Tasks are looked up in the event loops' own tables, and held weakly: a task holds its context, so that a
+context that held the task would keep both, with the task's result, until a garbage collection. A thread is
+represented by an object in its context: a pool's worker, which never ends, runs each job in a copy of the
+submitter's context, and with that copy the job's actor ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -30,18 +32,29 @@ __all__ = [
     "label",
     "left",
     "line",
+    "of_task",
     "started_after",
+    "task_of",
     "thread_of",
     "trio_task",
 ]
 
-Actor = object  # an asyncio.Task, a trio.lowlevel.Task or a _ThreadActor: compared by identity
+Actor = object  # a _TaskActor or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop
 # Before 3.12 asyncio.current_task is written in Python, and takes three times as long as the table it reads.
 asyncio_task: Callable[[Any], asyncio.Task[object] | None] = (
     asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
+
+
+class _TaskActor:
+    """A task of asyncio or trio."""
+
+    __slots__ = ("__weakref__", "task")
+
+    def __init__(self, task: Any) -> None:
+        self.task = weakref.ref(task)
 
 
 class _ThreadActor:
@@ -53,6 +66,9 @@ class _ThreadActor:
         self.thread = thread
         self.ident = host.get_ident()
         self.name = thread.name
+
+    def task(self) -> None:
+        """A thread is no task."""
 
 
 class Descent(NamedTuple):
@@ -68,6 +84,8 @@ class Descent(NamedTuple):
 _descent: ContextVar[Descent | None] = ContextVar("asynccoll_descent", default=None)
 _calls = itertools.count(1)  # only grows, and holds nothing of a rank
 _last_call: ContextVar[int] = ContextVar("asynccoll_last_call", default=0)
+#: By task: a task may run code in several contexts.
+_of_tasks: weakref.WeakKeyDictionary[Any, _TaskActor] = weakref.WeakKeyDictionary()
 
 
 def called() -> int:
@@ -97,15 +115,21 @@ def current() -> Descent:
         task = trio_task()
     if node is not None:
         actor = node.actor
-        if actor is task:
-            return node
-        if task is None and type(actor) is _ThreadActor and actor.ident == host.get_ident():
+        if actor.task() is task and (
+            task is not None or (type(actor) is _ThreadActor and actor.ident == host.get_ident())
+        ):
             return node
         node = _shortened(node)
-    actor = task if task is not None else _ThreadActor(host.current_thread())
-    node = Descent(actor, node, _last_call.get())
+    new = of_task(task) if task is not None else _ThreadActor(host.current_thread())
+    node = Descent(new, node, _last_call.get())
     _descent.set(node)
     return node
+
+
+def of_task(task: Any) -> Actor:
+    """The actor that ``task`` is."""
+    found = _of_tasks.get(task)
+    return found if found is not None else _of_tasks.setdefault(task, _TaskActor(task))
 
 
 def _shortened(node: Descent) -> Descent:
@@ -138,14 +162,20 @@ def thread_of(actor: Actor) -> host.Thread | None:
     return actor.thread if isinstance(actor, _ThreadActor) else None
 
 
+def task_of(actor: Actor) -> Any:
+    """The task that ``actor`` is; None for a thread, and once the task is gone."""
+    return actor.task() if isinstance(actor, _TaskActor) else None
+
+
 def ended(actor: Actor) -> bool:
     """Whether ``actor`` can issue nothing more."""
     if isinstance(actor, _ThreadActor):
         return not actor.thread.is_alive()
-    done = getattr(actor, "done", None)
+    task = task_of(actor)
+    done = getattr(task, "done", None)
     if done is not None:
         return bool(done())
-    coroutine = getattr(actor, "coro", None)
+    coroutine = getattr(task, "coro", None)
     return coroutine is None or getattr(coroutine, "cr_frame", None) is None
 
 
@@ -166,5 +196,6 @@ def label(actor: Actor) -> str:
     """``task 'Task-3'`` or ``thread 'MainThread'``, for messages."""
     if isinstance(actor, _ThreadActor):
         return f"thread {actor.name!r}"
-    name = actor.get_name() if hasattr(actor, "get_name") else getattr(actor, "name", "?")
+    task = task_of(actor)
+    name = task.get_name() if hasattr(task, "get_name") else getattr(task, "name", "?")
     return f"task {name!r}"

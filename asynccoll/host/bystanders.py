@@ -22,15 +22,15 @@ __all__ = ["beside", "ran_beside"]
 
 
 def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
-    """The existing tasks that can neither have started the task of ``node`` nor wait for it.
+    """The existing tasks, as actors, that can neither have started the task of ``node`` nor wait for it.
 
     If the actor of ``node`` is a thread: the threads that were started later.
     """
-    task = node.actor
-    if (thread := actors.thread_of(task)) is not None:
+    if (thread := actors.thread_of(node.actor)) is not None:
         return weakref.WeakSet(_younger(thread))
+    task = actors.task_of(node.actor)
     tasks = list(_trio_tasks() if _is_of_trio(task) else asyncio.all_tasks())
-    line = {id(one.actor) for one in actors.line(node)}
+    line = {id(one) for above in actors.line(node) if (one := actors.task_of(above.actor)) is not None}
     if all(id(one) in line for one in tasks):
         return weakref.WeakSet()
     waiters = _waiters(tasks)
@@ -48,7 +48,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
     # No task has started the first. Of any other task that nobody waits for only the number is known.
     tops = [top for top in tops if top is task or first is None or _number(top) != first]
     return weakref.WeakSet(
-        one
+        actors.of_task(one)
         for one in tasks
         if id(one) not in known
         and not (_may_start(one, task, first) and any(_may_start(one, top, first) for top in tops))
@@ -68,7 +68,8 @@ def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
         return True
     if any(isinstance(one, threading.Thread) for one in (*others, actors.thread_of(node.actor))):
         return False
-    waiters, found, seen = _waiters(list(others)), [node.actor], these
+    tasks = [task for one in others if (task := actors.task_of(one)) is not None]
+    waiters, found, seen = _waiters(tasks), [actors.task_of(node.actor)], set(map(id, tasks))
     while found:
         above = waiters(found.pop())
         if not above:
