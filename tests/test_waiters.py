@@ -99,8 +99,9 @@ def test_an_await_that_is_cancelled_leaves_nothing(runner: str) -> None:
     worlds.world("gloo", 2).run(cancelled_often, runner=runner, timeout=60)
 
 
-def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No descriptor was left for one question: the next is put all the same."""
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), KeyError("a mistake of ours")])
+def test_the_watch_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """No descriptor was left for one question, say: the next is put all the same."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked_again = threading.Event()
     asked: list[object] = []
@@ -108,7 +109,7 @@ def test_the_watch_goes_on_after_an_os_error(monkeypatch: pytest.MonkeyPatch) ->
     def loss(lane: object) -> None:
         asked.append(lane)
         if len(asked) < 3:
-            raise OSError(24, "Too many open files")
+            raise error
         asked_again.set()
 
     parts = {"has_peers": True, "loss": loss, "store_answers": lambda: False}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asynccoll import host
@@ -96,8 +96,9 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None and not self._stopped:
-            self._thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
-            self._thread.start()
+            thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+            thread.start()
+            self._thread = thread  # after the start: one that could not be started is tried again
         elif self._asleep:
             self._wake.notify()
 
@@ -136,16 +137,16 @@ class Watch:
                 lanes, parts = dict.fromkeys(op.lane for op in overdue), self._due(overdue)
             if lanes or self._is_due(idle=not woken):
                 self._asked = host.monotonic()
-                try:
-                    self._ask_after(lanes)
+                self._ask_after(lanes)
+                with _going_on():
                     if parts:
                         self._world.look_for_ends(parts)
-                except OSError:  # the process may be out of descriptors: it is asked again in a second
-                    _log.debug("asking after %s failed", lanes, exc_info=True)
             for operation in stalled:
-                if not operation.done():
-                    self._world.tell_of_stall(operation)
-            self._look_for_shifts()
+                with _going_on():
+                    if not operation.done():
+                        self._world.tell_of_stall(operation)
+            with _going_on():
+                self._look_for_shifts()
 
     def _is_due(self, *, idle: bool) -> bool:
         """Whether it is time to look for refusals although nothing waits here."""
@@ -184,9 +185,22 @@ class Watch:
     def _ask_after(self, lanes: Iterable[Order]) -> None:
         """Find out whether ``lanes`` wait for a lost rank, or a peer has refused a call on any lane."""
         for lane in lanes:
-            lost = self._world.loss(lane)
-            if lost is not None:
-                lane.lose(lost)
-        if self._world.store_answers():
-            with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
-                self._world.look_for_refusals()
+            with _going_on():
+                lost = self._world.loss(lane)
+                if lost is not None:
+                    lane.lose(lost)
+        with _going_on():
+            if self._world.store_answers():
+                with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
+                    self._world.look_for_refusals()
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    """Log an error in the block: the thread goes on, since waiters rely on its other questions."""
+    try:
+        yield
+    except OSError:  # the process may be out of descriptors: it is asked again in a second
+        _log.debug("a rank could not be asked", exc_info=True)
+    except Exception:
+        _log.exception("a look at what is waited for has failed; the next is taken all the same")
