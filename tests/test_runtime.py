@@ -19,7 +19,10 @@ import oracle
 import scripts
 import worlds
 from asynccoll.backends.memory import sharing
+from asynccoll.flight import registry
+from asynccoll.host import actors
 from asynccoll.host.store import Exchange
+from asynccoll.runtime.process import current
 from patience import until
 from ports import free_port
 from ranks import Rank, raising
@@ -467,17 +470,31 @@ def test_a_port_that_another_program_has_is_told_by_rank_0(tmp_path: Path) -> No
     assert "choose another MASTER_PORT" in ended.err
 
 
-def fails_to_share(me: Rank, path: str) -> None:
+#: Where ``initialize`` fails, on each rank or on one: before it shares memory, with a beacon that is told of
+#: already, and in what is called once the world is there.
+FAILS = {
+    "sharing": (sharing, "share"),
+    "beacon": (registry, "register"),
+    "world": (actors, "current"),
+}
+
+
+def nothing_is_left() -> None:
+    assert not ac.is_initialized()
+    assert not dist.is_initialized()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"asynccoll-answers", "asynccoll-watch"}
+
+
+def fails_midway(me: Rank, path: str, where: str) -> None:
     with pytest.MonkeyPatch.context() as patch, me.case("fails"):
-        patch.setattr(sharing, "share", no_memory)
+        patch.setattr(*FAILS[where], no_memory)
         # A rank that is behind may find that the other has left.
         with raising((OSError, ac.PeerLostError)) as caught:
-            ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
+            ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2, timeout=10)
         assert "no memory" in str(caught.error) or isinstance(caught.error, ac.PeerLostError)
     with me.case("nothing is left of it"):
-        assert not ac.is_initialized()
-        assert not dist.is_initialized()
-        assert "asynccoll-answers" not in [thread.name for thread in threading.enumerate()]
+        nothing_is_left()
     with ac.session("gloo", init_method=f"file://{path} again", rank=me.rank, world_size=2):
         assert ac.all_reduce(1).wait() == 2
 
@@ -486,9 +503,36 @@ def no_memory(*_: object) -> NoReturn:
     raise OSError("no memory")
 
 
-def test_initialize_that_fails_midway_leaves_nothing(bare: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", FAILS)
+def test_initialize_that_fails_midway_leaves_nothing(bare: World, tmp_path: Path, where: str) -> None:
     """Peers would take this rank for one that is there."""
-    bare.run(fails_to_share, str(tmp_path / "meet"), timeout=60.0)
+    bare.run(fails_midway, str(tmp_path / "meet"), where, timeout=60.0)
+
+
+#: Steps of ``finalize``, as attributes of a context.
+STEPS = ["drain", "watch.stop", "world.close", "backend.close", "_leave"]
+
+
+def interrupted(me: Rank, path: str, step: str) -> None:
+    ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
+    assert ac.all_reduce(1).wait() == 2
+    *owner, name = step.split(".")
+    of = getattr(current(), owner[0]) if owner else current()
+    stop = getattr(of, name)
+
+    def struck(*args: object, **how: object) -> NoReturn:
+        stop(*args, **how)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, raising(KeyboardInterrupt, ""):
+        patch.setattr(of, name, struck)
+        ac.finalize()
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_finalize_closes_everything_though_ctrl_c_strikes(bare: World, tmp_path: Path, step: str) -> None:
+    bare.run(interrupted, str(tmp_path / "meet"), step, timeout=60.0)
 
 
 def fails_to_connect(me: Rank, path: str) -> None:

@@ -56,7 +56,11 @@ class Liveness:
         self._dead: dict[int, float] = {}
         self._asking = host.Lock()
         if clients is not None:
-            self._publish(clients)
+            try:
+                self._publish(clients)
+            except BaseException:  # peers that had heard of it would take this rank for one that is there
+                self.close()
+                raise
 
     def _publish(self, clients: Clients) -> None:
         address = (None if self._one_host else network.own_address(clients.host)) or "127.0.0.1"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook, which joins pools, must be registered before ours
+import contextlib
 import sys
 import threading
 import warnings
@@ -93,11 +94,18 @@ class _Ending(Generic[W]):
         self._over.set()
         if self._guard is not None:
             self._guard.join()  # what it does is bounded in time, and Python must not end while it runs
-        for context in self._worlds():
-            out = context.outstanding()
+        with contextlib.ExitStack() as ends:  # all worlds, whatever one raises
+            for context in self._worlds():
+                ends.callback(self._leave, context)
+
+    def _leave(self, context: W) -> None:
+        out, abort = context.outstanding(), True  # also if Ctrl-C ends the wait
+        try:
             if not _died():  # also with nothing in flight: peers may have to hear of a call that was refused
                 out = context.drain(EXIT_SECONDS)
-            if out or _died():
+                abort = bool(out)
+        finally:
+            if abort:
                 self._abort(context, out)
             else:
                 self._close(context, abort=False)
@@ -117,8 +125,10 @@ class _Ending(Generic[W]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             context.say_ended(*_how())
-            context.close(abort=abort, patience=EXIT_SECONDS)
-        self._forget(context)
+            try:
+                context.close(abort=abort, patience=EXIT_SECONDS)
+            finally:
+                self._forget(context)
 
 
 def _died() -> bool:

@@ -8,9 +8,11 @@ woken.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccoll.order.cut import Cut, Epochs, Refusal, Verdict, end_of
+from asynccoll.transport.completion import call_each
 
 if TYPE_CHECKING:
     from asynccoll import host
@@ -215,6 +217,4 @@ class Halting:
 
     def _fail_all(self, lost: list[Lost]) -> None:
         """Fail the lost operations, then issue what the queue may issue now."""
-        for operation, error in lost:
-            operation.fail(error)
-        self._queue.drive()
+        call_each(iter([*(partial(one.fail, error) for one, error in lost), self._queue.drive]))

@@ -103,6 +103,11 @@ class Job:
                 self.promise.source = self.promise.source or self.step
             self.step.abandon()
 
+    def fail(self, error: BaseException) -> None:
+        """Give the job up, and have its waiters get ``error``."""
+        self.abandon()
+        self.promise.settle(error)
+
     def let_go(self) -> None:
         """Drop what the job refers to: others may keep its promise, which refers to the job."""
         self.program = self.generator = None

@@ -44,7 +44,7 @@ from asynccoll.order.queue import Queue
 from asynccoll.order.records import Records
 from asynccoll.order.stepping import Stepping, waiting
 from asynccoll.order.turns import Turns
-from asynccoll.transport.completion import Completion, Promise, Ready
+from asynccoll.transport.completion import Completion, Promise, Ready, call_each
 
 if TYPE_CHECKING:
     from asynccoll.order.needs import Members, Subject, World
@@ -409,11 +409,7 @@ class Lane:
                 self.broken = error
             self._connection.give_up()
             jobs = [*self.queue.clear(), *self._epochs.end()]
-        for job in jobs:
-            job.abandon()
-            job.promise.settle(error)
-        for operation in self.outstanding():
-            operation.fail(error)
+        call_each(partial(one.fail, error) for one in (*jobs, *self.outstanding()))
 
     def lose(self, error: CollectiveError) -> None:
         """Break the lane off (a rank is gone, or calls are out of step), and tell ranks that wait for it."""
@@ -469,11 +465,18 @@ class Lane:
 
     def close(self, *, abort: bool = False) -> None:
         """Close the communicators; with ``abort``, fail the operations in flight first."""
-        if abort:
-            self.break_off(AbortedError(f"{self} was aborted"))
-        else:
+        call_each(
+            iter(
+                [
+                    partial(self.break_off, AbortedError(f"{self} was aborted")) if abort else self._end,
+                    self.records.forget,
+                    self._out.clear,
+                    partial(self._connection.close, abort=abort),
+                ]
+            )
+        )
+
+    def _end(self) -> None:
+        with self._lock:
             self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
             self._epochs.end()
-        self.records.forget()
-        self._out.clear()
-        self._connection.close(abort=abort)

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -236,10 +237,15 @@ def initialize(
     )
     context.stall_seconds = stall
     try:
-        context.begin()
+        _enter(context)
     except BaseException:
-        context.close(abort=True, patience=0.0)
+        _abandon(context)
         raise
+
+
+def _enter(context: Context) -> None:
+    """Make ``context`` the world that calls run in."""
+    context.begin()
     with process.lock:
         if context.thread_rank:
             process.thread_ranks.append(context)
@@ -296,11 +302,12 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
     context = rank_here() or process.context or (process.adopted[1] if process.adopted else None)
     if context is None:
         return
-    stuck = [] if abort else context.drain(context.timeout)
     try:
-        context.close(abort=abort or bool(stuck), error=error)
-    finally:
-        _forget(context)
+        stuck = [] if abort else context.drain(context.timeout)
+    except BaseException as interrupt:  # Ctrl-C: what is in flight is not waited for any longer
+        _close(context, abort=True, error=error or interrupt)
+        raise
+    _close(context, abort=abort or bool(stuck), error=error)
     unawaited = forgotten.raised()
     if stuck:
         raise CollectiveTimeoutError(f"finalize aborted what was still in flight: {stuck}")
@@ -308,11 +315,19 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
         raise unawaited
 
 
+def _close(context: Context, **how: Any) -> None:
+    """Close ``context``, whose ``close`` takes ``how``, and forget it also if that raises."""
+    try:
+        context.close(**how)
+    finally:
+        _forget(context)
+
+
 def _forget(context: Context) -> None:
     with process.lock:
         if context.thread_rank:
             of_thread.set(None)
-            process.thread_ranks.remove(context)
+            process.thread_ranks[:] = [one for one in process.thread_ranks if one is not context]
         elif process.context is context:
             process.context = None
             process.left = context.identity
@@ -341,10 +356,7 @@ def refresh() -> str:
 
 def _abandon(context: Context) -> None:
     """Close a context that can no longer be used, without waiting for the peers: they do so too or notice."""
-    try:
-        context.close(abort=True, patience=0.0)
-    finally:
-        _forget(context)
+    _close(context, abort=True, patience=0.0)
 
 
 def _install_exit_hook() -> None:

@@ -7,6 +7,7 @@ lanes and programs (calls made of several native ones) are written against it al
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asynccoll import host
@@ -21,12 +22,16 @@ renew(_settling)
 
 
 def call_each(callbacks: Iterator[Callback]) -> None:
-    """Call ``callbacks``, of different waiters: where one raises, the others are called all the same."""
+    """Call ``callbacks``: where one raises, the others are called all the same.
+
+    Then the first error is raised, or what is no ``Exception`` (Ctrl-C).
+    """
     try:
         for callback in callbacks:
             callback()
     except BaseException:
-        call_each(callbacks)
+        with contextlib.suppress(Exception):
+            call_each(callbacks)
         raise
 
 

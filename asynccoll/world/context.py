@@ -11,8 +11,9 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asynccoll import host
@@ -38,6 +39,7 @@ from asynccoll.host.store import Clients, is_of_store
 from asynccoll.host.words import listed
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.plan.spec import Policy
+from asynccoll.transport.completion import call_each
 from asynccoll.waiting.children import Children
 from asynccoll.world.group import Group
 
@@ -134,7 +136,11 @@ class Context:
         self.waits: Waits = Waits(shared, self.rank, self.refusals)
         accounts = Accounts(self.rank, self.recorder, os.environ.get(SECRET_VARIABLE, ""), node_name())
         one_host = bool(nodes) and len(set(nodes)) == 1
-        self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
+        try:
+            self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
+        except BaseException:  # nobody gets this context, to close it
+            call_each(iter([partial(backend.close, abort=True), self.recorder.close]))
+            raise
         self._shifts = Shifts(self.rank, self.recorder, self.liveness.seen)
         self.confirmations: Confirmations = Confirmations(self.rank, self.liveness.tell)
         self.liveness.hear_by(self.confirmations.hear)
@@ -339,27 +345,31 @@ class Context:
 
         The order matters. Threads that may be in native code end first, since the interpreter must not end
         while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
-        leave.
+        leave. If a step raises (by Ctrl-C, say), the others are taken all the same.
         """
         self.closed = True
-        self.say_ended("finalized", in_a_line(error) if error is not None else "")
-        self.watch.stop()
+        call_each(self._closings(error, min(patience, ABORT_SECONDS) if abort else patience, abort=abort))
+
+    def _closings(
+        self, error: BaseException | None, patience: float, *, abort: bool
+    ) -> Iterator[Callable[[], object]]:
+        yield partial(self.say_ended, "finalized", in_a_line(error) if error is not None else "")
+        yield self.watch.stop
         if self.stall_seconds:
-            self.look_for_shifts(at_all=True)
-        self.refusals.close()
-        self.confirmations.close()
+            yield partial(self.look_for_shifts, at_all=True)
+        yield self.refusals.close
+        yield self.confirmations.close
         if not abort:
-            self._say_how_far()
-        self._helpers.join(ABORT_SECONDS)
+            yield self._say_how_far
+        yield partial(self._helpers.join, ABORT_SECONDS)
         for group in self._sorted_groups():
-            group.close(abort=abort)
-        self.backend.close(abort=abort)
-        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
-            self._leave(min(patience, ABORT_SECONDS) if abort else patience)
-        self.liveness.close()
+            yield partial(group.close, abort=abort)
+        yield partial(self.backend.close, abort=abort)
+        yield partial(self._leave, patience)
+        yield self.liveness.close
         if self.clients is not None:
-            self.clients.close()
-        self.recorder.close()
+            yield self.clients.close
+        yield self.recorder.close
 
     def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
         """Record how this rank leaves (``layout.ENDINGS``) in memory that peers on its node can read."""
@@ -399,16 +409,17 @@ class Context:
         """
         if self.clients is None or self.world_size == 1 or self.thread_rank:
             return
-        if self.rank > 0:
-            if not self.liveness.lost((0,)):
-                with self.clients.borrow() as store:
-                    store.set(f"left/{self.rank}", "")
-            return
-        deadline = host.monotonic() + patience
-        while (staying := self._staying()) and host.monotonic() < deadline:
-            if set(staying) <= set(self.liveness.lost(staying)):
+        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
+            if self.rank > 0:
+                if not self.liveness.lost((0,)):
+                    with self.clients.borrow() as store:
+                        store.set(f"left/{self.rank}", "")
                 return
-            host.sleep(LEAVE_POLL_SECONDS)
+            deadline = host.monotonic() + patience
+            while (staying := self._staying()) and host.monotonic() < deadline:
+                if set(staying) <= set(self.liveness.lost(staying)):
+                    return
+                host.sleep(LEAVE_POLL_SECONDS)
 
     def _staying(self) -> tuple[int, ...]:
         """Return the ranks that have not left yet."""

@@ -7,7 +7,7 @@ communicator of its own: each of its lanes opens one when it is first used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
@@ -28,6 +28,7 @@ from asynccoll.order.needs import World
 from asynccoll.order.start_order import StartOrder
 from asynccoll.plan.spec import Topology, equal_nodes, place_of
 from asynccoll.transport.communicator import Opening
+from asynccoll.transport.completion import call_each
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -289,14 +290,17 @@ class Group:
 
     def close(self, *, abort: bool) -> None:
         """Close the lanes and their start order. The context is marked closed already, which ends closers."""
+        call_each(self._closings(abort=abort))
+
+    def _closings(self, *, abort: bool) -> Iterator[Callable[[], object]]:
         if self._start_order is not None:
-            self._start_order.close()
+            yield self._start_order.close
         with self._lock:
             closers = list(self._closing.values())
         for closer in closers:
-            closer.join(_CLOSE_SECONDS)
+            yield partial(closer.join, _CLOSE_SECONDS)
         for lane in self.lanes():
-            lane.close(abort=abort)
+            yield partial(lane.close, abort=abort)
 
     def process_group(self) -> dist.ProcessGroup:
         """Return the same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.
