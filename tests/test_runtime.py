@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import anyio
 import pytest
 import torch
 import torch.distributed as dist
@@ -334,6 +337,37 @@ def called_wrongly(me: Rank, port: int) -> None:
 def test_wrong_arguments(bare: World) -> None:
     """Each is a typed error that names it, and initialize works afterwards."""
     bare.run(called_wrongly, free_port())
+
+
+def without_end(me: Rank, path: str, timeout: float) -> None:
+    """Every wait in `initialize`, of a call and in `finalize`; rank 1 comes later."""
+    if me.rank == 1:
+        me.see("initializing")
+    me.show("initializing")
+    ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2, timeout=timeout)
+    if me.rank == 1:
+        me.see("waiting")
+    work = ac.all_reduce(1, lane="without end")
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError, "not ready"):
+            work.wait(timeout=0.2)
+        me.show("waiting")
+    assert work.wait(timeout=timeout) == 2
+    assert ac.wait_all([ac.all_reduce(1, timeout=timeout)]).wait(timeout) == (2,)
+    assert anyio.run(ends, timeout) == 2
+    assert anyio.run(ends, timeout, backend="trio") == 2
+    ac.finalize()
+
+
+async def ends(timeout: float) -> int:
+    async for work in ac.as_completed([ac.all_reduce(1, timeout=timeout)], timeout=timeout):
+        return work.result()
+    return 0
+
+
+@pytest.mark.parametrize("timeout", [math.inf, sys.float_info.max])
+def test_a_timeout_may_be_infinite(bare: World, tmp_path: Path, timeout: float) -> None:
+    bare.run(without_end, str(tmp_path / "meet"), timeout, timeout=60.0)
 
 
 # ---------------------------------------------------------------- alone

@@ -7,7 +7,10 @@ from datetime import timedelta
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import misfit
 
-__all__ = ["check_patience", "check_timeout"]
+__all__ = ["NEVER_SECONDS", "check_patience", "check_timeout"]
+
+#: In effect no timeout: ten years. Clocks of native libraries and threads do not take infinity.
+NEVER_SECONDS = 3650 * 86_400.0
 
 
 def check_timeout(timeout: object, *, optional: bool = True) -> None:

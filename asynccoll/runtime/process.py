@@ -32,7 +32,7 @@ from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import actors
 from asynccoll.host import exits as exiting
 from asynccoll.host.misfits import fitting
-from asynccoll.host.timeouts import check_timeout
+from asynccoll.host.timeouts import NEVER_SECONDS, check_timeout
 from asynccoll.runtime.forked import forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
 from asynccoll.waiting import forgotten
@@ -193,7 +193,8 @@ def initialize(
         store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a
             ``HashStore``, which lives in one process, ranks are taken to be threads of it.
         rank, world_size: this process's place; from the environment if not given.
-        timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``.
+        timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``;
+            ``math.inf`` for any time.
         check: ``"off"``, ``"local"`` (the default: concurrent tasks that use one lane, and ranks that call
             different operations, get errors; docs/faults.md says what that leaves out) or ``"full"``
             (signatures of all ranks are compared ahead of every call). The environment variable
@@ -230,7 +231,7 @@ def initialize(
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=min(timeout, NEVER_SECONDS),
         check=mode,
         memory=_uses_memory(memory),
         options=backend_options,
