@@ -789,6 +789,54 @@ def test_wait_takes_a_timeout_of_its_own(pair: World, runner: str) -> None:
     pair.run(wait_timeout, runner=runner)
 
 
+async def late_together(me: Rank) -> None:
+    """Nine calls are late on rank 0: it asks the other rank once in each way to wait for several."""
+    context, asked = current(), []
+
+    def blame(operation: Any) -> Any:
+        asked.append(operation)
+        return type(context).blame(context, operation)
+
+    def called() -> list[Any]:
+        works = [ac.all_reduce(1.0) for _ in range(3)]
+        for (operation,) in (work.operations for work in works if me.rank == 0):
+            operation.deadline = 0.0  # long ago
+        every.extend(works)
+        return works
+
+    every: list[Any] = []
+    if me.rank == 1:
+        me.see("asked")
+    together = ac.wait_all(called())
+    if me.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(context, "blame", blame)
+            with raising(ac.CollectiveTimeoutError):
+                together.wait(timeout=0.0)
+            assert len(asked) == 1
+            with raising(ac.CollectiveTimeoutError), ac.scope():
+                called()
+            assert len(asked) == 2
+            with raising(ac.CollectiveTimeoutError):
+                async with ac.scope():
+                    called()
+            assert len(asked) == 3
+            with raising(ac.CollectiveTimeoutError):
+                for (operation,) in (work.operations for work in every):
+                    operation.deadline = 0.0
+                await ac.wait_all(every)
+            assert len(asked) == 4
+        me.show("asked")
+    else:
+        called(), called()
+    assert await ac.wait_all(every) == (2.0,) * 9
+
+
+def test_several_that_are_late_ask_others_once(pair: World, loop: str) -> None:
+    """A question to a silent rank takes a second: with many works the wait went on for minutes."""
+    pair.run(late_together, runner=loop)
+
+
 def test_wait_bounds_all_operations_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first one took is not there for the second."""
     given: list[float] = []

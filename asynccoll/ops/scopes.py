@@ -189,11 +189,15 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         members = self._left()
         told = members.errors()
         first: BaseException | None = None
+        late = False
         for work in members.outstanding():
+            if late and work.is_late_too():
+                continue
             try:
                 work.wait()
             except Exception as failed:
                 first = first or _unless_told(failed, told)
+                late = late or isinstance(failed, CollectiveTimeoutError)
         _raise_first(error, first)
 
     async def __aenter__(self) -> scope:
@@ -207,10 +211,11 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         members = self._left()
         told = members.errors()
         first: BaseException | None = None
+        late = False
         cancelled: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):
             for work in members.outstanding():
-                while True:
+                while not (late and work.is_late_too()):
                     try:
                         await work
                     except asyncio.CancelledError as by_task:  # a shield does not stop task.cancel()
@@ -218,6 +223,7 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
                         continue
                     except Exception as failed:
                         first = first or _unless_told(failed, told)
+                        late = late or isinstance(failed, CollectiveTimeoutError)
                     break
         if cancelled is not None and not isinstance(error, asyncio.CancelledError):
             raise cancelled from first

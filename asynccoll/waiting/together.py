@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 from torch.compiler import is_compiling
 
 from asynccoll import host
+from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.misfits import check, fitting, misfit
 from asynccoll.host.timeouts import check_patience
 from asynccoll.waiting.forgotten import NotItsResult
@@ -49,12 +50,16 @@ class Together(NotItsResult, Generic[T_co]):
 
     async def _awaited(self) -> T_co:
         first: Exception | None = None
+        late = False
         with _waiting_for(self._works):
             for work in self._works:
+                if late and work.is_late_too():
+                    continue
                 try:
                     await work
                 except Exception as error:
                     first = first or error
+                    late = late or isinstance(error, CollectiveTimeoutError)
         return self._results(first)
 
     def wait(self, timeout: float | None = None) -> T_co:
@@ -66,13 +71,17 @@ class Together(NotItsResult, Generic[T_co]):
         check_patience(timeout)
         deadline = host.monotonic() + (math.inf if timeout is None else timeout)
         first: Exception | None = None
+        late = False
         with _waiting_for(self._works):
             for work in self._works:
+                if late and work.is_late_too(deadline):
+                    continue
                 left = deadline - host.monotonic()
                 try:
                     work.wait(max(0.0, left) if left < math.inf else None)
                 except Exception as error:
                     first = first or error
+                    late = late or isinstance(error, CollectiveTimeoutError)
         return self._results(first)
 
     def _told(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Generator, Iterator
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,6 +30,7 @@ from asynccoll.host.timeouts import check_patience
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
+from asynccoll.transport.completion import AllOf
 from asynccoll.transport.streams import Mark
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult, warn
@@ -522,6 +524,19 @@ class Work(NotItsResult, Generic[T]):
         self._heard = True
         self._send()
 
+    def is_late_too(self, until: float = math.inf) -> bool:
+        """Whether a wait up to ``until`` would time out at once; if so, this counts as that wait.
+
+        A wait for several works asks the other ranks only once why they are late: for the first.
+        """
+        now = host.monotonic()
+        late = [one for one in self._operations if not one.done() and min(until, one.deadline) <= now]
+        for operation in late:
+            operation.extend()
+        self._heard = self._heard or bool(late)
+        self._cut_short = self._cut_short or bool(late)
+        return bool(late)
+
     def leave(self) -> None:
         """Note that a wait for several works was cut short, if this one is not over."""
         if self._state == _PENDING:
@@ -534,6 +549,8 @@ class Work(NotItsResult, Generic[T]):
             return
         if out is not None and self.claims:
             let_go(out, self._operations)
+        if self._cut_short and self._read is not None and not all(one.done() for one in self._operations):
+            _look_at_end(self._operations, self._read, self._writes)
         if self._heard or not self._operations:
             return
         if isinstance(self._operations[0].failure, ForkedProcessError):  # in a fork: the parent has it
@@ -622,6 +639,22 @@ def handed_out(started: Started[T], out: object = None, read: Read | None = None
 def waited_for(started: Started[T]) -> T:
     """Wait and return the result of a call whose user gets no ``Work``, as collectives of a backward."""
     return Work(started.operations, started.finish, started.value).wait()
+
+
+def _look_at_end(operations: Sequence[Operation], read: Read, writes: int) -> None:
+    """Log it if ``read`` is written to before ``operations`` end, of whose work nobody hears any more."""
+
+    def look() -> None:
+        if ended.error() is None and writes_to(read) != writes and not is_empty(read):
+            _log.warning(
+                "the input of %s was written to in place while that call was in flight, after a wait for it "
+                "was cut short: other ranks may have got the old values, the new ones, or some of each. Keep "
+                "the work and await it again first, or pass a copy (x.clone())",
+                operations[0],
+            )
+
+    ended = AllOf([operation.completion for operation in operations])
+    ended.add_callback(look)
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
