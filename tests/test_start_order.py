@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import anyio
 import torch
 
 import asynccoll as ac
 from asynccoll.runtime import process as runtime
+from asynccoll.transport.communicator import Communicator
+from asynccoll.transport.completion import Completion
 from ranks import Rank
 from worlds import World, fresh
 
@@ -71,6 +75,26 @@ def test_a_lane_that_is_closing_still_passes() -> None:
     with fresh("gloo", 3) as world:
         results = world.run(closed_in_flight, timeout=15)
     assert results == [[3.0, 6.0, 9.0]] * 3
+
+
+async def broken_in_its_turn(me: Rank) -> int:
+    context = runtime.current()
+    context.backend.orders_lanes = True
+
+    def program(communicator: Communicator) -> Generator[Completion, None, Completion]:
+        yield communicator.barrier()
+        return communicator.barrier()
+
+    left = context.world.lane("left")
+    left.run("waits", program)
+    left.break_off(ac.CollectiveError("it cannot go on"))
+    return await ac.all_reduce(1, lane="right", timeout=10)
+
+
+def test_a_lane_that_breaks_off_in_its_turn_passes_it() -> None:
+    """The lane's first call has been admitted, or will be; the other lanes must not wait for it forever."""
+    with fresh("gloo", 2) as world:
+        assert world.run(broken_in_its_turn, runner="asyncio", timeout=30) == [2, 2]
 
 
 def test_without_the_need_there_is_no_start_order(pair: World) -> None:

@@ -114,7 +114,7 @@ def current() -> Descent:
     if task is None and "trio" in sys.modules:
         task = trio_task()
     if node is not None:
-        actor = node.actor
+        actor: Any = node.actor
         if actor.task() is task and (
             task is not None or (type(actor) is _ThreadActor and actor.ident == host.get_ident())
         ):

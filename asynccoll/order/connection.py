@@ -70,24 +70,24 @@ class Connection:
             self._begun = True  # not before: where it could not be made, the next call tries again
             self._install(communicator)
             return
-        self._begun = True
         opener = host.Thread(
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
         opener.start()
-        self._opener = opener  # after the start: ``close`` cannot join a thread that has not started
+        # After the start: ``close`` cannot join a thread that has not started, and the next call tries again.
+        self._opener, self._begun = opener, True
 
     def _open_here(self, epoch: int) -> None:
         try:
             communicator = self._make(epoch)
+            with self.lock:
+                wanted = epoch == self._epoch and not self._given_up
+                if wanted:
+                    self._install(communicator)
         except BaseException as error:  # the lane's operations get it, not this thread
             if epoch == self._epoch:
                 self._failed(error)
             return
-        with self.lock:
-            wanted = epoch == self._epoch and not self._given_up
-            if wanted:
-                self._install(communicator)
         if wanted:
             self._made()
         else:

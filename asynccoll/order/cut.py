@@ -232,7 +232,11 @@ def _order(one: Job | Refusal) -> tuple[int, int, bool]:
 
 
 class Epochs:
-    """Which epoch a lane is in, on one rank, and the cut that ends it. Used with the lane's lock held."""
+    """Which epoch a lane is in, on one rank, and the cut that ends it.
+
+    Changed with the lane's lock held. ``cut``, ``unsettled``, ``is_over`` and ``refusal_of`` may be asked
+    without it: the answer may be that of a moment ago.
+    """
 
     __slots__ = ("cut", "is_over", "issued", "number", "places", "settled")
 

@@ -319,7 +319,8 @@ class Lane:
             try:
                 yield place
             finally:
-                places.leave(before)
+                with self._lock:
+                    places.leave(before)
         except BaseException as error:
             if not inner:
                 self.world.refuse(self, error, place, name=name)
@@ -409,7 +410,9 @@ class Lane:
                 self.broken = error
             self._connection.give_up()
             jobs = [*self.queue.clear(), *self._epochs.end()]
-        call_each(partial(one.fail, error) for one in (*jobs, *self.outstanding()))
+        ends = [*(job.fail for job in jobs), *(operation.fail for operation in self.outstanding())]
+        # ``drive`` passes its turn to other lanes, if it has one.
+        call_each(iter([*(partial(end, error) for end in ends), self.queue.drive]))
 
     def lose(self, error: CollectiveError) -> None:
         """Break the lane off (a rank is gone, or calls are out of step), and tell ranks that wait for it."""
@@ -464,19 +467,12 @@ class Lane:
         return [operation.disown(error) for operation in self._out]
 
     def close(self, *, abort: bool = False) -> None:
-        """Close the communicators; with ``abort``, fail the operations in flight first."""
-        call_each(
-            iter(
-                [
-                    partial(self.break_off, AbortedError(f"{self} was aborted")) if abort else self._end,
-                    self.records.forget,
-                    self._out.clear,
-                    partial(self._connection.close, abort=abort),
-                ]
-            )
-        )
-
-    def _end(self) -> None:
-        with self._lock:
-            self.broken = self.broken or AbortedError(f"{self} was closed; its name may be used anew")
-            self._epochs.end()
+        """Fail what is in flight (nothing, unless ``abort`` or another thread calls), and close it all."""
+        why = "was aborted" if abort else "was closed; its name may be used anew"
+        steps: list[Callable[[], object]] = [
+            partial(self.break_off, AbortedError(f"{self} {why}")),
+            self.records.forget,
+            self._out.clear,
+            partial(self._connection.close, abort=abort),
+        ]
+        call_each(iter(steps))

@@ -300,10 +300,13 @@ class Queue:
         """Release the turn given by ``admit`` without starting anything, if its operation was given up."""
         with self.lock:
             barren = self._epochs.is_exhausted and not self._jobs and self._active is None
-            if self._admitted is None or self._admitted > self._epochs.number:
-                return  # rank 0 has settled a refusal that this rank has not
-            if self._admitted == self._epochs.number and not barren:
+            if self._admitted is None:
                 return
+            if not self._epochs.is_over:  # else the lane starts nothing more, and other lanes go on
+                if self._admitted > self._epochs.number:
+                    return  # rank 0 has settled a refusal that this rank has not
+                if self._admitted == self._epochs.number and not barren:
+                    return
             self._admitted = None
         assert self._start_order is not None
         self._start_order.release()

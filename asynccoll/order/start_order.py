@@ -107,7 +107,7 @@ class StartOrder:
 
     def _admit_next(self) -> None:
         with self._lock:
-            if self._starting:
+            if self._starting or self._closed:
                 return
             epoch = None
             while epoch is None:

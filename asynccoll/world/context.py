@@ -649,7 +649,9 @@ class Context:
 
         def look() -> None:
             found = error
-            with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store
+            with contextlib.suppress(
+                Exception
+            ):  # no descriptors, no store: then the lane is lost all the same
                 found = self.diagnose(lane, error)
             lane.lose(found)
 
