@@ -68,6 +68,7 @@ def said(account: Account) -> tuple[tuple[int, ...], str]:
 WHO = "rank 1 (host n1, pid 71)"
 LAST = "its last call was broadcast #40 on lane 'eval' at train.py:88, 12.3 s ago, finished"
 LATE = f"{WHO} has not called all_reduce #41 on lane 'gradients'; "
+DMESG = "dmesg says so"
 STOPPED = "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT"
 
 
@@ -113,7 +114,7 @@ SAID = {
     ),
     "was killed": (
         near(behind(ending="exited", ended=99.3, code=-9), state=""),
-        f"{LATE}{LAST}; its process was killed by SIGKILL, 3.0 s ago",
+        f"{LATE}{LAST}; its process was killed by SIGKILL, 3.0 s ago (if it ran out of memory, {DMESG})",
     ),
     "died of an error": (
         near(behind(ending="died", ended=99.3, code=1, said={"why": "LookupError: x"})),
@@ -870,6 +871,25 @@ def test_that_a_rank_has_left_is_said_once(transport: str) -> None:
         assert re.search(
             r"has left its world \(finalize\) \(\d\.\d s ago; its last call was all_reduce #1", text
         )
+
+
+def test_a_refusal_that_was_never_told_is_no_skipped_call() -> None:
+    heard: list[str] = []
+
+    async def main(rank: int) -> None:
+        await ac.barrier()
+        for _ in range(2):
+            try:
+                _ = await ac.all_reduce(torch.ones(2), lane="eval", timeout=-1.0 if rank == 1 else 9.0)
+            except ac.AsyncCollError as error:
+                heard.extend([str(error)] * (rank == 0))
+
+    simulate(main, world_size=2, seed=SEED, transport="gloo")
+    told = (
+        r"rank 1 called it at \S+test_blame.py:\d+, and it was refused there: InvalidArgumentError: timeout"
+    )
+    assert re.search(told, heard[-1]), heard
+    assert "skipped" not in heard[-1]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])

@@ -12,6 +12,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll.testing import simulate
+from asynccoll.waiting import discarded
 from asynccoll.waiting.discarded import discarded_by
 
 
@@ -148,6 +149,21 @@ def test_what_has_an_effect_or_is_kept_is_fine() -> None:
             x = await ac.broadcast(x)
 
     assert heard(main) == []
+
+
+def test_the_source_of_a_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not its result is thrown away."""
+    looked: list[int] = []
+    real = discarded.discarded_by
+    monkeypatch.setattr(discarded, "discarded_by", lambda *at: looked.append(1) or real(*at))
+
+    async def main(_: int) -> None:
+        x = torch.ones(2)
+        for _ in range(3):
+            await ac.all_reduce(x)
+
+    assert len(heard(main)) == 6
+    assert len(looked) == 1
 
 
 def test_as_an_error_it_refuses_the_call_before_anything_is_sent() -> None:

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -558,3 +559,17 @@ def test_a_call_that_a_transport_does_not_take_is_refused(seed: int) -> None:
         assert said[0] == "3"
         assert said[1] == ("CollectiveError" if rank == 1 else lost)
         assert said[2] == "9"
+
+
+async def drops_and_fails(rank: int) -> None:
+    ac.all_reduce(torch.ones(1))
+    raise LookupError(f"of {rank}")
+
+
+def test_what_is_made_smaller_shows_no_warning_again() -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found = explore(drops_and_fails, seeds=[3], world_size=2, shrink_seconds=patient(1.0))
+    assert found.world_size == 1
+    dropped = [one for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
+    assert len(dropped) == 4  # of each rank, as it was found, and once more before it is made smaller

@@ -146,6 +146,13 @@ def test_the_numbers_of_texts_stay_small(recorder):
         assert text_at(recorder.buffer, text).startswith(f"{number} x")
 
 
+def test_a_long_failure_ends_with_a_word(recorder):
+    recorder.failed(note(recorder, 1), "a rank has called something else; " * 100, 2.0)
+    (only,) = read(recorder).calls
+    assert len(only.failure) <= layout.TEXT_BYTES
+    assert only.failure.endswith("a rank has called something else; ...")
+
+
 def test_texts_without_end_leave_those_of_the_records_readable(recorder):
     for place in range(1, 12_000):  # some 5 MB of texts, in 2 MB
         recorder.note(

@@ -16,6 +16,7 @@ import trio
 
 import asynccoll as ac
 from asynccoll.cli.where import folded
+from asynccoll.host import standing
 from asynccoll.host.standing import Stack, stacks, summary
 from patience import patient
 
@@ -135,6 +136,13 @@ def test_what_is_within_a_call_is_one_frame() -> None:
         "test_what_is_within_a_call_is_one_frame",
     ]
     assert (at, in_call) == (frames[1], True)
+
+
+def test_what_awaits_a_call_is_told_by_the_line_of_the_program() -> None:
+    """And in nothing but that line: how a call waits is the same in all programs."""
+    mine, awaits = two.__code__, ac.Work.__await__.__code__
+    frames = standing._stack("", [(awaits, awaits.co_firstlineno), (mine, mine.co_firstlineno)]).frames
+    assert [frame.split(" ")[0] for frame in frames] == ["two"]
 
 
 def test_of_many_tasks_three_are_told() -> None:

@@ -330,6 +330,15 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
     )
 
 
+def test_each_wait_for_a_message_is_one_of_its_own() -> None:
+    """A warning of the next one, of the same ranks and tag, is not left out as told already."""
+    first = crossed((0, "recv", 1), (1, "recv", 0))
+    other = {rank: replace(one, calls=(replace(one.calls[0], ticket=9),)) for rank, one in first.items()}
+    one, two, again = (hang_of(flights) for flights in (first, other, dict(reversed(first.items()))))
+    assert one and two and again
+    assert one.key == again.key != two.key
+
+
 def test_of_a_circle_of_messages_those_that_nobody_waits_for_are_no_part() -> None:
     """They were started early; or they are the two sides of one message, which differ in their tags."""
     early = crossed((0, "recv", 1), (1, "recv", 0))

@@ -1059,3 +1059,13 @@ def test_as_completed_takes_what_ends_as_time_is_up(monkeypatch: pytest.MonkeyPa
         return [work.result() async for work in ac.as_completed([ac.adopt(future)], timeout=0.0)]
 
     assert asyncio.run(main()) == [3]
+
+
+def test_what_is_dropped_again_and_again_on_one_line_warns_once() -> None:
+    """Unless Python is told to show each warning."""
+    for filters, times in (("default", 1), ("always", 3)):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter(filters)  # type: ignore[arg-type]  # a literal
+            for _ in range(3):
+                ac.all_reduce(1.0)
+        assert len(heard) == times

@@ -48,8 +48,9 @@ _CLOSED = (
 class Unfinished:
     """An operation that was not over at the end, or failed; ``missing``: ranks that had not called it.
 
-    For a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``.
-    ``started_early``: no waiter is known to have waited for it.
+    For a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``, and
+    ``ticket`` the number of its record, which tells it from the rank's others. ``started_early``: no waiter
+    is known to have waited for it.
     """
 
     rank: int
@@ -61,11 +62,15 @@ class Unfinished:
     failed: bool
     missing: tuple[int, ...]
     started_early: bool = False
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One wait of a circle: the call in which the ranks ``waiting`` wait for ``ranks``."""
+    """One wait of a circle: the call in which the ranks ``waiting`` wait for ``ranks``.
+
+    ``ticket``: as of ``Unfinished``.
+    """
 
     waiting: tuple[int, ...]
     operation: str
@@ -73,6 +78,7 @@ class Turn:
     sequence: int
     place: str
     ranks: tuple[int, ...]
+    ticket: int = 0
 
     @property
     def what(self) -> str:
@@ -89,7 +95,7 @@ class Hang:
 
     ``refused``: how ``ranks`` refused the call; "" if they have not called it. ``circle``: if ``ranks`` wait
     themselves, the waits that form the circle, beginning with that of ``waiting``. ``ranks`` is empty if none
-    of the circle's ranks stand out.
+    of the circle's ranks stand out. ``ticket``: as of ``Unfinished``.
     """
 
     ranks: tuple[int, ...]
@@ -102,6 +108,7 @@ class Hang:
     failed: bool
     refused: str = ""
     circle: tuple[Turn, ...] = ()
+    ticket: int = 0
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -170,7 +177,12 @@ class Hang:
     def key(self) -> str:
         """A name for the wait that is the same whichever rank asks, and whenever."""
         waits = self.circle or (self,)
-        return ", ".join(sorted(f"{one.operation} #{one.sequence} {one.lane}" for one in waits))
+        return ", ".join(
+            sorted(
+                f"{one.operation} #{one.sequence or f'{one.waiting[0]}-{one.ticket}'} {one.lane}"
+                for one in waits
+            )
+        )
 
 
 def _has(ranks: Sequence[int]) -> str:
@@ -200,7 +212,7 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
     turns = _turns([first, *circle[at + 1 :], *circle[:at]], waits)
     return Hang(
         first.missing if stands_out else (), first.operation, first.lane, first.sequence, first.place,
-        turns[0].waiting, first.seconds, first.failed, circle=turns if circle else (),
+        turns[0].waiting, first.seconds, first.failed, circle=turns if circle else (), ticket=first.ticket,
     )  # fmt: skip
 
 
@@ -219,7 +231,7 @@ def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
         return None
     return Hang(
         (), first.operation, first.lane, 0, first.place, (first.rank,), first.seconds, False,
-        circle=_turns(circle, circle),
+        circle=_turns(circle, circle), ticket=first.ticket,
     )  # fmt: skip
 
 
@@ -251,7 +263,7 @@ def _turns(circle: Sequence[Unfinished], waits: Iterable[Unfinished]) -> tuple[T
     return tuple(
         Turn(
             tuple(sorted(waiting[one.operation, one.lane, one.sequence])), one.operation, one.lane,
-            one.sequence, one.place, one.missing,
+            one.sequence, one.place, one.missing, one.ticket,
         )
         for one in circle
     )  # fmt: skip
@@ -346,7 +358,7 @@ def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: 
             seconds = max(0.0, now[rank] - call.called)
             yield Unfinished(
                 rank, one.missing, _lane(call), 0, call.place, seconds, False, (peer,),
-                started_early=not (call.waited > 0 or call.timed_out),
+                started_early=not (call.waited > 0 or call.timed_out), ticket=call.ticket,
             )  # fmt: skip
 
 

@@ -181,9 +181,8 @@ class Recorder:
     def failed(self, ticket: int, why: str, now: float) -> None:
         """Record that the operation has failed, and why."""
         if self._newest - ticket < RECORDS:
-            self._numbers[(ticket & _MASK) * WORDS + OUTCOME] = self._write(
-                why.encode(errors="replace")[: layout.TEXT_BYTES]
-            )
+            said = shortened(why, layout.TEXT_BYTES).encode(errors="replace")
+            self._numbers[(ticket & _MASK) * WORDS + OUTCOME] = self._write(said[: layout.TEXT_BYTES])
         self._stamp(ticket, ENDED, now)
 
     def refused(self, ticket: int, why: str, now: float) -> None:

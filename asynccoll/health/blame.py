@@ -6,6 +6,7 @@ kernel says.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ _SILENT = {
     False: "cannot be asked: the network between is slow, or cut",
 }
 _NOT_OPEN = "its lane is not open yet, for a member of the group has made no call on it"
+_OUT_OF_MEMORY = " (if it ran out of memory, dmesg says so)"
 _MAYBE = "this may follow from another wait: "
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
@@ -273,8 +275,11 @@ def _has_failed(flight: Flight) -> bool:
     return "why" in flight.said or (flight.ending == "exited" and flight.code != 0)
 
 
-def ending(flight: Flight, now: float) -> str:
-    """How a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it is not known to have ended."""
+def ending(flight: Flight, now: float, *, advice: bool = True) -> str:
+    """How a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it is not known to have ended.
+
+    ``advice``: also where to look for the reason.
+    """
     ago = f", {max(0.0, now - flight.ended):.1f} s ago" if now and flight.ended else ""
     if flight.ending == "running":
         return ""
@@ -283,7 +288,8 @@ def ending(flight: Flight, now: float) -> str:
         return f"it left its world (finalize{', on ' * bool(why)}{why}){ago}"
     code = "" if flight.code is None else in_words(flight.code)
     if flight.code is not None and flight.code < 0:
-        return f"its process was {code}{ago}"
+        look = _OUT_OF_MEMORY if advice and flight.code == -signal.SIGKILL else ""
+        return f"its process was {code}{ago}{look}"
     if why:
         return f"it ended with {why}{f' ({code})' if code else ''}{ago}"
     if code:

@@ -149,13 +149,18 @@ def _stack(who: str, lines: list[_Line]) -> Stack:
 def _frames_told(lines: list[_Line], own: _Line | None) -> list[str]:
     """The frames as text, those of most use if there are many: the innermost, and the program's ``own``.
 
-    Of successive lines of this library only the outermost is kept, which the program has called. Of installed
-    modules that import each other the first is kept, and the last.
+    Of successive lines of this library only the outermost is kept, which the program has called; none if it
+    awaits that, as its own line says. Of installed modules that import each other the first is kept, and the
+    last.
     """
     told = [
         line
         for line, outer in zip(lines, [*lines[1:], None], strict=False)
-        if not (is_ours(line[0].co_filename) and outer is not None and is_ours(outer[0].co_filename))
+        if not (
+            is_ours(line[0].co_filename)
+            and outer is not None
+            and (is_ours(outer[0].co_filename) or line[0].co_name == "__await__")
+        )
     ]
     told = [
         line

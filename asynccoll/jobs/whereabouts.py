@@ -40,7 +40,7 @@ class Whereabouts:
     def state(self) -> str:
         """``running``, ``stopped``, ``gone`` ...; how it ended; or that it does not answer."""
         one = self.account
-        if one.flight is not None and (ended := ending(one.flight, one.now)):
+        if one.flight is not None and (ended := ending(one.flight, one.now, advice=False)):
             return ended.removeprefix("it ")
         if one.near and one.state in STATES:
             return STATES[one.state]

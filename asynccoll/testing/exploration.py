@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import nullcontext, redirect_stdout
@@ -341,7 +342,9 @@ def _shrink(
         )
         found.seed = case.seed
         return
-    case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, fewest)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda *_, **__: None  # the case that was found has shown its own
+        case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, fewest)
     found.wrong, found.seed = failed.wrong, case.seed
     found.world_size, found.faults = case.world_size, case.faults
     found.strays, found.printed = list(failed.strays), failed.printed

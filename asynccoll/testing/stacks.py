@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from asynccoll.host.call_site import is_users
+from asynccoll.host.call_site import is_ours, is_users
 from asynccoll.host.frames import are_shown
 from asynccoll.host.libraries import library_of
 from asynccoll.host.standing import awaits
@@ -50,6 +50,7 @@ def suspended(coroutine: Any) -> str:
     lines = [
         (code.co_filename, f'    File "{code.co_filename}", line {line}, in {code.co_name}\n')
         for code, line in awaits(coroutine)
+        if not (code.co_name == "__await__" and is_ours(code.co_filename))  # the line above it awaits
     ]
     return "".join(_telling(lines)[-8:])
 

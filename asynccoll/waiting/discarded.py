@@ -13,9 +13,9 @@ from asynccoll.host.call_site import is_users
 
 __all__ = ["discarded_by", "thrown_away_by"]
 
-#: Calls whose result is used or that are not the user's, by the id of their code and the instruction. The
+#: How each call that was looked at throws its result away, by the id of its code and the instruction. The
 #: code itself is kept so that no other code gets its id.
-_kept: dict[tuple[int, int], CodeType] = {}
+_known: dict[tuple[int, int], tuple[str, CodeType]] = {}
 #: Instructions that leave the value of a call alone, or are part of the ``await`` behind it.
 _AWAIT = frozenset(["CACHE", "NOP", "RESUME", "GET_AWAITABLE", "LOAD_CONST", "END_SEND", "YIELD_FROM"])
 #: Instructions between the name ``wait`` and its call in ``.wait(timeout=...)``, in any version of Python.
@@ -44,12 +44,11 @@ def thrown_away_by(depth: int) -> str:
     """
     frame = sys._getframe(depth + 1)
     code, instruction = frame.f_code, frame.f_lasti
-    if (id(code), instruction) in _kept:
-        return ""
-    if is_users(code.co_filename) and (how := discarded_by(code, instruction)):
-        return how
-    _kept[id(code), instruction] = code
-    return ""
+    known = _known.get((id(code), instruction))
+    if known is None:
+        how = discarded_by(code, instruction) if is_users(code.co_filename) else ""
+        known = _known[id(code), instruction] = how, code
+    return known[0]
 
 
 def discarded_by(code: CodeType, instruction: int) -> str:

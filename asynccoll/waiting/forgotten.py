@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from asynccoll import host
 from asynccoll.errors import AbortedError, PayloadTypeError, UnawaitedWorkWarning
@@ -36,12 +36,14 @@ _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 class _Raised:
     """``first``: the first warning of a dropped work that was raised as an error, or "".
 
-    ``told``: the errors of works dropped as the program ended, each of which was reported once.
+    ``told``: the errors of works dropped as the program ended, each of which was reported once. ``shown``:
+    which warnings were shown, for the ``warnings`` module, which shows each once unless told otherwise.
     """
 
     def __init__(self) -> None:
         self.first = ""
         self.told: list[str] = []
+        self.shown: dict[Any, Any] = {}
 
 
 _raised = host.per_process(_Raised)
@@ -55,7 +57,7 @@ def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
     if (end := died_of()) and not _is_news(failure, end):
         return
     try:
-        warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line)
+        warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line, registry=_raised.shown)
     except BaseException as error:  # warnings turned into errors, or an interpreter that is shutting down
         import sys
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from asynccoll.flight import Call, Flight
     from asynccoll.order.operation import Operation
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
@@ -551,9 +552,12 @@ class Context:
         where = strayed(both, *lane_id(lane.group.key, lane.key))
         likely = where is not None and where.comes_late
         why = where if likely else "here or before, or had fewer to make (a loop that ends earlier, say)"
+        said = f"skipped a call, {why}"
+        if (refused := _refused_after(fewer[rank], lane, recorded.get(rank))) is not None:
+            said = f"{refused.refusal(refused.operation)} (it left before it could tell others)"
         return (
             f"; rank {rank}'s last call there was {numbered(fewer[rank])}, and this rank is at "
-            f"{numbered(lane.sequence)}: rank {rank} skipped a call, {why}"
+            f"{numbered(lane.sequence)}: rank {rank} {said}"
         )
 
     def blame(self, operation: Operation) -> Blame:
@@ -670,6 +674,13 @@ class Context:
 
 def _farewell(rank: int) -> str:
     return f"farewell/{rank}"
+
+
+def _refused_after(place: int, lane: Lane, flight: Flight | None) -> Call | None:
+    """Return a rank's first call after ``place`` on the lane, if it has refused that."""
+    calls = () if flight is None else flight.on_lane(*lane_id(lane.group.key, lane.key))
+    after = next((call for call in calls if call.sequence > place), None)
+    return after if after is not None and after.was_refused else None
 
 
 def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
