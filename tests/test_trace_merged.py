@@ -639,3 +639,21 @@ async def gathered(me: Rank) -> None:
 
 def test_all_ranks_in_one_trace(pair: World, runner: str) -> None:
     pair.run(gathered, runner=runner)
+
+
+def test_each_rank_is_looked_at_once_for_the_clock_of_its_host():
+    """Not once for each rank of the other host: there may be hundreds on either."""
+
+    class Counted(dict):
+        times = 0
+
+        def keys(self):
+            Counted.times += 1
+            return super().keys()
+
+        def items(self):
+            Counted.times += 1
+            return super().items()
+
+    align([replace(clock, operations=Counted(clock.operations)) for clock in clocks("aabb" * 5, [0.0] * 20)])
+    assert Counted.times == 20

@@ -70,10 +70,12 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
 
 
 def _print_partings(partings: Sequence[Parting]) -> None:
+    from asynccoll.host.words import enumerated
+
     for one in partings:
         title = f"{one.where}: {_WHATS[one.kind]} at {numbered(one.agreed + 1)}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))
-        table.rows += [(", ".join(map(str, who)), text) for who, text in one.sides()]
+        table.rows += [(enumerated(who), text) for who, text in one.sides()]
         show(table)
         if one.hint:
             show(one.hint)

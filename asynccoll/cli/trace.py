@@ -293,7 +293,7 @@ def _titled(title: str, there_are: int, most: int) -> str:
 
 
 def _unfinished(found: Findings) -> Table:
-    from asynccoll.host.words import duration
+    from asynccoll.host.words import duration, listed
 
     columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
     table = Table(
@@ -302,7 +302,7 @@ def _unfinished(found: Findings) -> Table:
         left=frozenset({"operation", "lane", "not called by", "line"}),
     )
     for one in found.unfinished[:10]:
-        missing = ", ".join(f"rank {rank}" for rank in one.missing) or "-"
+        missing = listed(one.missing) if one.missing else "-"
         call = numbered(one.sequence)
         row = (str(one.rank), one.operation, one.lane, call, duration(one.seconds), missing, one.place)
         table.rows.append(row)

@@ -51,15 +51,21 @@ def align(clocks: Sequence[Clock]) -> Alignment:
 def _offset(name: str, clocks: Sequence[Clock]) -> tuple[float, float | None]:
     """From every pair of ranks, one of them on the clock ``name`` and one on the first rank's."""
     first = clocks[0]
-    least, most = float("-inf"), float("inf")
-    for one in clocks:
-        for other in clocks:
-            if one.name != first.name or other.name != name:
-                continue
-            for key in one.operations.keys() & other.operations.keys():
-                (start, end), (its_start, its_end) = one.operations[key], other.operations[key]
-                least, most = max(least, start - its_end), min(most, end - its_start)
-    if most == float("inf"):
+    ours, theirs = _extremes(clocks, first.name), _extremes(clocks, name)
+    if not (common := ours.keys() & theirs.keys()):
         wall = next(clock.wall for clock in clocks if clock.name == name)
         return wall - first.wall, None
+    least = max(ours[key][0] - theirs[key][1] for key in common)
+    most = min(ours[key][1] - theirs[key][0] for key in common)
     return (least + most) / 2, abs(most - least) / 2
+
+
+def _extremes(clocks: Sequence[Clock], name: str) -> dict[Hashable, tuple[float, float]]:
+    """Of each operation, the latest start and the earliest end on the clock ``name``."""
+    found: dict[Hashable, tuple[float, float]] = {}
+    for clock in clocks:
+        if clock.name == name:
+            for key, (start, end) in clock.operations.items():
+                latest, earliest = found.get(key, (start, end))
+                found[key] = max(start, latest), min(end, earliest)
+    return found

@@ -221,13 +221,16 @@ def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
 def _unfinished(parts: Sequence[Part]) -> list[Unfinished]:
     """What was not over at the end, or failed, the longest first."""
     made = calls(parts)
+    known_until = {part.rank: math.inf if part.is_whole else part.seconds for part in parts}
+    absent: dict[object, list[int]] = {}  # by operation, as many ranks may wait in one
     found = []
     for part in parts:
         for span in part.spans:
             if span.is_operation and (span.end is None or span.failed):
-                came = {whose.rank for whose, _ in made.get(span.key, [])}
-                known = {whose.rank for whose in parts if whose.is_whole or whose.seconds > span.start}
-                missing = tuple(sorted(members(span, parts) & known - came)) if span.key else ()
+                if span.key and span.key not in absent:
+                    came = {whose.rank for whose, _ in made[span.key]}
+                    absent[span.key] = sorted(members(span, parts) & known_until.keys() - came)
+                missing = tuple(r for r in absent.get(span.key, ()) if known_until[r] > span.start)
                 found.append(
                     Unfinished(
                         part.rank, span.name, span.row, span.sequence, span.place,
