@@ -258,6 +258,29 @@ def test_an_input_that_was_written_to_while_a_start_was_in_flight_is_not_sent_ag
     pair.run(written_in_flight, runner="asyncio")
 
 
+async def overwritten(me: Rank) -> None:
+    for like in (torch.ones(2), [torch.ones(2), torch.ones(3), torch.ones(2).double()]):
+        op = ac.prepare("all_reduce", like)
+        result = await me.get(op.start())
+        results = result if isinstance(result, list) else [result]
+        weights = [torch.ones_like(x, requires_grad=True) for x in results]
+        losses = [(weight * x).sum() for weight, x in zip(weights, results, strict=True)]
+        works = [ac.all_reduce(x) for x in results]
+        last = op.start()
+        for work in works:
+            with raising(ac.InvalidArgumentError, "written to in place"):
+                await me.get(work)
+        await me.get(last)
+        for loss in losses:
+            with raising(RuntimeError, "modified by an inplace operation"):
+                loss.backward()
+
+
+def test_a_result_that_is_still_needed_and_overwritten_is_an_error(pair: World, runner: str) -> None:
+    """Of a call that has yet to be waited for, or of a backward."""
+    pair.run(overwritten, runner=runner)
+
+
 async def refused(me: Rank) -> None:
     x = torch.full((2,), me.rank + 1.0)
     op = ac.prepare("all_reduce", x)

@@ -53,6 +53,7 @@ class Prepared(Uncopied, Generic[T]):
         "_memory",
         "_read",
         "_reads",
+        "_results",
         "_timeout",
         "_whole",
         "_world",
@@ -95,6 +96,8 @@ class Prepared(Uncopied, Generic[T]):
         self._fills = fills
         self._memory = _memory_of(self._reads, fills)
         self._last: Work[T] | None = None
+        #: what each start fills; without ``out``, known once a start was waited for
+        self._results = fills
 
     def __repr__(self) -> str:
         return f"<Prepared {self.name} on {self._lane}>"
@@ -139,7 +142,8 @@ class Prepared(Uncopied, Generic[T]):
             unfinished = self._supersede_last(lost=lost)
             if lost:
                 self._calls, self._finish = self._make()
-            overwritten(*self._fills)
+                self._results = self._fills
+            self._overwrite_results()
             self._last = work = handed_out(self._begin(unfinished), self._fills or None, self._read)
         except Exception as error:
             self._world.refuse(self._lane, error, name=self.name)
@@ -168,6 +172,13 @@ class Prepared(Uncopied, Generic[T]):
             f"{self!r} was started again, and this start's result overwritten: its await was cut short"
         )
         return () if lost else last.in_flight()
+
+    def _overwrite_results(self) -> None:
+        """Tell autograd, and works that read the last result, that its memory is being filled again."""
+        last = self._last
+        if not self._results and last is not None and not last.pending and last.exception() is None:
+            self._results = [x for x in flatten(last.result())[0] if isinstance(x, torch.Tensor)]
+        overwritten(*self._results)
 
     def _begin(self, after: Sequence[Operation]) -> Started[Any]:
         lane, timeout = self._lane, self._timeout

@@ -78,9 +78,13 @@ class ByDevice:
         self._rest.inherit(previous._rest)
 
     def close(self) -> None:
-        self._near.close()
-        self._rest.close()
+        try:
+            self._near.close()
+        finally:  # other ranks wait for both
+            self._rest.close()
 
     def abort(self) -> None:
-        self._near.abort()
-        self._rest.abort()
+        try:
+            self._near.abort()
+        finally:
+            self._rest.abort()
