@@ -73,6 +73,26 @@ def test_what_nobody_waits_for_is_polled_until_it_is_over(progress: Progress) ->
     assert [item.polled for item in items] == [1, 2, 60, 120]
 
 
+def test_the_thread_survives_an_item_that_raises(
+    progress: Progress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else would ever be polled again."""
+    broken, sound = Item(2), Item(2)
+    poll = broken.poll
+
+    def raises() -> bool:
+        if poll():
+            return True
+        raise RuntimeError("a callback's")
+
+    monkeypatch.setattr(broken, "poll", raises)
+    for item in broken, sound:
+        progress.watch(item)
+    assert sound.over.wait(patient(5))
+    assert broken.over.wait(patient(5))
+    assert "a callback's" in caplog.text
+
+
 def test_a_waiter_is_left_alone_for_a_grace(progress: Progress) -> None:
     """What is not urgent is first looked at after the grace; what is, at once."""
     calm, hasty = Item(1), Item(1, urgent=True)

@@ -174,6 +174,18 @@ def test_scopes_nest(run: Callable[..., Any]) -> None:
     run(nested)
 
 
+async def received() -> None:
+    async with ac.scope():
+        result = weakref.ref(await ac.all_reduce(torch.ones(3)))
+        await ac.all_reduce(1)
+        assert result() is None
+
+
+def test_a_scope_does_not_keep_results_that_were_received(run: Callable[..., Any]) -> None:
+    """A training loop inside it would keep the gradients of many steps."""
+    run(received)
+
+
 async def outlived() -> None:
     left = anyio.Event()
     kept: list[Any] = []

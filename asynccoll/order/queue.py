@@ -239,9 +239,11 @@ class Queue:
                 passed = mine and job.place > 0 and self._admitted is not None
                 if passed:
                     self._admitted = None
-            job.promise.follow(last)
-            if passed and self._start_order is not None:
-                self._start_order.release()
+            try:
+                job.promise.follow(last)
+            finally:
+                if passed and self._start_order is not None:
+                    self._start_order.release()
         elif not job.driven:
             assert job.step is not None
             job.step.add_callback(self.drive)

@@ -150,8 +150,12 @@ def _adopt() -> Context:
         context = choosing.adopt(
             of_torch(), store, dist.get_rank(), dist.get_world_size(), 1800.0, _check_mode(None)
         )
-        context.begin()
         process.adopted = (weakref.ref(native), context)
+        try:
+            context.begin()
+        except BaseException:
+            _abandon(context)
+            raise
         _end_world_of_one()
         _install_exit_hook()
         return context
@@ -287,8 +291,8 @@ def finalize(*, abort: bool = False) -> None:
     """Leave the world: wait for work in flight, then close everything this package opened.
 
     Every rank calls it. With ``abort=True`` nothing is waited for: works in flight fail with ``AbortedError``
-    here, and the peers' with ``PeerLostError``. A process group that the user made stays open. Does nothing
-    if there is nothing to finalize.
+    here, and the peers' with ``PeerLostError``. So does Ctrl-C while it waits, which is raised once all is
+    closed. A process group that the user made stays open. Does nothing if there is nothing to finalize.
 
     Raises:
         CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
@@ -305,7 +309,7 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
         return
     try:
         stuck = [] if abort else context.drain(context.timeout)
-    except BaseException as interrupt:  # Ctrl-C: what is in flight is not waited for any longer
+    except (Exception, KeyboardInterrupt, SystemExit) as interrupt:  # nothing is waited for any longer
         _close(context, abort=True, error=error or interrupt)
         raise
     _close(context, abort=abort or bool(stuck), error=error)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from typing import Protocol
 from asynccoll import host
 
 __all__ = ["Pollable", "Progress", "progress"]
+
+_log = logging.getLogger("asynccoll.work")
 
 #: Polls of overdue operations without sleep, before naps begin.
 YIELDS = 50
@@ -113,9 +116,12 @@ class _Watched:
         if item.poll():
             return True
         if now >= self._long:
-            rest = max(SHORTEST_REST_SECONDS, (now - self._since) / 100)
-            self._rests = now + min(rest, LONGEST_REST_SECONDS)
+            self.rest(now, max(SHORTEST_REST_SECONDS, (now - self._since) / 100))
         return False
+
+    def rest(self, now: float, seconds: float) -> None:
+        """Do not poll it for so long."""
+        self._rests = now + min(seconds, LONGEST_REST_SECONDS)
 
 
 class _Pace:
@@ -210,7 +216,7 @@ class Progress:
             now = host.monotonic()
             came = self._take(watched, now)
             before = len(watched)
-            watched = [one for one in watched if not one.over(now)]
+            watched = [one for one in watched if not self._over(one, now)]
             if came or len(watched) < before:
                 pace.moved(now)
             nap = pace.nap(watched, now)
@@ -220,6 +226,15 @@ class Progress:
                 self._alarm.acquire(timeout=nap)
             else:
                 self._rest()
+
+    def _over(self, one: _Watched, now: float) -> bool:
+        """As ``one.over``; logs an error in it, since other operations rely on this thread."""
+        try:
+            return one.over(now)
+        except Exception:
+            _log.exception("polling %r has failed", one.item)
+            one.rest(now, LONGEST_REST_SECONDS)
+            return one.item.finished
 
     def _take(self, watched: list[_Watched], now: float) -> bool:
         """Add the new operations that are not finished to ``watched`` (waiters have finished most).

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -331,7 +332,8 @@ class Work(NotItsResult, Generic[T]):
     def detach(self) -> None:
         """Fire and forget: do not warn if nobody waits. ``finalize`` and ``scope`` still wait for it.
 
-        An ``out=`` is filled all the same, by the thread that completes the operation.
+        An ``out=`` is filled all the same, by the thread that completes the operation. Nothing tells when the
+        input has been read: pass a copy (``x.clone()``) if you go on to write to it.
         """
         self._heard = True
         if self.out is not None:
@@ -584,17 +586,20 @@ class Members:
         """``outer``: the members of the enclosing scope, which get works started after this one ended."""
         self._lock = host.Lock()
         self._most = _FEW
-        self._works: list[Work[object]] = []
+        self._works: deque[Work[object]] = deque()
         self._outer = outer
         self._left = False
 
     def add(self, work: Work[Any]) -> None:
         with self._lock:
             if not self._left:
-                if len(self._works) >= self._most:
-                    self._works[:] = [one for one in self._works if one._state != _DONE]
-                    self._most = max(_FEW, 2 * len(self._works))
-                self._works.append(work)
+                works = self._works
+                while works and works[0]._state == _DONE:  # most end in their order
+                    works.popleft()
+                if len(works) >= self._most:
+                    works = self._works = deque(one for one in works if one._state != _DONE)
+                    self._most = max(_FEW, 2 * len(works))
+                works.append(work)
                 return
         if self._outer is not None:
             self._outer.add(work)
@@ -607,7 +612,7 @@ class Members:
     def _next(self) -> Work[object] | None:
         with self._lock:
             while self._works:
-                work = self._works.pop(0)
+                work = self._works.popleft()
                 if work.pending:
                     return work
             self._left = True
@@ -615,7 +620,8 @@ class Members:
 
     def errors(self) -> list[BaseException]:
         """Return the errors that waiters have received."""
-        return [work._error for work in self._works if work._error is not None]
+        with self._lock:
+            return [work._error for work in self._works if work._error is not None]
 
 
 def noted(work: Work[T]) -> Work[T]:

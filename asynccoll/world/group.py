@@ -259,9 +259,11 @@ class Group:
             with contextlib.suppress(RuntimeError, CollectiveError):
                 self._meet_to_close(lane, context.clients, why)
         if not context.closed:  # else ``close`` closes the lane
-            lane.close()
-            with self._lock:
-                self._closing.pop(lane, None)
+            try:
+                lane.close()
+            finally:
+                with self._lock:
+                    self._closing.pop(lane, None)
 
     def _meet_to_close(self, lane: Lane, clients: Clients, why: str) -> None:
         """Wait until all members close the lane.
