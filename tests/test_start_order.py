@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
+import pytest
 import torch
 
 import asynccoll as ac
+from asynccoll.order.start_order import StartOrder
 from asynccoll.runtime import process as runtime
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
@@ -95,6 +99,29 @@ def test_a_lane_that_breaks_off_in_its_turn_passes_it() -> None:
     """The lane's first call has been admitted, or will be; the other lanes must not wait for it forever."""
     with fresh("gloo", 2) as world:
         assert world.run(broken_in_its_turn, runner="asyncio", timeout=30) == [2, 2]
+
+
+def test_ctrl_c_in_an_announcement_leaves_it_to_the_next() -> None:
+    """Whether the followers have got it is not known: they get the same again, and the turn is not lost."""
+    told: list[tuple[list[str], list[str]]] = []
+    admitted: list[int] = []
+
+    def multi_set(keys: list[str], values: list[str]) -> None:
+        told.append((keys, values))
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    lane: Any = SimpleNamespace(name="a", key="a", next_epoch_to_start=lambda: 5, admit=admitted.append)
+    clients: Any = SimpleNamespace(take=lambda: SimpleNamespace(multi_set=multi_set))
+    order = StartOrder(cast("Any", SimpleNamespace(rank=0, size=3, key="world")), clients)
+    with pytest.raises(KeyboardInterrupt):
+        order.request(lane)
+    order.request(lane)
+    assert admitted == [5]
+    assert told[0] == told[1]
+    order.release()
+    assert admitted == [5, 5]
+    assert told[2] != told[1]
 
 
 def test_without_the_need_there_is_no_start_order(pair: World) -> None:

@@ -81,6 +81,9 @@ class StartOrder:
         self._leads = group.rank == 0
         self._lock = host.Lock()
         self._requests: deque[OrderedLane] = deque()  # on the leader: one entry for each queued operation
+        self._next: tuple[OrderedLane, int] | None = (
+            None  # on the leader: what is announced next, once chosen
+        )
         self._starting = False  # on the leader: an operation was announced, and has calls to make
         self._announced = 0  # the number of the next announcement
         self._released = host.Event()  # on a follower: the operation it started has made its last call
@@ -109,23 +112,24 @@ class StartOrder:
         with self._lock:
             if self._starting or self._closed:
                 return
-            epoch = None
-            while epoch is None:
+            while self._next is None:
                 if not self._requests:
                     return
                 lane = self._requests.popleft()
                 epoch = lane.next_epoch_to_start()  # None: an operation that asked was given up
-            self._starting = True
+                self._next = None if epoch is None else (lane, epoch)
+            lane, epoch = self._next
             # Each follower has a key of its own, so that ``close`` can end the wait of its own thread.
             keys = [self._key(self._announced, rank) for rank in range(1, self._group.size)]
             announced = json.dumps([lane.name, lane.key, epoch])
             try:
                 self._store.multi_set(keys, [announced] * len(keys))  # type: ignore[attr-defined]  # stub
             except RuntimeError:
-                # The store is gone. Nothing starts any more (``_starting`` stays set), and waiters learn from
-                # their operations which rank is lost.
+                # The store is gone. Nothing starts any more, and waiters learn from their operations which
+                # rank is lost. (After Ctrl-C, the next request announces the same again.)
                 return
             self._announced += 1
+            self._next, self._starting = None, True
         lane.admit(epoch)
 
     def _follow(self) -> None:
