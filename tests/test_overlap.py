@@ -725,6 +725,28 @@ def test_sparse_gradients_stay_sparse(world: World, loop: str, op: str, dtype: t
     world.run(sparse, op, dtype, runner=loop)
 
 
+async def sparse_without_rows(me: Rank) -> None:
+    """Of an empty batch on the first rank, and from no other: the momentum moves it as in one process."""
+    table = nn.Embedding(4, 2, sparse=True)
+    nn.init.ones_(table.weight)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.5, momentum=0.5)
+    with ac.overlap_gradients(table, op="sum") as gradients:
+        for given in ([me.rank], [], None):
+            optimizer.zero_grad()
+            if given or (given == [] and me.rank == 0):
+                table(torch.tensor(given, dtype=torch.int64)).sum().backward()
+            await me.get(gradients)
+            optimizer.step()
+    assert table.weight.grad is None
+    moved = [row < me.size for row in range(4)]
+    oracle.same(table.weight.detach(), torch.tensor([[1 - 0.75 * has] * 2 for has in moved]))
+
+
+def test_sparse_gradients_without_rows(world: World, loop: str) -> None:
+    """The ranks without a gradient did not step, and went apart in silence."""
+    world.run(sparse_without_rows, runner=loop)
+
+
 async def sparse_later(me: Rank) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     with ac.overlap_gradients(model) as gradients:

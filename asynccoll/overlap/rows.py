@@ -24,6 +24,9 @@ class SparseGradient(Gradients):
     """The gradient of one such parameter, reduced on its own: the sum has the rows of all ranks.
 
     If the parameter is used densely as well, its gradient is dense, and stays so; its rows are sent.
+
+    A rank that has a gradient sends one row more, after the last of the table. So the others learn of one
+    without rows (of an empty batch), too: an optimizer with momentum moves by it, and not without a gradient.
     """
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -35,7 +38,15 @@ class SparseGradient(Gradients):
         (parameter,) = self.parameters
         indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         values = torch.empty(0, *parameter.shape[1:], dtype=self.held, device=parameter.device)
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+        return _table(indices, values, len(parameter) + 1)
+
+    def _with_one_more(self, rows: torch.Tensor) -> torch.Tensor:
+        (parameter,), count = self.parameters, rows.values().shape[0] + 1
+        indices = rows.indices().new_full((1, count), len(parameter))
+        indices[:, :-1] = rows.indices()
+        values = rows.values().new_ones((count, *parameter.shape[1:]))
+        values[:-1] = rows.values()
+        return _table(indices, values, len(parameter) + 1)
 
     def check(self, index: int) -> torch.Tensor:
         return self.checked(index, self.parameters[index].shape, may_be_sparse=True)
@@ -44,7 +55,7 @@ class SparseGradient(Gradients):
         gradient = self.check(index)
         self.divide(index)
         rows = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        self.flat = (rows.to(self.held) * scale).coalesce()
+        self.flat = self._with_one_more((rows.to(self.held) * scale).coalesce())
         self.took(index)
 
     def fill(self, scale: float) -> None:
@@ -63,11 +74,18 @@ class SparseGradient(Gradients):
     def adopt(self) -> None:
         """Make the sum the parameter's ``.grad``, unless no rank has a gradient."""
         assert self._work is not None
-        (parameter,), total = self.parameters, self._work.result().to(self.dtype)
+        (parameter,), found = self.parameters, self._work.result()
         self._work, self.flat = None, self._nothing()
-        if not self.has[0] and not total._nnz():
+        if not found._nnz():
             return
+        total = _table(found.indices()[:, :-1], found.values()[:-1].to(self.dtype), len(parameter))
         dense = parameter.grad is not None and not parameter.grad.is_sparse
         parameter.grad = total.to_dense() if dense else total
         if self.summed_over > 1:
             self.summed([parameter.grad])
+
+
+def _table(indices: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the sparse table of so many rows that has ``values`` at ``indices``, which are in order."""
+    shape = (rows, *values.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)
