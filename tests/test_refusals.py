@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import asynccoll as ac
 import asynccoll.payload.messages
 import oracle
 import worlds
 from asynccoll.backends.serial.backend import SerialBackend
+from asynccoll.host.store import enlist, values_of_listed
 from asynccoll.order.cut import Refusal, Verdict
 from asynccoll.order.operation import Estimate
 from asynccoll.runtime import process as runtime
@@ -603,3 +605,25 @@ def test_a_large_tree_that_was_given_up_is_not_sent_while_its_first_part_is_fill
     world = worlds.world(backend, 3)
     for _ in range(3):
         world.run(large_tree_given_up)
+
+
+@pytest.mark.parametrize("kind", ["in memory", "a file"])
+def test_who_has_refused_is_read_in_a_few_requests(kind: str, tmp_path: Path) -> None:
+    """Of a store that can; of a file each rank's key is looked for, as there is no list in it."""
+    store = dist.HashStore() if kind == "in memory" else dist.FileStore(str(tmp_path / "store"), 1)
+    asked: list[str] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(store, name)
+
+    keys = {rank: f"refused/{rank}" for rank in range(1000 if kind == "in memory" else 12)}
+    counted: Any = Counted()
+    assert values_of_listed(counted, "any", keys) == []
+    for rank in (3, 10, 3):
+        store.set(keys[rank], f"of {rank}")
+        enlist(store, "any", rank)
+    asked.clear()
+    assert values_of_listed(counted, "any", keys) == [b"of 3", b"of 10"]
+    assert len(asked) < 8 or kind == "a file"

@@ -4,10 +4,10 @@
 verdict are. This module exchanges refusals and statements over the store, for each lane and epoch; every key
 has one writer:
 
-- ``refused/RANK``: what that rank refused, written at once; ``any`` if there is such a key. A rank that
-  has waited for anything for a second (on MPI also a rank that waits for nothing) looks for these keys on all
-  of its lanes, as a peer may wait for a call on a lane on which this rank waits for nothing. It reads one
-  number, the count of all refusals in this world, and looks further only if that has changed.
+- ``refused/RANK``: what that rank refused, written at once; ``any`` lists the ranks with such a key. A rank
+  that has waited for anything for a second (on MPI also a rank that waits for nothing) looks for these keys
+  on all of its lanes, as a peer may wait for a call on a lane on which this rank waits for nothing. It reads
+  one number, the count of all refusals in this world, and looks further only if that has changed.
 - ``asynccoll/unmade/KIN/RANK``: the calls that child tasks of that rank have not made on lanes that it has
   not opened, but on which peers may wait. When it opens such a lane, it refuses all of them there.
 - ``stated/RANK``: how far that rank went, once everything before the refused place is over there.
@@ -31,7 +31,7 @@ from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
 from asynccoll.host.helpers import Helpers
-from asynccoll.host.store import values
+from asynccoll.host.store import enlist, values, values_of_listed
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
 
 if TYPE_CHECKING:
@@ -104,8 +104,10 @@ class Refusals:
         #: Held while peers' refusals are read, and while this rank writes a statement: peers may delete their
         #: refusals of an epoch once this rank has stated the next one.
         self._reading = host.Lock()
-        #: By kin, what is still to be written of calls that children have not made; and the writers' lock.
+        #: By kin, what is still to be written of calls that children have not made; of which kin others know
+        #: that something is; and the writers' lock.
         self._unmade: dict[str, str] = {}
+        self._listed: set[str] = set()
         self._noting = host.Lock()
 
     # The rank that refuses
@@ -153,7 +155,9 @@ class Refusals:
             if said := self._unmade.pop(kin, ""):  # else another thread has written the latest value
                 with self._store() as store:
                     store.set(self._unmade_key(kin, self._rank), said)
-                    store.set(self._unmade_key(kin, "any"), "")
+                    if kin not in self._listed:
+                        self._listed.add(kin)
+                        enlist(store, self._unmade_key(kin, "any"), self._rank)
                     store.add(_COUNT, 1)
 
     def before_open(self, lane: Lane) -> None:
@@ -277,21 +281,22 @@ class Refusals:
     def _announce(self, lane: Lane, epoch: int, refusal: Refusal | None) -> None:
         with self._store() as store:
             store.set(self._key(lane, epoch, "refused", self._rank), json.dumps(_plain(refusal)))
-            store.set(self._key(lane, epoch, "any"), "")
+            enlist(store, self._key(lane, epoch, "any"), self._rank)
             store.add(_COUNT, 1)  # last, so that a rank that sees the new count finds the keys
 
     def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
         """The refusals of peers in ``epoch``."""
         peers = [rank for rank in lane.group.ranks if rank != self._rank]
-        found: list[Refusal] = []
         with self._store() as store:
-            if store.check([self._key(lane, epoch, "any")]):
-                said = _written(store, [self._key(lane, epoch, "refused", rank) for rank in peers])
-                found = [Refusal(**one) for one in said]
-            if epoch == 0 and store.check([self._unmade_key(lane.kin, "any")]):
-                said = _written(store, [self._unmade_key(lane.kin, rank) for rank in peers])
+            keys = {rank: self._key(lane, epoch, "refused", rank) for rank in peers}
+            listed = values_of_listed(store, self._key(lane, epoch, "any"), keys)
+            found = [Refusal(**json.loads(said)) for said in listed]
+            if epoch == 0:
+                keys = {rank: self._unmade_key(lane.kin, rank) for rank in peers}
                 mine = [lane.group.key, lane.name]
-                found += [Refusal(**refusal) for refusal, opened in said if mine not in opened]
+                for said in values_of_listed(store, self._unmade_key(lane.kin, "any"), keys):
+                    refusal, opened = json.loads(said)
+                    found += [Refusal(**refusal)] * (mine not in opened)
         return found
 
     def _state(self, lane: Lane, cut: Cut) -> None:
@@ -333,11 +338,6 @@ def leaves_its_call(error: BaseException) -> None:
     """
     with contextlib.suppress(AttributeError):  # a rank alone has told nobody
         delattr(error, _TOLD)
-
-
-def _written(store: dist.Store, keys: Sequence[str]) -> list[Any]:
-    """The values of those ``keys`` that have been written."""
-    return [json.loads(said) for said in values(store, [key for key in keys if store.check([key])])]
 
 
 def _plain(refusal: Refusal | None) -> dict[str, object] | None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from asynccoll import host
-from asynccoll.host.store import values
+from asynccoll.host.store import enlist, values_of_listed
 
 if TYPE_CHECKING:
     from asynccoll.health.refusals import Refusals
@@ -59,6 +59,7 @@ class Waits:
         self._parties: dict[weakref.ref[Party], None] = {}
         #: what stands in the store, by party; nothing for one that is not blocked
         self._published: dict[str, str] = {}
+        self._listed: set[str] = set()  # the parties of which something was published
         #: held from asking a party until the store has its answer: of two threads the later answer stays
         self._lock = host.Lock()
 
@@ -96,16 +97,19 @@ class Waits:
             if text != self._published.get(party.name, ""):
                 with self._clients.borrow() as store:
                     store.set(self._key(party, self._rank), text)
+                    if party.name not in self._listed:
+                        self._listed.add(party.name)
+                        enlist(store, self._key(party, "any"), self._rank)
                 self._published[party.name] = text
             if not text:
                 self._published.pop(party.name, None)
 
     def _read(self, party: Party) -> list[Mapping[str, object]]:
         assert self._clients is not None
-        keys = [self._key(party, rank) for rank in party.ranks if rank != self._rank]
+        keys = {rank: self._key(party, rank) for rank in party.ranks if rank != self._rank}
         with self._clients.borrow() as store:
-            texts = values(store, [key for key in keys if store.check([key])])
+            texts = values_of_listed(store, self._key(party, "any"), keys)
         return [json.loads(text) for text in texts if text]
 
-    def _key(self, party: Party, rank: int) -> str:
-        return f"asynccoll/waits/{party.name}/{rank}"
+    def _key(self, party: Party, of: object) -> str:
+        return f"asynccoll/waits/{party.name}/{of}"

@@ -11,7 +11,7 @@ can be given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
 
-__all__ = ["Clients", "Exchange", "Waiting", "host_of", "is_of_store", "values"]
+__all__ = ["Clients", "Exchange", "Waiting", "enlist", "host_of", "is_of_store", "values", "values_of_listed"]
 
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
@@ -189,3 +189,24 @@ def values(store: dist.Store, keys: list[str]) -> list[bytes]:
     if keys and store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
         return store.multi_get(keys)
     return [store.get(key) for key in keys]
+
+
+def enlist(store: dist.Store, key: str, rank: int) -> None:
+    """Add ``rank`` to the list under ``key``: of those that have written what ``values_of_listed`` reads."""
+    if store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
+        store.append(key, f"{rank} ")  # type: ignore[attr-defined]  # missing in the stub
+    else:
+        store.set(key, "")
+
+
+def values_of_listed(store: dist.Store, key: str, keys: Mapping[int, str]) -> list[bytes]:
+    """The values of those of ``keys`` (by rank) that are written, which nearly always are few or none.
+
+    ``key``: that of their list. Without it each rank of a large world would ask for the key of every other.
+    """
+    if not store.check([key]):
+        return []
+    if not store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
+        return [store.get(one) for one in keys.values() if store.check([one])]
+    ranks = set(map(int, store.get(key).split()))
+    return values(store, [one for rank, one in keys.items() if rank in ranks])

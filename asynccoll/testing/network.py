@@ -269,6 +269,10 @@ class SimulatedStore(dist.Store):
         self._held[key] = str(total).encode()
         return total
 
+    def append(self, key: str, value: str) -> None:
+        self._ask(len(value))
+        self._held[key] = self._held.get(key, b"") + value.encode()
+
     def multi_set(self, keys: list[str], values: list[str]) -> None:
         self._ask(sum(map(len, values)))
         self._held |= {key: value.encode() for key, value in zip(keys, values, strict=True)}
