@@ -333,6 +333,21 @@ def test_what_waits_for_other_ranks_ends_when_the_job_is_stopped(tmp_path: Path)
             waiting.kill()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PET_NNODES", "2", r"cannot do --nnodes \(PET_NNODES\) 2"),
+        ("PET_NPROC_PER_NODE", "many", "-n many: "),
+    ],
+)
+def test_torchruns_variables_count_for_mpiexec_too(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ac.InvalidArgumentError, match=said):
+        libraries.run_mpi(RunRequest("train.py"))
+
+
 def test_each_launcher_says_which_process_it_is(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,11 +36,23 @@ def test_mpiexec_in_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
     """It asks SLURM for the nodes; its own variables say which rank is where, and mpi is the backend."""
     launcher = mpiexec.find()
     line = launcher.command(4, [sys.executable, TRAINING, "bare", str(tmp_path)])
-    ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *line, **launcher.environment({}))
+    as_root = {name: "1" for name in launcher.environment({}) if name.startswith("OMPI_ALLOW")}
+    ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *line, **as_root)
     assert ended.code == 0, ended.said
     found = training.ranks(tmp_path, 4, backend="mpi")
     if launcher.family == "mpich":  # Open MPI starts the ranks of the first node itself
         assert [one["slurm_node"] for one in found] == [NODES[0]] * 2 + [NODES[1]] * 2
+
+
+@pytest.mark.parametrize("within", [["salloc", "-N2"], ["srun", "-N1", "-n1"]], ids=lambda words: words[0])
+def test_asynccoll_run_starts_ranks_on_its_own_node(
+    cluster: Cluster, tmp_path: Path, within: list[str]
+) -> None:
+    """mpiexec would take all nodes, and in a task wait for ever for a step that starts its ranks."""
+    line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2"]
+    ended = cluster.call(*within, *line, TRAINING, "bare", str(tmp_path))
+    assert ended.code == 0, ended.said
+    assert len({one["slurm_node"] for one in training.ranks(tmp_path, 2, backend="mpi")}) == 1
 
 
 def test_srun_as_the_launcher_of_mpi(cluster: Cluster, tmp_path: Path) -> None:

@@ -69,8 +69,9 @@ def run_horovod(request: RunRequest) -> int:
 
 
 def _run(request: RunRequest, engine: _Engine) -> int:
-    _refuse(request.options, engine)
-    ranks = number_of_ranks(request.options.get("--nproc-per-node", "1"))
+    options = {**_of_variables(os.environ), **request.options}
+    _refuse(options, engine)
+    ranks = number_of_ranks(options.get("--nproc-per-node", "1"))
     launcher = engine.find()
     processes.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="asynccoll-run-", ignore_cleanup_errors=True) as errors:
@@ -91,10 +92,16 @@ def _run(request: RunRequest, engine: _Engine) -> int:
         return _ended(code, stopped, Path(errors), ranks, first, engine.name, witness.flights())
 
 
+def _of_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun's variables say of how many ranks and hosts there are, as its options would."""
+    names = {name: f"PET_{name[2:].upper().replace('-', '_')}" for name in ("--nproc-per-node", "--nnodes")}
+    return {option: environ[name] for option, name in names.items() if environ.get(name)}
+
+
 def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
     refused = sorted(name for name in options if name not in _TAKEN)
-    if refused or str(options.get("--nnodes", "1")) != "1":
-        what = ", ".join(refused) if refused else f"--nnodes {options['--nnodes']}"
+    if refused or str(options.get("--nnodes", "1")) not in ("1", "1:1"):
+        what = ", ".join(refused) if refused else f"--nnodes (PET_NNODES) {options['--nnodes']}"
         raise InvalidArgumentError(
             f"`asynccoll run --backend {engine.backend}` starts ranks with {engine.name} on this host, which "
             f"cannot do {what}; for more, call it yourself: `{engine.several_hosts} python script.py`"

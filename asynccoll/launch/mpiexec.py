@@ -28,26 +28,37 @@ class Mpiexec:
     """One mpiexec program, and what its family wants to be told."""
 
     path: str
-    family: str  # "openmpi", or "mpich" and its relatives
+    family: str  # "openmpi", "intel", or "mpich" and its other relatives
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         """The command line that starts ``ranks`` ranks of ``program`` on this host."""
         return [self.path, *_FLAGS[self.family], "-n", str(ranks), *program]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """``environ`` as this launcher needs it."""
-        added = {}
+        """``environ`` as this launcher needs it; what is set there stays."""
+        added = _VARIABLES[self.family]
         if self.family == "openmpi" and os.geteuid() == 0:
             # Containers run as root; torchrun and MPICH do not ask either.
-            added = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return {**environ, **added}
+            added = {**added, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return {**added, **environ}
 
 
 #: What the programs of Open MPI call themselves: up to version 4.1 "mpiexec (OpenRTE)".
 _OPENMPI = ("open mpi", "open-mpi", "openrte", "prte")
 
 #: More ranks than cores are allowed, and no rank is tied to a core: its progress thread needs another.
-_FLAGS = {"openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"), "mpich": ()}
+_FLAGS = {
+    "openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+    "intel": ("-launcher", "fork", "-hosts", "localhost"),
+    "mpich": (),
+}
+#: All ranks are for this host. In a job of SLURM the launchers would take its nodes, and have srun start
+#: ranks there, which in a task of its own waits for ever. (Two names: Open MPI up to version 4, and from 5.)
+_VARIABLES: dict[str, dict[str, str]] = {
+    "openmpi": {f"{name}_MCA_{part}": "^slurm" for name in ("OMPI", "PRTE") for part in ("plm", "ras")},
+    "intel": {},
+    "mpich": {"HYDRA_RMK": "user", "HYDRA_LAUNCHER": "fork"},
+}
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +78,9 @@ def find() -> Mpiexec:
     except OSError as error:
         raise BackendNotFoundError(f"{found} cannot be run: {error.strerror}") from error
     said = (told.stdout + told.stderr).lower()
-    return Mpiexec(found, "openmpi" if any(name in said for name in _OPENMPI) else "mpich")
+    if any(name in said for name in _OPENMPI):
+        return Mpiexec(found, "openmpi")
+    return Mpiexec(found, "intel" if "intel" in said else "mpich")
 
 
 def _beside_python() -> str | None:
