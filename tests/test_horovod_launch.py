@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,12 +196,14 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
 def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C at `asynccoll run`: one line, the code a shell expects, no traceback, and nobody is left."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "horovod", "-n", "2"]
     with subprocess.Popen(
-        [*line, write(tmp_path, STUCK)],
+        ["env", "--default-signal", *line, write(tmp_path, STUCK)],  # these tests may run under nohup
         env=rank_environment() | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -220,7 +223,8 @@ def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: s
 
 
 def test_spawn_runs_a_function_on_ranks_of_horovod(tmp_path: Path) -> None:
-    """By `horovod.run`: with its local rank first, then args and kwargs_dict."""
+    """By `horovod.run`: with its local rank first, then args and kwargs_dict. Ctrl-C stays ours."""
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ac.spawn(
         "horovod", spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=2, timeout=patient(60)
     )
@@ -231,6 +235,13 @@ def test_spawn_runs_a_function_on_ranks_of_horovod(tmp_path: Path) -> None:
     ]
     assert told[0]["args"] == (7, "é")
     assert not ac.is_initialized()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+@pytest.mark.parametrize("hosts", ["localhost", "localhost:1", ["localhost:2"]])
+def test_hosts_that_cannot_be_are_refused(hosts: Any) -> None:
+    with pytest.raises(ac.InvalidArgumentError, match="hosts"):
+        ac.spawn("horovod", spawned.tell, ("",), nproc_per_node=2, hosts=hosts)
 
 
 def test_parallel_reports_the_rank_that_failed() -> None:

@@ -319,6 +319,13 @@ def test_arguments_that_cannot_be_are_refused(name: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["join", "start_method", "daemon", "hosts"])
+def test_what_a_launcher_has_not_is_refused_before_it_starts_ranks(name: str) -> None:
+    """As by those of mpi: each rank would say that initialize has no such option."""
+    with pytest.raises(ac.InvalidArgumentError, match=f"without {name}=, which is for"):
+        ac.spawn("serial", spawned.tell, ("",), **{name: None})
+
+
 def test_unknown_backends_are_refused() -> None:
     """By name, or by type."""
     with pytest.raises(ac.BackendNotFoundError, match="gloo"):

@@ -24,6 +24,7 @@ from multiprocessing import parent_process
 from multiprocessing import spawn as preparing
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from asynccoll.backends.table import check_usable, starting
@@ -31,7 +32,7 @@ from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.exits import in_main_thread
-from asynccoll.host.misfits import fitting
+from asynccoll.host.misfits import check, fitting
 from asynccoll.launch import child, mpiexec, passing, planned_rank, xla_rank
 from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.job import Job, failed, portable
@@ -127,6 +128,11 @@ def _one_node(task: Job, kwargs: dict[str, object]) -> None:
         raise InvalidArgumentError(
             f"spawn starts {task.backend} ranks on this node only, got nnodes={nnodes}, "
             f"node_rank={node_rank}; on several nodes start the script with the backend's own launcher"
+        )
+    if unknown := ABOUT_STARTING & kwargs.keys():
+        raise InvalidArgumentError(
+            f"spawn starts {task.backend} ranks without {', '.join(f'{name}=' for name in sorted(unknown))}, "
+            f"which {'is' if len(unknown) == 1 else 'are'} for ranks of other backends; leave it out"
         )
 
 
@@ -349,16 +355,31 @@ def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
     _one_node(task, kwargs)
     if not in_main_thread():
         raise InvalidArgumentError("Horovod starts ranks from the main thread only; call ac.spawn there")
+    check("hosts", hosts, (str, NoneType), 'a text such as "host1:2,host2:2"')
     import horovod
 
     with _reporting(replace(task, function=portable(task.function), options=kwargs)) as told:
         environ = without_place(os.environ)
         try:
-            with _environment(environ):
+            with _environment(environ), _handlers_kept():
                 # As bytes: other hosts do not see our files.
                 horovod.run(planned_rank.main, (_plan(told),), num_proc=ranks, hosts=hosts, use_gloo=True)
         except RuntimeError as error:
             raise failed(told, range(ranks), {}, str(error)) from None
+        except ValueError as error:  # its word for hosts that cannot be
+            raise InvalidArgumentError(f"hosts={hosts!r} for {ranks} ranks: {error}") from error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Horovod handles Ctrl-C and SIGTERM while its ranks run, and would leave this process deaf to them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # not of Python
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
