@@ -15,8 +15,9 @@ import pytest
 from asynccoll.cli import calls, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Parting, Progress
 from asynccoll.health.accounts import Account, Peer
-from asynccoll.jobs.live import Snapshot, hangs, survey
+from asynccoll.jobs.live import Snapshot, command_of, hangs, survey
 from asynccoll.jobs.whereabouts import Job, Whereabouts
+from asynccoll.launch import planned_rank
 from patience import patient
 
 # --- info -----------------------------------------------------------------------------------------
@@ -312,6 +313,21 @@ def test_the_program_of_a_job_is_named():
         assert job.command == f"-c {program} --epochs 3"
         child.communicate(b"\n", timeout=patient(30))
     assert job.command == ""
+
+
+def test_a_rank_that_spawn_had_a_launcher_start_is_shown_as_the_program(tmp_path):
+    """Between them there are the launcher, here a shell, and its helpers."""
+    plan = tmp_path / "job"
+    os.mkfifo(plan)  # the rank waits for it
+    launcher = ["sh", "-c", '"$@" & echo $!; wait', "sh", sys.executable, planned_rank.__file__, str(plan)]
+    program = f"import subprocess; subprocess.run({launcher})"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "--epochs", "3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        pid = int(child.stdout.readline())
+        with plan.open("wb"):  # it is what it will be
+            assert command_of(pid) == f"-c {program} --epochs 3"
+        child.communicate(timeout=patient(30))
 
 
 SCREEN = """

@@ -232,6 +232,12 @@ def test_ranks_of_mpiexec_have_no_place_but_their_own(environ: dict[str, str], o
         assert told["PATH"] == "/bin"
 
 
+@pytest.mark.parametrize("mark", ["PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "PMIX_RANK"])
+def test_ranks_that_are_started_within_another_have_no_mark_of_its_launcher(mark: str) -> None:
+    """As those of spawn on xla-tpu, which have no other place either."""
+    assert detect(without_place({mark: "1"})) == LaunchInfo("serial")
+
+
 def test_errors_are_recorded_for_the_launcher_of_this_rank(environ: dict[str, str], tmp_path: Path) -> None:
     """`asynccoll run` in a rank that mpiexec has started reads torch elastic's file."""
     environ |= {"ASYNCCOLL_ERROR_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}

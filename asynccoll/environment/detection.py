@@ -221,14 +221,6 @@ _LAUNCHERS = (
     ),
 )
 
-#: Every variable that says where this process is among others.
-PLACE = frozenset(
-    {*_TORCH, *_TORCH_NODE, "NODE_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
-    | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"}
-    | {name for one in _LAUNCHERS for name in (*one.place(), *one.local())}
-    | {name for one in _LAUNCHERS for name in (one.node_rank, one.nnodes) if name is not None}
-)
-
 #: Marks of launchers that tell rank and size to their own library only.
 _MUTE = {
     "PMIx": ("PMIX_RANK", "PMIX_NAMESPACE"),
@@ -236,6 +228,15 @@ _MUTE = {
     "aprun": ("ALPS_APP_PE",),
     "mpiexec -pmi-port": ("PMI_ID",),
 }
+
+#: Every variable that says where this process is among others.
+PLACE = frozenset(
+    {*_TORCH, *_TORCH_NODE, "NODE_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+    | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"}
+    | {name for one in _LAUNCHERS for name in (*one.place(), *one.local())}
+    | {name for one in _LAUNCHERS for name in (one.node_rank, one.nnodes) if name is not None}
+    | {name for marks in _MUTE.values() for name in marks}
+)
 
 #: Not marks of a launcher: they remain where ``PMI*`` was removed to start a process alone, which to MPI it
 #: then is. Torch's LOCAL_WORLD_SIZE and GROUP_RANK likewise remain without RANK, LOCAL_RANK and WORLD_SIZE.

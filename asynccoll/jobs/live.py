@@ -6,6 +6,7 @@ hangs in native code, or is stopped, is seen like any other.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _PROC = Path("/proc")
+#: The programs that ``spawn`` has other launchers start.
+_OF_SPAWN = ("/asynccoll/launch/planned_rank.py", "/asynccoll/launch/xla_rank.py")
 STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
 
 
@@ -100,7 +103,17 @@ def command_of(pid: int) -> str:
         words = words[2:]
     if words[:1] == ["-c"] and "from multiprocessing." in words[1]:  # a rank of spawn: nobody typed that
         return command_of(_parent(pid) or 0)
+    if words and words[0].endswith(_OF_SPAWN):  # the same, where another launcher starts them
+        return command_of(next(filter(_is_python, _ancestors(pid, _parents())), 0))
     return " ".join(words)
+
+
+def _is_python(pid: int) -> bool:
+    """Whether it runs a program of Python, as ``mpiexec`` and what that starts do not."""
+    with contextlib.suppress(OSError):
+        name = (_PROC / str(pid) / "cmdline").read_text(errors="replace").partition("\0")[0]
+        return Path(name).name.startswith("python")
+    return False
 
 
 def snapshot(root: int | None = None) -> Snapshot:
