@@ -1,4 +1,4 @@
-"""Threads that a world waits for when it ends (``host.helpers``)."""
+"""Threads that a world waits for when it ends (``host.helpers``), and pools (``transport.waiters``)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from asynccoll import host
 from asynccoll.host.helpers import Helpers
+from asynccoll.transport.waiters import Waiters
 from patience import patient
 
 
@@ -59,3 +60,17 @@ def test_those_that_have_ended_are_forgotten() -> None:
         helpers.start("short", lambda: None)
     helpers.join(patient(10))
     assert not helpers._running
+
+
+def test_a_job_that_raises_does_not_keep_later_ones_from_running() -> None:
+    """Nor those of its key, which wait for its thread."""
+
+    def raises() -> None:
+        begun.wait(patient(10))
+        raise RuntimeError("a callback's")
+
+    waiters, begun, ran = Waiters("asynccoll-raises"), threading.Event(), threading.Event()
+    waiters.submit("key", raises)
+    waiters.submit("key", ran.set)
+    begun.set()
+    assert ran.wait(patient(10))

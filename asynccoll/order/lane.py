@@ -319,8 +319,7 @@ class Lane:
             try:
                 yield place
             finally:
-                with self._lock:
-                    places.leave(before)
+                places.leave(before)
         except BaseException as error:
             if not inner:
                 self.world.refuse(self, error, place, name=name)

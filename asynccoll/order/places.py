@@ -1,7 +1,8 @@
 """The numbers of a lane's collectives: each call takes the next place, and the parts of one call share one.
 
 ``cut`` says more on places and parts, ``host.call_number`` on child tasks and rounds. This module must not
-know what is issued, nor when. Places change with the lane's lock held, and may be read without it.
+know what is issued, nor when. Places change with the lane's lock held, except by ``leave``, which
+Ctrl-C must not keep out; they may be read without it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ idle for a while: there are as many threads as keys with jobs, not as operations
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 from weakref import WeakKeyDictionary
@@ -14,6 +15,8 @@ from weakref import WeakKeyDictionary
 from asynccoll import host
 
 __all__ = ["InProgress", "Waiters"]
+
+_log = logging.getLogger("asynccoll.work")
 
 _IDLE_SECONDS = 10.0
 
@@ -36,7 +39,7 @@ class Waiters:
         self.__init__(self._name)  # type: ignore[misc]  # the same object: others refer to it
 
     def submit(self, key: Hashable, job: Callable[[], object]) -> None:
-        """Run ``job``, which must not raise, after those of the same ``key``."""
+        """Run ``job`` after those of the same ``key``. What it raises is only logged."""
         with self._lock:  # not the condition, which an interrupt may leave locked
             for of_keys in (self._served, self._ready):
                 if key in of_keys:
@@ -52,7 +55,10 @@ class Waiters:
     def _serve(self) -> None:
         while (key := self._next_key()) is not None:
             while (job := self._next_job(key)) is not None:
-                job()
+                try:
+                    job()
+                except Exception:  # of a callback: later jobs of the key wait for this thread
+                    _log.exception("%r has failed", job)
 
     def _next_key(self) -> Hashable | None:
         with self._wake:
