@@ -42,8 +42,19 @@ def parameters(me):
             assert parameter.requires_grad
 
 
-def test_parameters_are_filled_in_place(world):
-    world.run(parameters)
+def inferred(me):
+    """As torch does, also outside of the mode."""
+    with torch.inference_mode():
+        x, y = torch.full((3,), float(me.rank)), torch.full((3,), float(me.rank))
+    assert idist.all_reduce(x) is x
+    assert x.tolist() == [float(sum(range(me.size)))] * 3
+    assert idist.broadcast(y, src=1) is y
+    assert y.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("case", [parameters, inferred], ids=lambda case: case.__name__)
+def test_tensors_are_filled_in_place(world, case):
+    world.run(case)
 
 
 def numbers(me):

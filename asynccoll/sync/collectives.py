@@ -48,6 +48,21 @@ def _waited_for(start: Callable[..., ac.Work[T]], *args: object, **kwargs: objec
         waiting.reset(before)
 
 
+def _of_tensor(
+    start: Callable[..., ac.Work[torch.Tensor]], tensor: torch.Tensor, *, in_place: bool, **kwargs: object
+) -> torch.Tensor:
+    """The result; if ``in_place``, ``tensor``: also a parameter, and one that was made in inference mode."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if not in_place:
+        return _waited_for(start, plain, **kwargs)
+    if plain.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            _waited_for(start, plain, out=plain, **kwargs)
+    else:
+        _waited_for(start, plain, out=plain, **kwargs)
+    return tensor
+
+
 def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike = None) -> Any:
     """The reduction of every rank's tensor or number; outside of ``group`` the very ``tensor``.
 
@@ -85,17 +100,9 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike =
             raise UnsupportedOpError("ADASUM runs over the world; leave group= out")  # on each of its ranks
         return horovod.adasum(tensor)
     if isinstance(tensor, torch.Tensor):
-        return _all_reduce_tensor(tensor, ours, group, in_place=now.in_place)
+        return _of_tensor(ac.all_reduce, tensor, in_place=now.in_place, op=ours, group=group)
     result = _waited_for(ac.all_reduce, tensor, op=ours, group=group)
     return bool(result) if isinstance(tensor, bool) else result
-
-
-def _all_reduce_tensor(tensor: torch.Tensor, op: str, group: GroupLike, *, in_place: bool) -> torch.Tensor:
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    result: torch.Tensor = _waited_for(
-        ac.all_reduce, plain, op=op, group=group, out=plain if in_place else None
-    )
-    return tensor if in_place else result
 
 
 def all_gather(tensor: torch.Tensor | float | str | object, group: GroupLike = None) -> Any:
@@ -195,11 +202,7 @@ def broadcast(
         return tensor if isinstance(tensor, torch.Tensor) and ac.get_rank() == src else received
     if not isinstance(tensor, torch.Tensor):
         return _waited_for(ac.broadcast, tensor, src=src)
-    plain = tensor.detach()
-    if now.in_place:  # also of parameters, as torch does
-        _waited_for(ac.broadcast, plain, src=src, out=plain)
-        return tensor
-    return _waited_for(ac.broadcast, plain, src=src)
+    return _of_tensor(ac.broadcast, tensor, in_place=now.in_place, src=src)
 
 
 def _check_broadcast(tensor: object, src: int, safe_mode: bool) -> None:
