@@ -480,18 +480,28 @@ def test_what_many_simulations_leave_is_collected_now_and_then() -> None:
     assert sum(one() is not None for one in left) <= 100
 
 
-def test_tasks_that_nobody_can_wake_are_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
-    """The report shows where they stood; asyncio would log that each was destroyed."""
+def test_tasks_that_nobody_can_wake_are_not_told_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report shows where they stood; asyncio would log that each was destroyed, and each protests."""
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
 
     async def main(rank: int) -> None:
+        async def called(lane: str) -> None:
+            with ac.lane(lane):
+                await ac.all_reduce(torch.ones(2))
+
         if rank == 0:
             await asyncio.Event().wait()
-        await ac.all_reduce(torch.ones(2))
+        async with asyncio.TaskGroup() as tasks:
+            for lane in "abc":
+                tasks.create_task(called(lane))
 
-    report = simulate(main, world_size=2, timeout=5.0)
+    report = simulate(main, world_size=3, timeout=5.0)
     gc.collect()
     assert report.deadlock is not None
-    assert caplog.messages == []
+    assert (caplog.messages, heard) == ([], [])
 
 
 async def split(rank: int) -> list[float]:

@@ -22,8 +22,6 @@ class _Loop(NamedTuple):
 
     run: Callable[[Scheduler, Coroutine[object, object, object]], object]
     around: Callable[[int], AbstractContextManager[None]] = lambda seed: nullcontext()
-    #: tasks of killed ranks protest when they are freed: that is to be done, and not to be heard
-    protests: bool = False
 
 
 def _run_none(scheduler: Scheduler, main: Coroutine[object, object, object]) -> object:
@@ -43,6 +41,6 @@ def _with_or_without_trio(seed: int) -> Iterator[None]:
 
 LOOPS = {
     "asyncio": _Loop(run_asyncio, _with_or_without_trio),
-    "trio": _Loop(run_trio, ordered, protests=True),
+    "trio": _Loop(run_trio, ordered),
     "none": _Loop(_run_none),
 }
