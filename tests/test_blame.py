@@ -1075,6 +1075,19 @@ def test_who_waits_for_long_is_warned_once(capsys: pytest.CaptureFixture[str], c
     assert len(expected.findall(capsys.readouterr().err)) == 1
 
 
+def test_simulated_seconds_are_no_reason_to_warn(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    """Unless the program, or its environment, asks for it."""
+
+    def main(rank: int) -> None:
+        host.sleep(50.0 * rank)
+        ac.barrier().wait()
+
+    report = simulate(main, world_size=2, seed=SEED, loop="none", operation_timeout=100.0)
+    assert not report.errors
+    assert report.virtual_seconds > 40
+    assert "has waited for" not in caplog.text + capsys.readouterr().err
+
+
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_what_the_whole_job_waits_for_is_warned_of_once(nodes: int, caplog: Any) -> None:
     """Not by each rank of the circle, all of which are told of their own wait."""

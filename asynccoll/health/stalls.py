@@ -17,7 +17,8 @@ __all__ = ["VARIABLE", "say", "stall_seconds", "warn"]
 
 #: The environment variable for the seconds after which to warn; 0 is never.
 VARIABLE = "ASYNCCOLL_STALL_WARNING"
-_SECONDS = 30.0
+#: Unless it says otherwise. Simulated ranks are not warned: their report tells what became of each wait.
+DEFAULT_SECONDS = 30.0
 _log = logging.getLogger("asynccoll.stall")
 
 
@@ -29,7 +30,7 @@ def stall_seconds(given: float | None = None, environ: Mapping[str, str] = os.en
     """
     said = environ.get(VARIABLE, "") if given is None else given
     try:
-        seconds = float(said) if said != "" else _SECONDS
+        seconds = float(said) if said != "" else DEFAULT_SECONDS
     except (TypeError, ValueError):
         seconds = -1.0
     if not seconds >= 0:

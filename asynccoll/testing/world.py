@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from asynccoll.backends import choosing
 from asynccoll.backends.api import Backend
 from asynccoll.backends.memory.sharing import Sharing
+from asynccoll.health import stalls
 from asynccoll.runtime import process as runtime
 from asynccoll.testing import device as devices
 from asynccoll.testing import network as wires
@@ -121,6 +123,7 @@ class World:
             ordered_cancel_scopes(),
             self._installed(),
             exchanged(choosing, ("create",), SimpleNamespace(create=self._create)),
+            exchanged(stalls, ("DEFAULT_SECONDS",), SimpleNamespace(DEFAULT_SECONDS=math.inf)),
         ):
             scheduler.entered = enter
             for rank in range(size):
