@@ -111,6 +111,8 @@ async def of_many(me: Rank) -> None:
         lambda x: ac.reduce([x, 1.0], dst=src),
         lambda x: ac.gather({"x": x}, dst=src),
         lambda x: ac.all_reduce([x], postscale=2.0),
+        lambda x: ac.all_reduce([x, x], out=[torch.empty_like(x), torch.empty_like(x)]),
+        lambda x: ac.prepare("all_reduce", {"x": x}, out={"x": torch.empty_like(x)}).start(),
         lambda x: ac.all_to_all([x] * me.size),
         lambda x: put_together(lambda: ac.all_reduce([x, x])),
         lambda x: put_together(lambda: ac.all_gather([x])),
@@ -154,6 +156,9 @@ async def allowed(me: Rank) -> None:
     turned = torch.ones(4, 3).t()
     mean = await me.get(ac.all_reduce(turned, op="avg", out=turned))  # filled by the waiter
     oracle.same(mean, torch.ones(3, 4))
+    tree = [torch.ones(2), torch.ones(3).double()]
+    await me.get(ac.all_reduce(tree, out=tree))
+    await me.get(ac.prepare("all_reduce", tree, out=tree).start())
     rows = torch.zeros(n, 2)
     rows[me.rank] = 1.0
     oracle.same(await me.get(ac.all_gather(rows[me.rank : me.rank + 1], out=rows)), torch.ones(n, 2))

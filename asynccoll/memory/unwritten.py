@@ -17,7 +17,7 @@ import torch
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.plain import ORDINARY
 
-__all__ = ["Read", "counted", "counted_of", "is_empty", "writes_to"]
+__all__ = ["Read", "beside", "counted", "counted_of", "is_empty", "writes_to"]
 
 #: What a call reads: one tensor, or several that are not empty.
 Read: TypeAlias = "torch.Tensor | list[torch.Tensor]"
@@ -47,6 +47,11 @@ def _is_a_part(view: torch.Tensor) -> bool:
 def counted_of(xs: Iterable[object]) -> list[torch.Tensor] | None:
     """Return those of ``xs`` whose writes are counted (``counted``) and that have elements; None if none."""
     return [x for x in map(counted, xs) if x is not None and x.numel() and not x.is_inference()] or None
+
+
+def beside(xs: Iterable[torch.Tensor], outs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of ``xs`` that do not overlap their ``out``, to which the call itself writes."""
+    return [x for x, out in zip(xs, outs, strict=True) if x is not out and not may_overlap(x, out)]
 
 
 def writes_to(read: Read) -> int:

@@ -18,7 +18,7 @@ from asynccoll.host.uncopied import Uncopied
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
-from asynccoll.memory.unwritten import Read, counted, counted_of
+from asynccoll.memory.unwritten import beside, counted_of
 from asynccoll.modes.captured import Modes
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
@@ -87,11 +87,8 @@ class Prepared(Uncopied, Generic[T]):
         self._reads, spec = flatten(like)
         self._whole = name, Outline.of(spec, self._reads)
         #: the input that nobody may write to until a start was waited for
-        self._read: Read | None = None
-        if reads and not fills:
-            self._read = counted_of(self._reads)
-        elif reads and len(self._reads) == 1:
-            self._read = counted(self._reads[0], fills[0])
+        read = beside(self._reads, fills) if fills else self._reads
+        self._read = counted_of(read) if reads else None
         self._timeout = timeout
         self._fills = fills
         self._memory = _memory_of(self._reads, fills)

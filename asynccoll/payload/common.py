@@ -11,6 +11,7 @@ import torch
 from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.memory.plain import plain_tensor, plain_tensors, writable, writable_together
+from asynccoll.memory.unwritten import beside
 from asynccoll.order.lane import Lane
 from asynccoll.payload.kinds import is_number, is_value, kind_name
 from asynccoll.payload.messages import (
@@ -104,7 +105,7 @@ def over_tree(
         return unflatten(spec, parts[-1]) if out is None else out
 
     started = together([leaf_results], whole)
-    started.leaves = leaves if out is None else ()
+    started.leaves = leaves if outs is None else beside(leaves, outs)
     return started
 
 
