@@ -132,14 +132,36 @@ def unseen(me: Rank) -> None:
         ac.all_reduce(x, out=x).wait()
         (ac.recv(x, src=0) if me.rank else ac.send(x, dst=1)).wait()
     assert not [name for name in mode.seen if "copy" in name or "add" in name], mode.seen
-    y, n = torch.ones(2), float(me.size)
-    slope = torch.func.grad(lambda a: (a * ac.all_reduce(y).wait()).sum())(torch.ones(2))
-    oracle.same(slope, torch.full((2,), n))
-    rows = torch.func.vmap(lambda a: a * ac.all_reduce(y).wait())(torch.ones(3, 2))
-    oracle.same(rows, torch.full((3, 2), n))
-    oracle.same(ac.all_reduce(y).wait(), torch.full((2,), n))
 
 
 def test_no_mode_sees_how_data_goes_through_memory(pair: World) -> None:
     """They would be counted, or refused half-way, which ends the lane."""
     pair.run(unseen, runner="blocking")
+
+
+def without_data(me: Rank) -> None:
+    from torch._subclasses import FakeTensorMode  # takes seconds
+
+    n = float(me.size)
+    for x in (torch.ones(2), torch.ones(300_000)):
+        with me.case(f"of {x.numel()}"):
+            slope = torch.func.grad(lambda a, x=x: (a * ac.all_reduce(x).wait()).sum())(torch.ones_like(x))
+            oracle.same(slope, torch.full_like(x, n))
+            rows = torch.func.vmap(lambda a, x=x: a * ac.all_reduce(x).wait())(torch.ones(3, x.numel()))
+            oracle.same(rows, torch.full((3, x.numel()), n))
+            before = ac.all_reduce(x, op="avg")
+            with FakeTensorMode():
+                total, mean = ac.all_reduce(x).wait(), before.wait()
+                again = ac.prepare("all_reduce", x).start().wait()
+            for got, value in ((total, n), (mean, 1.0), (again, n)):
+                oracle.same(got, torch.full_like(x, value))
+    numbers = list(range(1000))
+    with me.case("objects"), FakeTensorMode():
+        assert ac.broadcast_object(None if me.rank else numbers).wait() == numbers
+        assert ac.all_reduce({"a": 1, "b": 1.5}).wait() == {"a": n, "b": 1.5 * n}
+    oracle.same(ac.all_reduce(torch.ones(2)).wait(), torch.full((2,), n))
+
+
+def test_calls_are_of_data_also_where_tensors_have_none(pair: World) -> None:
+    """In FakeTensorMode, and inside of transformations: the process crashed, or the lane was lost."""
+    pair.run(without_data, runner="blocking")

@@ -5,6 +5,6 @@ Must not know what is called in them.
 
 from asynccoll.modes.captured import as_called, uncast
 from asynccoll.modes.isolation import isolated
-from asynccoll.modes.unseen import unseen
+from asynccoll.modes.unseen import unseen, with_data
 
-__all__ = ["as_called", "isolated", "uncast", "unseen"]
+__all__ = ["as_called", "isolated", "uncast", "unseen", "with_data"]

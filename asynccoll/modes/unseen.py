@@ -1,7 +1,8 @@
-"""Tensor operations of the library that no mode of the user's sees: they are part of a transfer.
+"""Tensor operations of the library that modes and transformations of the user's do not see.
 
-A dispatch or function mode would count or change what a transport does to its buffers, ``FakeTensorMode``
-refuses tensors with data, and a transformation of ``torch.func`` forbids to fill memory from outside of it.
+Those of a transport on its buffers are no concern of any: a mode would count or change them (``unseen``). And
+whatever a call computes has to be of tensors with data, which are not made in ``FakeTensorMode``, nor inside
+of ``torch.func``, which also forbids to fill memory from outside of it (``with_data``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["unseen"]
+__all__ = ["unseen", "with_data"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,14 +28,28 @@ _overriding = _C._len_torch_function_stack
 _transforming = _C._functorch.peek_interpreter_stack
 
 
+_FAKE = _C._TorchDispatchModeKey.FAKE
+
+
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
     """Have ``function`` run outside of the modes and transformations of the thread that calls it."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not (_dispatching() or _overriding() or _transforming()):
-            return function(*args, **kwargs)
-        with _C.DisableTorchFunction(), _C._ExcludeDispatchKeyGuard(_KEYS):
-            return function(*args, **kwargs)
+        if _dispatching() or _overriding() or _transforming():
+            return _outside(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
+
+
+def with_data(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return ``function(*args)``; where tensors are made that have no data, outside of what does that."""
+    if _transforming() or (_dispatching() and _C._get_dispatch_mode(_FAKE) is not None):
+        return _outside(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _outside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    with _C.DisableTorchFunction(), _C._ExcludeDispatchKeyGuard(_KEYS):
+        return function(*args, **kwargs)

@@ -33,6 +33,7 @@ from asynccoll.memory.aliasing import Claims
 from asynccoll.memory.plain import plain_tensor, writable
 from asynccoll.memory.unwritten import Read
 from asynccoll.modes.captured import Modes, as_called
+from asynccoll.modes.unseen import with_data
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op, reduce_op
 from asynccoll.plan.trees import flatten
@@ -181,7 +182,7 @@ class _Parts:
         recording = torch.is_grad_enabled()
         xs = [call.x.detach() if recording and not call.modes.recording else call.x for call in self.calls]
         outs = [call.out for call in self.calls if call.out is not None] if fills else None
-        started = autograd.fused(self.lane, self.fuse, xs, outs, self.timeout)
+        started = with_data(autograd.fused, self.lane, self.fuse, xs, outs, self.timeout)
         # The work of each call takes its result from this one, which finishes once. No user gets it, so it is
         # detached, and does not warn.
         shared = Work(started.operations, started.finish, started.value)
@@ -289,7 +290,7 @@ class _Batch:
         # peers' call at this point may be one that they defer.
         try:
             with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
-                started = start(lane, *args, timeout=timeout, **filled)
+                started = with_data(start, lane, *args, timeout=timeout, **filled)
                 return handed_out(started, read=read_by(started.leaves), **filled)
         except _PLACE_LOST as error:  # as in ``_Parts.send``
             lost: Deferred[object] = Deferred(self, lane)

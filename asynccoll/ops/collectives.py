@@ -55,6 +55,7 @@ from asynccoll.health.refusals import leaves_its_call
 from asynccoll.host import misfits
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
+from asynccoll.modes.unseen import with_data
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import name_of, own_block
 from asynccoll.ops.scopes import checked_name, current_lane
@@ -189,7 +190,7 @@ def _start(
             if start not in _MESSAGES:
                 read_by = partial(_read_by, start, args, context.rank, **filled)
                 return block.start(at, start, args, timeout, read_by, **filled)
-        started = start(at, *args, timeout=timeout, **filled)
+        started = with_data(start, at, *args, timeout=timeout, **filled)
         return handed_out(
             started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled
         )

@@ -20,6 +20,7 @@ from asynccoll.memory.plain import overwritten
 from asynccoll.memory.unfilled import refuse_unfilled
 from asynccoll.memory.unwritten import beside, counted_of
 from asynccoll.modes.captured import Modes
+from asynccoll.modes.unseen import with_data
 from asynccoll.ops.coalescing import own_block
 from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.ops.signatures import fitting
@@ -80,7 +81,7 @@ class Prepared(Uncopied, Generic[T]):
         broadcast: ``like`` is only an example of what is received.
         """
         self._make = make
-        self._calls, self._finish = make()  # first, as it checks the arguments
+        self._calls, self._finish = with_data(make)  # first, as it checks the arguments
         self.name: str = name
         self._lane = lane
         self._world = lane.world
@@ -138,10 +139,12 @@ class Prepared(Uncopied, Generic[T]):
             refuse_unfilled(self.name, (*self._reads, *self._fills), but=None if lost else self._last)
             unfinished = self._supersede_last(lost=lost)
             if lost:
-                self._calls, self._finish = self._make()
+                self._calls, self._finish = with_data(self._make)
                 self._results = self._fills
             self._overwrite_results()
-            self._last = work = handed_out(self._begin(unfinished), self._fills or None, self._read)
+            self._last = work = handed_out(
+                with_data(self._begin, unfinished), self._fills or None, self._read
+            )
         except Exception as error:
             self._world.refuse(self._lane, error, name=self.name)
             raise

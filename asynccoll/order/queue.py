@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from asynccoll.modes.unseen import with_data
 from asynccoll.order.job import returned
 from asynccoll.order.stepping import Stepping
 from asynccoll.transport.completion import Completion, Promise, Ready
@@ -254,7 +255,7 @@ class Queue:
         """``_next_call``, unless the comparison of calls objects; None also if that is not known yet."""
         found = self._announcing.objection(job)
         if found is None:
-            return on_stream(job.stream, self._next_call, job)
+            return on_stream(job.stream, with_data, self._next_call, job)
         if isinstance(found, Promise):
             return None
         self._failing.differs(found, job.place, job.part, job.promise)

@@ -31,6 +31,7 @@ from asynccoll.host.timeouts import check_patience
 from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
+from asynccoll.modes.unseen import with_data
 from asynccoll.transport.completion import AllOf
 from asynccoll.transport.streams import Mark
 from asynccoll.transport.waiters import Waiters
@@ -483,7 +484,8 @@ class Work(NotItsResult, Generic[T]):
         written = self._written()
         finish = self._finish  # read once: another thread may supersede the work
         if finish is not None:
-            self._value = finish()  # first: peers may wait for what this does
+            # First: peers may wait for what this does. Of a function of the user's it sees the modes.
+            self._value = with_data(finish) if self._mapped is None else finish()
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
         if written is not None:
