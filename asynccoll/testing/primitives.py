@@ -262,15 +262,6 @@ class SimpleQueue:
                 raise queue.Empty
         return self._items.popleft()
 
-    def get_nowait(self) -> object:
-        return self.get(block=False)
-
-    def empty(self) -> bool:
-        return not self._items
-
-    def qsize(self) -> int:
-        return len(self._items)
-
 
 class Thread:
     """As ``threading.Thread``."""
