@@ -52,6 +52,8 @@ def test_a_lane_is_named_with_the_ranks_of_its_group() -> None:
         ranks = list(map(int, told.split(", ")))
         assert ranks == list(range(count - len(ranks), count)), group
         assert len(ranks) > 5
+        parting = flight.Parting("absent", group, "eval", 0, {})
+        assert parting.where == f"lane 'eval' of ranks ..., {told}"
 
 
 def test_what_was_written_is_read(recorder):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from asynccoll.flight.layout import is_cut
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
-from asynccoll.host.words import by_text, listed
+from asynccoll.host.words import by_text, listed, ranks_of
 
 __all__ = ["Parting", "Strayed", "by_line", "members", "parting", "partings", "strayed"]
 
@@ -101,7 +101,7 @@ class Parting:
     @property
     def where(self) -> str:
         """The lane in words: ``lane 'eval'``, or ``lane 'eval' of ranks 0, 2``."""
-        of = "" if self.group == "world" else f" of ranks {self.group.replace('-', ', ')}"
+        of = "" if self.group == "world" else f" of ranks {ranks_of(self.group)}"
         return f"lane {self.lane!r}{of}"
 
 

@@ -20,7 +20,7 @@ from asynccoll.flight.leftout import advice
 from asynccoll.flight.messages import refused_side, unmet
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import call_name
-from asynccoll.host.words import duration, listed
+from asynccoll.host.words import duration, listed, ranks_of
 
 __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 
@@ -363,7 +363,7 @@ def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: 
 
 
 def _lane(call: Call) -> str:
-    return call.lane if call.group == "world" else f"{call.lane} of [{call.group.replace('-', ', ')}]"
+    return call.lane if call.group == "world" else f"{call.lane} of [{ranks_of(call.group)}]"
 
 
 def _missing(

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from asynccoll.flight.layout import HEADERS_AT, OUTCOME, PARTS, RECORDS, RECORDS_AT, WORDS
 from asynccoll.flight.reading import parts_at
 from asynccoll.host.call_number import call_name
+from asynccoll.host.words import ranks_of
 
 __all__ = ["Comparison", "Made", "Shift", "made"]
 
@@ -68,7 +69,7 @@ class Shift:
 
     def __str__(self) -> str:
         (one, other), (first, second) = self.ranks, self.made
-        of = "" if first.group == "world" else f" of ranks {first.group.replace('-', ', ')}"
+        of = "" if first.group == "world" else f" of ranks {ranks_of(first.group)}"
         apart, skipped = (
             ("a call", "skipped a call or made one more")
             if self.by == 1

@@ -12,6 +12,7 @@ __all__ = [
     "lane_name",
     "listed",
     "plural",
+    "ranks_of",
     "shortened",
     "size",
 ]
@@ -32,12 +33,15 @@ def lane_name(lane: str, group: str) -> str:
 
     Of a long group ``group`` may have only the end, after two dots.
     """
-    if group == "world":
-        return f"lane {lane!r}"
+    return f"lane {lane!r}" if group == "world" else f"lane {lane!r} of ranks [{ranks_of(group)}]"
+
+
+def ranks_of(group: str) -> str:
+    """``0, 2`` where ``group`` is ``0-2``; ``..., 30, 31`` if it was cut."""
     _, cut, known = group.rpartition("..")
     if cut:  # perhaps in the middle of a number
         known = f"...{known[known.index('-') :]}"
-    return f"lane {lane!r} of ranks [{known.replace('-', ', ')}]"
+    return known.replace("-", ", ")
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from asynccoll.errors import (
 from asynccoll.host import profiling
 from asynccoll.host.call_number import ROUND
 from asynccoll.host.call_site import Spot, called_at, caller
+from asynccoll.host.words import enumerated
 from asynccoll.modes.captured import as_called
 from asynccoll.order.announcing import Announcing, Objection
 from asynccoll.order.connection import Connection
@@ -114,7 +115,7 @@ class Lane:
         )
 
     def __str__(self) -> str:
-        where = "the world" if self.group.is_world else f"ranks {list(self.group.ranks)}"
+        where = "the world" if self.group.is_world else f"ranks [{enumerated(self.group.ranks)}]"
         return f"lane {self.name!r} of {where}"
 
     @property
