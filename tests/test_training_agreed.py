@@ -641,6 +641,55 @@ class Aliased(nn.Module):
         self.b.weight.data = self.a.weight.data
 
 
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "there and back": lambda model: model.float().double(),
+    "for good": lambda model: model.float(),
+    "assigned": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+}
+CHANGED, REPLACED = "changed between backward and the await", "'0.weight' of the model is another one"
+CONVERTED = [
+    ("there and back", "after the step", "", "has other memory than when"),
+    ("there and back", "before backward", "", "has other memory than when"),
+    ("there and back", "before the await", CHANGED, "has other memory than when"),
+    ("for good", "before backward", "float64 when its bucket was made", "float64 when its bucket was made"),
+    ("assigned", "after the step", REPLACED, REPLACED),
+]
+
+
+@pytest.mark.parametrize(("how", "when", "told", "told_sharded"), CONVERTED)
+@pytest.mark.parametrize("shares_out", [False, True])
+def test_models_that_are_converted(
+    how: str, when: str, told: str, told_sharded: str, shares_out: bool
+) -> None:
+    """``.grad`` gets other memory then, and what is sent must not be the memory that it had before."""
+    told = told_sharded if shares_out else told
+
+    async def rank_does(rank: int) -> Tensor:
+        model = model_of(rank)
+        plain = sgd(model)
+        made: Any = ac.overlap.shard_optimizer(model, plain) if shares_out else ac.overlap_gradients(model)
+        with raising(ac.InvalidArgumentError, told) if told else contextlib.nullcontext():
+            for step in range(3):
+                model.zero_grad()
+                lost = loss(model, rank, step)
+                if (step, when) == (1, "before backward"):
+                    CONVERSIONS[how](model)
+                lost.backward()
+                if (step, when) == (1, "before the await"):
+                    CONVERSIONS[how](model)
+                await (made.step() if shares_out else made)
+                if not shares_out:
+                    plain.step()
+                if (step, when) == (1, "after the step"):
+                    CONVERSIONS[how](model)
+        return flat(model)
+
+    results = run(rank_does, 2)
+    if not told:
+        for got in results.values():
+            torch.testing.assert_close(got, flat(one_process(2)[0]), rtol=0.0, atol=1e-6)
+
+
 def test_parameters_that_share_memory_are_refused() -> None:
     """By whoever gives parameters other memory, which unties them, or changes each, which is twice."""
 

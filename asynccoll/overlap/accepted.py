@@ -37,6 +37,7 @@ __all__ = [
     "module_with_buffers",
     "named_in",
     "place_in",
+    "replaced_in",
     "scaler_told",
     "share_out",
     "source_of",
@@ -182,6 +183,32 @@ def named_in(model: object) -> Callable[[torch.Tensor], str]:
         return f"{told} of shape {list(parameter.shape)}"
 
     return named
+
+
+def replaced_in(model: object, parameters: Iterable[torch.Tensor]) -> Callable[[], str]:
+    """Return a function that names one of ``parameters`` in whose place the model has another, or "".
+
+    ``load_state_dict(assign=True)`` makes such, and ``model.to(...)`` to another kind of device.
+    """
+    mine = {id(x) for x in parameters}
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    places = [
+        (weakref.ref(module), own, f"{prefix}.{own}".lstrip("."), x)
+        for prefix, module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+        for own, x in module._parameters.items()
+        if id(x) in mine
+    ]
+
+    def replaced() -> str:
+        for module, own, name, x in places:
+            there = module()
+            now = x if there is None else there._parameters.get(own)
+            if now is not None and now is not x:
+                return name
+        return ""
+
+    return replaced
 
 
 def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:

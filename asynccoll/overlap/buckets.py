@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.memory.aliasing import may_overlap
+from asynccoll.memory.aliasing import has_memory, may_overlap
 from asynccoll.memory.aligned import Layout
 from asynccoll.overlap.accepted import named_in
 
@@ -91,9 +91,17 @@ class Gradients(ABC):
         self.has[index] = True
         self.waiting -= 1
 
+    def _is_converted(self, index: int) -> bool:
+        """Whether ``.grad`` lost the memory that is sent: ``model.to(...)`` gives it other memory."""
+        return False
+
     def summed(self, gradients: list[torch.Tensor | None]) -> None:
         """Note that ``gradients`` are sums over all ranks."""
         self._summed = gradients
+
+    def was_summed(self, index: int) -> bool:
+        """Whether the gradient at ``index`` is a sum over all ranks, of an earlier reduction."""
+        return self._summed[index] is not None
 
     def divide(self, index: int) -> None:
         """Divide a gradient that was summed over all ranks before by their number: it will be summed again.
@@ -137,12 +145,13 @@ class Gradients(ABC):
                     f"the .grad of {self.named(parameter)} was set to None between backward and the await, "
                     "while it was being sent, and this rank's step would leave it out: await first, then zero"
                 )
-            if now is not None and (now is not gradient or now._version != version):
+            if now is not None and (
+                now is not gradient or now._version != version or self._is_converted(index)
+            ):
                 raise InvalidArgumentError(
-                    f"the .grad of {self.named(parameter)} was changed between backward and "
-                    "the await, while it was being sent: await first, then clip, scale or replace gradients "
-                    "(where the optimizer is sharded or asynchronous, clip by "
-                    "`await optimizer.clip_grad_norm_(...)`)"
+                    f"the .grad of {self.named(parameter)} was changed between backward and the await, while "
+                    "it was being sent: await first, then clip, scale, convert or replace gradients (where "
+                    "an optimizer is sharded or asynchronous, clip by `await optimizer.clip_grad_norm_(...)`)"
                 )
 
 
@@ -167,6 +176,7 @@ class Bucket(Gradients):
         self.flat: torch.Tensor = torch.zeros(self.layout.elements + tail, dtype=self.held, device=device)
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
+        self._offsets = [start * self.held.itemsize for start in self.layout.starts]
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a view for each parameter, in its shape and strides, of a tensor laid out as the bucket."""
@@ -197,19 +207,30 @@ class Bucket(Gradients):
         return self.checked(index, self.views[index].shape)
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient and its view, laid out as the parameter is now.
-
-        ``model.to(memory_format=...)`` may have changed that.
-        """
-        strides = self.parameters[index].stride()
-        if strides != self._strides[index]:
-            if gradient is self.views[index]:
-                gradient = gradient.clone()  # as it is read in the old layout while the new one is written
-            self._strides[index] = strides
-            self.views[index] = self._views()[index]
+        """Return the gradient and its view, laid out as the parameter is now."""
+        before = self.views[index]
+        if self._follow(index) and gradient is before:
+            gradient = gradient.clone()  # as it is read in the old layout while the new one is written
         if gradient is not self.views[index]:
             self._vacate(index)
         return gradient, self.views[index]
+
+    def _follow(self, index: int) -> bool:
+        """Make the view anew, and return True, if ``model.to(...)`` has changed strides or memory."""
+        strides = self.parameters[index].stride()
+        if strides == self._strides[index] and not self._is_converted(index):
+            return False
+        self._strides[index] = strides
+        self.views[index] = self._views()[index]
+        return True
+
+    def _is_converted(self, index: int) -> bool:
+        view = self.views[index]
+        if view.dtype is not self.held or view.device != self.flat.device:
+            return True
+        if not view.numel() or not has_memory(view):
+            return False
+        return view.data_ptr() - self.flat.data_ptr() != self._offsets[index]
 
     def _vacate(self, index: int) -> None:
         """Make room for another gradient. Code that kept the view of the last one keeps its values."""
@@ -227,6 +248,7 @@ class Bucket(Gradients):
             if parameter.grad is not None:
                 self.put(index, scale)
             else:
+                self._follow(index)
                 self._vacate(index)
                 self.views[index].zero_()
 
@@ -351,11 +373,12 @@ def _checked_gradient(
             f"{named(parameter)} was of shape {list(shape)} when its bucket was made (was its .data "
             "replaced?): change the model first, then make the reducer (or close() it, make another)"
         )
-    if gradient.dtype is not dtype:
-        raise InvalidArgumentError(
-            f"{named(parameter)} was of {dtype} when its bucket was made, and its gradient is of "
-            f"{gradient.dtype}: convert the model first, then make the reducer (or close() it, make another)"
-        )
+    for now, what in ((gradient.dtype, "its gradient is"), (parameter.dtype, "it is")):
+        if now is not dtype:
+            raise InvalidArgumentError(
+                f"{named(parameter)} was of {dtype} when its bucket was made, and {what} of {now}: "
+                "convert the model first, then make the reducer (or close() it, make another)"
+            )
     return gradient
 
 

@@ -53,13 +53,14 @@ from asynccoll.overlap.accepted import (
     module_with_buffers,
     named_in,
     place_in,
+    replaced_in,
     source_of,
 )
 from asynccoll.overlap.buckets import FlaggedBucket, Gradients, assign
 from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.divergence import checksum
 from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
-from asynccoll.overlap.hooks import after_accumulation, before_accumulation, remove_all
+from asynccoll.overlap.hooks import after_accumulation, before_accumulation, is_returned, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
 from asynccoll.overlap.parameters import first_rank, start_alike, tell_apart, told_alike
 from asynccoll.overlap.pending import Forgotten
@@ -82,6 +83,12 @@ _OUT_OF_STEP = (
     "an optimizer has stepped since the last `await gradients` on the ranks {stepped} (of the group), and on "
     "{others} none has: what was reduced now are gradients of different steps. Every rank awaits its "
     "gradients as often as the others between two steps (once, unless all accumulate), and steps with them"
+)
+
+_REPLACED = (
+    "the parameter {name!r} of the model is another one than when these gradients were first reduced (by "
+    "load_state_dict(assign=True), say, or model.to() another kind of device), and an optimizer that has the "
+    "one before trains nothing: do that first, or close() this one, and make both anew"
 )
 
 _log = logging.getLogger("asynccoll.shift")
@@ -143,7 +150,11 @@ class GradientReducer(Companion):
         broadcast_buffers: bool | torch.nn.Module = False,
     ) -> None:
         self._source = source_of(model)
-        self._named, self._sparse = named_in(model), partial(sparse_of, model)
+        self._named, self._sparse, self._replaced_in = (
+            named_in(model),
+            partial(sparse_of, model),
+            partial(replaced_in, model),
+        )
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         check_initialized(parameters)
         check_whole(parameters)
@@ -225,14 +236,18 @@ class GradientReducer(Companion):
                 coming, arrived = (
                     _hook(weakref.ref(self), x, bucket, index) for x in ("_coming", "_arrived")
                 )
-                self._hooks += before_accumulation(parameter, coming)
+                self._hooks.append(before_accumulation(parameter, coming))
                 self._hooks.append(after_accumulation(parameter, arrived))
+        self._replaced = self._replaced_in(self._source())
 
     def _add_new_parameters(self) -> None:
         """Make buckets for parameters added or unfrozen since: they take part from this step on."""
         known = self._identity[2]
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
+            if name := self._replaced():
+                error = InvalidArgumentError(_REPLACED.format(name=name))
+                refuse(error, group=self._group, lane=self._lane, name="overlap_gradients")
             check_whole(new)
             conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
             if conflict is not None:
@@ -406,9 +421,11 @@ class GradientReducer(Companion):
 
     def _coming(self, bucket: Gradients, index: int) -> None:
         """Look at a gradient before backward adds to it. Called on a thread of backward."""
-        if reason := self._refused(bucket, index):
-            raise InvalidArgumentError(reason)
-        bucket.divide(index)
+        reason = self._refused(bucket, index)
+        if (reason or bucket.was_summed(index)) and not is_returned(bucket.parameters[index]):
+            if reason:
+                raise InvalidArgumentError(reason)
+            bucket.divide(index)
 
     def _arrived(self, bucket: Gradients, index: int) -> None:
         """Take a gradient that backward has accumulated, and send the buckets that are complete.

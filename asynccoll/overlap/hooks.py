@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["after_accumulation", "before_accumulation", "remove_all"]
+__all__ = ["after_accumulation", "before_accumulation", "is_returned", "remove_all"]
 
 
 def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> object:
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def before_accumulation(parameter: torch.Tensor, hook: Callable[..., None]) -> Sequence[object]:
-    """Call ``hook`` before backward adds to ``.grad``; returns the handle, and the node that has the hook.
+def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> object:
+    """Call ``hook`` before backward adds to ``.grad``, and where a gradient ``is_returned``.
 
-    Keep the node, too: the hook is lost with it.
+    It is of the parameter, not of the node that adds: ``model.to(...)`` drops that with its hooks.
     """
+    return parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def is_returned(parameter: torch.Tensor) -> bool:
+    """Whether the running backward returns this gradient (``torch.autograd.grad``), and adds it nowhere."""
     with torch.enable_grad():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None
     node = view.grad_fn.next_functions[0][0]
     assert node is not None
-    return node.register_prehook(hook), node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch raises in this case
+        return True
+    return False
 
 
 def remove_all(hooks: list[object]) -> None:

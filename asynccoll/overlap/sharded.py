@@ -42,6 +42,7 @@ from asynccoll.overlap.accepted import (
     check_unaliased,
     check_whole,
     named_in,
+    replaced_in,
     unique,
 )
 from asynccoll.overlap.arrivals import Arrival
@@ -117,6 +118,7 @@ class ShardedOptimizer(Wrapping):
         )
         self._named = {names[id(x)]: (x, x.requires_grad) for x in self._parameters}
         self._describe = named_in(model)
+        self._replaced = replaced_in(model, self._parameters)
         self._agreed = False  # whether the ranks have agreed on whether a gradient overflowed
         self._tail: dict[str, Any] = {
             "group": options.get("group"),
@@ -200,6 +202,12 @@ class ShardedOptimizer(Wrapping):
                     f"cannot follow: {change} it before sharding, or close() this optimizer and shard a new "
                     "one (full_state_dict() and load_full_state_dict() carry the state over)"
                 )
+        if name := self._replaced():
+            raise InvalidArgumentError(
+                f"the parameter {name!r} of the model is another one than when the optimizer was sharded (by "
+                "load_state_dict(assign=True), say), which no step would reach: load without assign=True, or "
+                "before sharding"
+            )
         for bucket in self.gradients.buckets:
             converted = bucket.converted()
             if converted is not None:
