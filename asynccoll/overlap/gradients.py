@@ -435,7 +435,7 @@ class GradientReducer(Companion):
         with self._lock:
             if self._forwards is not None:
                 self._forwards.answered()
-            if reason := self._refused(bucket, index):  # where ``.to(dtype)`` has dropped the hook before
+            if reason := self._refused(bucket, index):  # again, now with the lock held
                 bucket.reported(index)
                 raise InvalidArgumentError(reason)
             self.news += 1
