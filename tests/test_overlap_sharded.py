@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import asynccoll as ac
 import oracle
 from asynccoll.overlap.elementwise import check_elementwise
+from asynccoll.overlap.states import loaded
 from overlapping import SMALL, Heads, alike, batch, close, loss_of, network, rows
 from ranks import Rank, raising
 from worlds import World
@@ -493,3 +494,21 @@ def test_elementwise_optimizers_are_taken(name: str, options: dict[str, bool]) -
             check_elementwise(optimizer)
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
+def test_a_saved_state_is_moved_to_its_parameter_as_torch_moves_it(options: dict[str, bool]) -> None:
+    """Also numbers, which are not elements of it: the steps of one that keeps them on the device."""
+    parameter = nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"))
+    state = {"step": torch.tensor(3), "sum": torch.ones(2), "mu": torch.tensor(0.5), "eta": 0.1}
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= options
+    optimizer.load_state_dict({**saved, "state": {0: state}})
+    ours, theirs = loaded(state, parameter, options), optimizer.state[parameter]
+    assert [*ours] == [*theirs] == [*state]
+    assert _kinds(ours) == _kinds(theirs)
+
+
+def _kinds(state: dict[str, Any]) -> dict[str, object]:
+    return {name: (x.device, x.dtype) if isinstance(x, Tensor) else x for name, x in state.items()}

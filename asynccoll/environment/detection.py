@@ -230,7 +230,7 @@ _MUTE = {
 }
 
 #: Every variable that says where this process is among others.
-PLACE = frozenset(
+PLACE: frozenset[str] = frozenset(
     {*_TORCH, *_TORCH_NODE, "NODE_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
     | {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"}
     | {name for one in _LAUNCHERS for name in (*one.place(), *one.local())}

@@ -116,11 +116,12 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
             f"the state is of parameter groups of {saved}; expected {listed}, as the optimizer has them"
         )
     parts: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    for own in (own for given in optimizer.param_groups for own in given["params"]):
-        shard, names = _ours(of, own)
-        whole = [loaded(saved_states(state).get(name, {}), own) for name in names]
-        if any(whole):
-            parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size)
+    for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for own in given["params"]:
+            shard, names = _ours(of, own)
+            whole = [loaded(saved_states(state).get(name, {}), own, kept) for name in names]
+            if any(whole):
+                parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size)
     optimizer.state = parts
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         given.update(options_of(kept))

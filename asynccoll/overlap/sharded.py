@@ -360,7 +360,7 @@ class ShardedOptimizer(Wrapping):
         states: dict[object, State] = {}
         for group, given in zip(self._groups, state_dict["param_groups"], strict=True):
             numbered = zip(group, map(str, given["params"]), strict=True)
-            states |= {x: loaded(found.pop(number), x) for x, number in numbered if number in found}
+            states |= {x: loaded(found.pop(number), x, given) for x, number in numbered if number in found}
         if found:
             raise InvalidArgumentError(
                 f"the state has entries of parameters {sorted(found)}, which none of its groups has: they "

@@ -49,12 +49,19 @@ def saved_states(state: Mapping[str, Any]) -> Mapping[Any, Any]:
     return state.get("state", {})  # type: ignore[no-any-return]  # of a file
 
 
-def loaded(state: Mapping[str, object], parameter: torch.Tensor) -> State:
-    """Return a saved state of ``parameter`` in its dtype, as torch's ``Optimizer.load_state_dict`` does."""
-    if not parameter.is_floating_point():
-        return dict(state)
+def loaded(state: Mapping[str, object], parameter: torch.Tensor, options: Mapping[str, object]) -> State:
+    """Return a saved state of ``parameter``, of a group with ``options``, in its dtype and on its device.
+
+    As torch's ``Optimizer.load_state_dict`` does: the number of steps stays what it is, unless the optimizer
+    keeps it beside the parameter.
+    """
+    dtype = parameter.dtype if parameter.is_floating_point() else None
+    kinds: dict[str, torch.dtype | None] = {"step": torch.float32}
+    stays = not (options.get("fused") or options.get("capturable"))
     return {
-        name: value.to(parameter.dtype) if isinstance(value, torch.Tensor) and name != "step" else value
+        name: value.to(parameter.device, kinds.get(name, dtype))
+        if isinstance(value, torch.Tensor) and not (name == "step" and stays)
+        else value
         for name, value in state.items()
     }
 
