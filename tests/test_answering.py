@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from asynccoll.flight import Recorder
 from asynccoll.health import accounts
 from asynccoll.host import answering, lines
 from asynccoll.host.answering import QUESTION_BYTES, Answers, ask
-from patience import patient
+from patience import patient, until
 
 SECRET = b"the job's"
 
@@ -135,14 +136,46 @@ def test_what_many_ask_at_once_is_found_out_and_written_once(monkeypatch: pytest
         for _ in range(3):
             assert len(said(dict.fromkeys(range(9), ("127.0.0.1", peer.answers, SECRET)), "account 5")) == 9
         assert len(written) == 1
-        first = mine.of({1: peer}, patient(2.0))
-        assert first[1].answers
-        assert mine.of({1: peer})[1] is first[1]
-        monkeypatch.setattr(accounts, "KEPT_SECONDS", 0.0)
-        assert mine.of({1: peer})[1] is not first[1]
+        before = mine.of({1: peer}, patient(2.0))[1].flight
+        text = recorder.learn("sum", ("world", "default", "default", "all_reduce", "", "a.py:1"), None)
+        ticket = recorder.note(text, -1, 1, 1, -1, 4, 1.0, 1.0)
+        after = mine.of({1: peer}, patient(2.0))[1].flight
+        assert before is not None
+        assert after is not None
+        assert ([one.ticket for one in before.calls], [one.ticket for one in after.calls]) == ([], [ticket])
     finally:
         its.close()
         recorder.close()
+
+
+def test_of_works_that_time_out_together_one_asks_for_all_that_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the one before them has heard may be older than their calls."""
+    recorder = Recorder(1, 3)
+    mine = accounts.Accounts(0, recorder, "the job's", "")
+    peers = {1: accounts.Peer("127.0.0.1", 1, "", 1)}
+    asked: list[threading.Event] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def ask(those: dict[int, accounts.Peer], _: float) -> dict[int, accounts.Account]:
+        if those:
+            asked.append(begun)
+            begun.set()
+            assert go.wait(patient(10.0))
+        return {rank: accounts.Account(rank, now=len(asked)) for rank in those}
+
+    monkeypatch.setattr(mine, "_ask", ask)
+    with ThreadPoolExecutor(5) as threads:
+        first = threads.submit(mine.of, peers)
+        assert begun.wait(patient(10.0))
+        others = [threads.submit(mine.of, peers) for _ in range(4)]
+        assert until(lambda: len(mine._callers) == 5, patient(10.0))
+        go.set()
+    assert first.result()[1].now == 1
+    assert {one.result()[1].now for one in others} == {2}
+    assert not mine._kept
+    recorder.close()
 
 
 def test_another_secret_is_told_nothing(answers: Answers) -> None:

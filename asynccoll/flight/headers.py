@@ -28,8 +28,6 @@ _CHILDREN = 0x3F
 _PARTS = 0xFFF
 _MIX = 0x9E3779B1
 _LOW = 0xFFFFFFFF
-#: A text is written as its offset in the memory for texts, since its number may have more than 32 bits.
-_TEXTS = 2 * layout.HALF_BYTES
 
 
 class Headers:
@@ -89,7 +87,7 @@ class Headers:
         mine = self._apart or self._recorder.headers
         mine[self._base + at] = 0  # invalidate the header of the previous lap before its number changes
         number = self._count + self._since & _LOW
-        mine[self._base + at + 1] = number << 32 | text % _TEXTS
+        mine[self._base + at + 1] = number << 32 | text
         mine[self._base + at] = word
         with self._fence:
             pass
@@ -129,7 +127,7 @@ class Headers:
         """The text of ``rank`` for the latest call that was written here; "" if that cannot be read."""
         memory, number = self._met[rank]
         text = _ring(memory, number)[(self._count & _MASK) * _WORDS + 1] & _LOW
-        return text_at(memory, text or _TEXTS)
+        return text_at(memory, text)
 
     def _meet(self) -> None:
         """Find the lane in the memory of ranks that had not opened it yet."""

@@ -8,6 +8,7 @@ Asking takes a bounded time, and costs nothing before. An account only states fa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,7 @@ _ACCOUNT = "account"
 SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long a rank may take to answer.
 ASK_SECONDS = 0.3
-#: How long its account is used for other calls that wait as well, and so is not asked for again.
+#: How long its answer is given again, to others that ask the same, if nothing was called since.
 KEPT_SECONDS = 0.1
 #: The calls in the answers of all ranks together, some of 150 bytes each.
 _MOST_CALLS = 1 << 16
@@ -89,12 +90,15 @@ class Accounts:
         self._answers: answering.Answers | None = None
         #: the memory, kept open, of ranks of this node
         self.held: dict[int, memoryview] = {}
-        #: held while others are asked: of the works that time out at once, the first one asks for all
-        self._asking = host.Lock()
-        #: the latest accounts, with the time of each
-        self._kept: dict[int, tuple[float, Account]] = {}
-        #: the latest answer, with its question and time
-        self._answered: tuple[str, float, Mapping[str, object]] = "", 0.0, {}
+        #: held while others are asked, so that one of those who wait for it asks for all; a signal's handler
+        #: may ask, too
+        self._asking = host.RLock()
+        self._turns = itertools.count()
+        self._callers: set[int] = set()
+        #: the latest accounts, each with the turn in which it was asked for, while somebody waits
+        self._kept: dict[int, tuple[int, Account]] = {}
+        #: the latest answer, what was asked and recorded then, and when
+        self._answered: tuple[tuple[str, int], float, Mapping[str, object]] = ("", 0), 0.0, {}
         #: the thread whose stack is given in answers
         self.thread: int = host.get_ident()
 
@@ -134,14 +138,25 @@ class Accounts:
         return memory if is_its else None
 
     def of(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> dict[int, Account]:
-        """Return an account of each of ``peers``, asking it; of ranks on this node also without an answer."""
-        with self._asking:
-            since = host.monotonic() - KEPT_SECONDS
-            self._kept = {rank: kept for rank, kept in self._kept.items() if kept[0] >= since}
-            asked = self._ask({rank: peer for rank, peer in peers.items() if rank not in self._kept}, seconds)
-            now = host.monotonic()
-            self._kept |= {rank: (now, account) for rank, account in asked.items()}
-            return {rank: self._kept[rank][1] for rank in peers}
+        """Return an account of each of ``peers``, asking it; of ranks on this node also without an answer.
+
+        None is older than this call: a rank may have called meanwhile what it had not. But of the works that
+        time out at once, one asks for all that wait behind it.
+        """
+        came = next(self._turns)
+        self._callers.add(came)
+        try:
+            with self._asking:
+                found = {rank: one for rank, (turn, one) in self._kept.items() if turn > came}
+                turn = next(self._turns)
+                asked = self._ask({rank: peer for rank, peer in peers.items() if rank not in found}, seconds)
+                found |= asked
+                self._kept = self._kept | {rank: (turn, one) for rank, one in asked.items()}
+        finally:
+            self._callers.discard(came)
+            if not self._callers:
+                self._kept = {}
+        return {rank: found[rank] for rank in peers}
 
     def _ask(self, peers: Mapping[int, Peer], seconds: float) -> dict[int, Account]:
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
@@ -190,11 +205,12 @@ class Accounts:
             return {} if self.hear is None else self.hear(question)
         if question == "peers":
             return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
-        asked, at, account = self._answered
-        if question != asked or at < host.monotonic() - KEPT_SECONDS:
+        wanted = question, self._recorder.newest
+        said, at, account = self._answered
+        if wanted != said or at < host.monotonic() - KEPT_SECONDS:
             calls = question.removeprefix(_ACCOUNT).strip()
             account = self._own_account(int(calls) if calls.isdigit() else None)
-            self._answered = question, host.monotonic(), account
+            self._answered = wanted, host.monotonic(), account
         return account
 
     def _own_account(self, calls: int | None) -> Mapping[str, object]:
@@ -212,7 +228,8 @@ class Accounts:
 
     def disown(self) -> None:
         """In a forked child, stop answering: the parent does that."""
-        self._asking = host.Lock()
+        self._asking = host.RLock()
+        self._callers = set()  # threads of the parent
         if self._answers is not None:
             self._answers.disown()
             self._answers = None
@@ -223,7 +240,6 @@ class Accounts:
             self._answers.close()
             self._answers = None
         self.held.clear()
-        self._kept.clear()
 
 
 def _recorded(memory: memoryview, pid: int) -> Flight | None:

@@ -156,8 +156,8 @@ class Refusals:
                 with self._store() as store:
                     store.set(self._unmade_key(kin, self._rank), said)
                     if kin not in self._listed:
-                        self._listed.add(kin)
                         enlist(store, self._unmade_key(kin, "any"), self._rank)
+                        self._listed.add(kin)
                     store.add(_COUNT, 1)
 
     def before_open(self, lane: Lane) -> None:

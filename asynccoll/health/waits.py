@@ -98,8 +98,8 @@ class Waits:
                 with self._clients.borrow() as store:
                     store.set(self._key(party, self._rank), text)
                     if party.name not in self._listed:
-                        self._listed.add(party.name)
                         enlist(store, self._key(party, "any"), self._rank)
+                        self._listed.add(party.name)
                 self._published[party.name] = text
             if not text:
                 self._published.pop(party.name, None)

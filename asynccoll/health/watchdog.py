@@ -96,9 +96,13 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None and not self._stopped:
-            thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
-            thread.start()
-            self._thread = thread  # after the start: one that could not be started is tried again
+            # Before the start, in which Ctrl-C can strike once the thread runs: a second one must not follow.
+            self._thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+            try:
+                self._thread.start()
+            except (RuntimeError, MemoryError):  # there are too many: the next waiter tries again
+                self._thread = None
+                raise
         elif self._asleep:
             self._wake.notify()
 

@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 2.0
 #: How many connections there may be at once; for a further one the oldest is closed.
 MOST_CONNECTIONS = 256
 #: How many peers are asked at once, in any order, so that not all ranks of a large world ask the same ones.
-MOST_ASKED = 64
+MOST_ASKED = 512
 #: A socket is connected once it can be written to.
 _ANYTHING = selectors.EVENT_READ | selectors.EVENT_WRITE
 _NONCE_BYTES = 16

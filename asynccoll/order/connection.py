@@ -73,18 +73,25 @@ class Connection:
         opener = host.Thread(
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
-        opener.start()
-        # After the start: ``close`` cannot join a thread that has not started, and the next call tries again.
+        # Before the start, in which Ctrl-C can strike once the thread runs: a second one must not follow.
         self._opener, self._begun = opener, True
+        try:
+            opener.start()
+        except (RuntimeError, MemoryError):  # there are too many: the next call tries again
+            self._opener, self._begun = None, False
+            raise
 
     def _open_here(self, epoch: int) -> None:
+        made: list[Communicator] = []
         try:
-            communicator = self._make(epoch)
+            made.append(communicator := self._make(epoch))
             with self.lock:
                 wanted = epoch == self._epoch and not self._given_up
                 if wanted:
                     self._install(communicator)
         except BaseException as error:  # the lane's operations get it, not this thread
+            if made:
+                self.retire(*made)
             if epoch == self._epoch:
                 self._failed(error)
             return

@@ -7,7 +7,6 @@ lanes and programs (calls made of several native ones) are written against it al
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asynccoll import host
@@ -26,13 +25,21 @@ def call_each(callbacks: Iterator[Callback]) -> None:
 
     Then the first error is raised, or what is no ``Exception`` (Ctrl-C).
     """
-    try:
-        for callback in callbacks:
-            callback()
-    except BaseException:
-        with contextlib.suppress(Exception):
-            call_each(callbacks)
-        raise
+    first: BaseException | None = None
+    going = True
+    while going:
+        try:
+            for callback in callbacks:
+                callback()
+            going = False
+        except BaseException as error:
+            if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
+                first = error
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first  # whose traceback has this frame
 
 
 class Completion:

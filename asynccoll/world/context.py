@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from asynccoll.transport.completion import Completion
 
 __all__ = ["Context", "Identity"]
+
+_log = logging.getLogger("asynccoll.watch")
 
 #: How long rank 0, which may serve the store, waits at the end for the ranks that have not left yet.
 LEAVE_SECONDS = 30.0
@@ -349,28 +352,22 @@ class Context:
         leave. If a step raises (by Ctrl-C, say), the others are taken all the same.
         """
         self.closed = True
-        call_each(self._closings(error, min(patience, ABORT_SECONDS) if abort else patience, abort=abort))
-
-    def _closings(
-        self, error: BaseException | None, patience: float, *, abort: bool
-    ) -> Iterator[Callable[[], object]]:
-        yield partial(self.say_ended, "finalized", in_a_line(error) if error is not None else "")
-        yield self.watch.stop
-        if self.stall_seconds:
-            yield partial(self.look_for_shifts, at_all=True)
-        yield self.refusals.close
-        yield self.confirmations.close
-        if not abort:
-            yield self._say_how_far
-        yield partial(self._helpers.join, ABORT_SECONDS)
-        for group in self._sorted_groups():
-            yield partial(group.close, abort=abort)
-        yield partial(self.backend.close, abort=abort)
-        yield partial(self._leave, patience)
-        yield self.liveness.close
-        if self.clients is not None:
-            yield self.clients.close
-        yield self.recorder.close
+        steps: list[Callable[[], object]] = [
+            partial(self.say_ended, "finalized", in_a_line(error) if error is not None else ""),
+            self.watch.stop,
+            *([partial(self.look_for_shifts, at_all=True)] if self.stall_seconds else ()),
+            self.refusals.close,
+            self.confirmations.close,
+            *(() if abort else [self._say_how_far]),
+            partial(self._helpers.join, ABORT_SECONDS),
+            lambda: call_each(partial(group.close, abort=abort) for group in self._sorted_groups()),
+            partial(self.backend.close, abort=abort),
+            partial(self._leave, min(patience, ABORT_SECONDS) if abort else patience),
+            self.liveness.close,
+            *([self.clients.close] if self.clients is not None else ()),
+            self.recorder.close,
+        ]
+        call_each(iter(steps))
 
     def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
         """Record how this rank leaves (``layout.ENDINGS``) in memory that peers on its node can read."""
@@ -653,10 +650,10 @@ class Context:
 
         def look() -> None:
             found = error
-            with contextlib.suppress(
-                Exception
-            ):  # no descriptors, no store: then the lane is lost all the same
+            try:
                 found = self.diagnose(lane, error)
+            except Exception:  # no descriptors, no store: the lane is lost all the same
+                _log.debug("who has caused %r was not found", error, exc_info=True)
             lane.lose(found)
 
         if not self.closed:

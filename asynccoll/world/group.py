@@ -7,7 +7,7 @@ communicator of its own: each of its lanes opens one when it is first used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
@@ -292,17 +292,18 @@ class Group:
 
     def close(self, *, abort: bool) -> None:
         """Close the lanes and their start order. The context is marked closed already, which ends closers."""
-        call_each(self._closings(abort=abort))
+        steps: list[Callable[[], object]] = [
+            *([self._start_order.close] if self._start_order is not None else ()),
+            self._join_closers,
+            lambda: call_each(partial(lane.close, abort=abort) for lane in self.lanes()),
+        ]
+        call_each(iter(steps))
 
-    def _closings(self, *, abort: bool) -> Iterator[Callable[[], object]]:
-        if self._start_order is not None:
-            yield self._start_order.close
+    def _join_closers(self) -> None:
         with self._lock:
             closers = list(self._closing.values())
         for closer in closers:
-            yield partial(closer.join, _CLOSE_SECONDS)
-        for lane in self.lanes():
-            yield partial(lane.close, abort=abort)
+            closer.join(_CLOSE_SECONDS)
 
     def process_group(self) -> dist.ProcessGroup:
         """Return the same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.

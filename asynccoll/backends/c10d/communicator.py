@@ -212,12 +212,13 @@ class C10dCommunicator:
         self._channels = previous._channels
 
     def close(self) -> None:
-        if not self._aborted:
-            self._await_others()
-        for part in self.parts or ():
-            part.close()
-        self._channels.close(_abort, aborted=self._aborted)
-        self._destroy()
+        with contextlib.ExitStack() as ends:  # all of it, whatever one raises; what is added last comes first
+            ends.callback(self._destroy)
+            ends.callback(self._channels.close, _abort, aborted=self._aborted)
+            for part in reversed(self.parts or ()):
+                ends.callback(part.close)
+            if not self._aborted:
+                ends.callback(self._await_others)
 
     def _destroy(self) -> None:
         held = list(self._transports.values())
