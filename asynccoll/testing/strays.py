@@ -87,8 +87,7 @@ _Key = tuple[int, str, str, int, str]
 class Strays:
     """What the ranks of a simulation call, by place.
 
-    Only looks on: one more callback at the end of a call would be one more place where another thread may
-    go on. Which calls failed the timelines know.
+    Which calls failed the timelines know.
     """
 
     def __init__(self) -> None:

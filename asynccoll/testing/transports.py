@@ -61,7 +61,7 @@ class Asked(Completion):
         self.finished: bool = False
         self.urgent = urgent
         self.lateness = lateness
-        self._promise = promise
+        self.promise: Promise = promise
         self._callbacks: list[Callback] = []
         progress.watch(self)
 
@@ -69,7 +69,7 @@ class Asked(Completion):
         return 0.0
 
     def poll(self) -> bool:
-        if not self.finished and self._promise.done():
+        if not self.finished and self.promise.done():
             self.finished = True
             callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
@@ -98,10 +98,10 @@ class Asked(Completion):
         progress.rouse()
 
     def error(self) -> BaseException | None:
-        return self._promise.error()
+        return self.promise.error()
 
     def writing(self) -> bool:
-        return not self._promise.done()
+        return not self.promise.done()
 
 
 class Launched(Completion):

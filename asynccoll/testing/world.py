@@ -29,6 +29,7 @@ from asynccoll.testing import primitives
 from asynccoll.testing import scheduler as scheduling
 from asynccoll.testing.cancel_scopes import ordered_cancel_scopes
 from asynccoll.testing.delivery import Delivery
+from asynccoll.testing.endings import Endings
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.hub import Host, SimulatedHub
 from asynccoll.testing.links import Link
@@ -44,7 +45,6 @@ from asynccoll.testing.transport import Fabric, SimulatedBackend
 from asynccoll.testing.transports import TRANSPORTS
 from asynccoll.testing.worker_threads import worker_threads
 from asynccoll.trace import Timeline
-from asynccoll.trace.timeline import follow
 from asynccoll.world.context import Context, Identity
 
 __all__ = ["Setting", "World"]
@@ -106,6 +106,7 @@ class World:
         self._main_threads: list[SimulatedThread] = []
         self._left = size
         self._strays = Strays()
+        self._endings = Endings()
         self.report: Report = Report(setting.seed)
 
     def run(self, main: Callable[[int], object]) -> Report:
@@ -121,6 +122,7 @@ class World:
             self._loop.around(report.seed),
             worker_threads(),
             ordered_cancel_scopes(),
+            self._endings.heard(),
             self._installed(),
             exchanged(choosing, ("create",), SimpleNamespace(create=self._create)),
             exchanged(stalls, ("DEFAULT_SECONDS",), SimpleNamespace(DEFAULT_SECONDS=math.inf)),
@@ -225,10 +227,14 @@ class World:
         )
         if setting.joined:
             context.instead = _INSTEAD
-        # Nobody else has the context yet; its lock would be one more place where another thread may go on.
-        context.observers = (*context.observers, self._strays.observer(life, rank))
         timeline = self.report.timelines.setdefault(rank, Timeline(rank, setting.world_size))
-        self._ends[rank] = follow(timeline, context)
+        # Nobody else has the context yet; its lock would be one more place where another thread may go on.
+        context.observers = (
+            *context.observers,
+            self._strays.observer(life, rank),
+            self._endings.observer(timeline.recorder),
+        )
+        self._ends[rank] = timeline.recorder.end
         return context
 
     def _end(self, rank: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccoll import host
@@ -122,6 +121,11 @@ class Recorder:
 
     def observe(self, operation: Operation, size_bytes: int) -> None:
         """A lane has accepted ``operation``."""
+        entry = self.note(operation, size_bytes)
+        operation.add_waker(lambda: self.over(entry, has_failed(operation)))
+
+    def note(self, operation: Operation, size_bytes: int) -> _Entry:
+        """Take down its beginning. ``over`` is to be told of its end, with what this returns."""
         entry = _Entry(operation.name, row_of(operation), operation.started, operation=True)
         entry.size_bytes = size_bytes
         entry.sequence = operation.sequence
@@ -131,25 +135,22 @@ class Recorder:
         entry.lane_key = operation.lane.key
         self.entries.append(entry)
         self._running[entry] = operation
-        operation.add_waker(partial(self._over, entry, operation))
+        return entry
 
-    def _over(self, entry: _Entry, operation: Operation) -> None:
+    def over(self, entry: _Entry, failed: bool) -> None:
         """It has ended, well or not."""
-        self._finish(entry, operation)
+        entry.failed = failed
+        entry.finish()
         self._running.pop(entry, None)
-        if entry.failed:
+        if failed:
             self.when_failed()
 
-    @staticmethod
-    def _finish(entry: _Entry, operation: Operation) -> None:
-        entry.failed = has_failed(operation)
-        entry.finish()
-
     def _catch_up(self) -> None:
-        """Finish what is over: a waiter may go on before the completing thread has called ``_over``."""
+        """Finish what is over: a waiter may go on before the completing thread has called ``over``."""
         for entry, operation in list(self._running.items()):
             if operation.woke:
-                self._finish(entry, operation)
+                entry.failed = has_failed(operation)
+                entry.finish()
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -1,0 +1,95 @@
+"""When the operations of a simulation end, seen without a callback.
+
+A callback changes what happens: a program that its waiter would drive is driven by its completions, and
+memory that only waiters look at is looked at by a thread. So who records a simulation has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from asynccoll.backends.memory.flight import InFlight
+from asynccoll.order.operation import Operation
+from asynccoll.testing.processes import exchanged
+from asynccoll.testing.transports import Asked
+from asynccoll.transport.completion import AllOf, Completion, Promise
+
+if TYPE_CHECKING:
+    from asynccoll.trace.recorder import Recorder
+
+__all__ = ["Endings"]
+
+#: Is told that something is over, and whether it failed.
+_Told = Callable[[bool], object]
+
+
+class Endings:
+    """Who is told of them, on all ranks of one simulation."""
+
+    def __init__(self) -> None:
+        self._told: dict[object, list[_Told]] = {}
+
+    def observer(self, recorder: Recorder) -> Callable[[Operation, int], None]:
+        """For ``Context.observe``: ``recorder`` takes down each operation, and its end."""
+        return partial(self._observe, recorder)
+
+    def _observe(self, recorder: Recorder, operation: Operation, size_bytes: int) -> None:
+        entry = recorder.note(operation, size_bytes)
+        over = partial(recorder.over, entry)
+        self._told[operation] = [over]
+        self._when_over(operation.completion, lambda failed: self._tell(operation, failed))
+
+    def _when_over(self, completion: Completion, told: _Told) -> None:
+        if isinstance(completion, Asked):  # who asks it has it look
+            completion = completion.promise
+        if isinstance(completion, AllOf):
+            self._when_all_are_over(completion.parts, told)
+        elif completion.finished if isinstance(completion, InFlight) else completion.done():
+            told(completion.error() is not None)
+        elif isinstance(completion, (InFlight, Promise)):
+            self._told.setdefault(completion, []).append(told)
+        else:
+            completion.add_callback(lambda: told(completion.error() is not None))
+
+    def _when_all_are_over(self, parts: Any, told: _Told) -> None:
+        ends: list[bool] = []
+
+        def one(failed: bool) -> None:
+            ends.append(failed)
+            if len(ends) == len(parts):
+                told(any(ends))
+
+        for part in parts:
+            self._when_over(part, one)
+
+    def _tell(self, one: object, failed: bool) -> None:
+        for told in self._told.pop(one, ()):
+            told(failed)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """For the block, what ends says so here, before anybody goes on because of it."""
+        settle, end, fails = Promise.settle, InFlight.end, Operation._fails
+
+        def settled(promise: Promise, error: BaseException | None = None) -> None:
+            self._tell(promise, error is not None)
+            settle(promise, error)
+
+        def ended(call: InFlight, error: BaseException | None = None) -> None:
+            self._tell(call, error is not None)
+            end(call, error)
+
+        def failed(operation: Operation, error: Any) -> None:
+            self._tell(operation, failed=True)
+            fails(operation, error)
+
+        with (
+            exchanged(Promise, ("settle",), SimpleNamespace(settle=settled)),
+            exchanged(InFlight, ("end",), SimpleNamespace(end=ended)),
+            exchanged(Operation, ("_fails",), SimpleNamespace(_fails=failed)),
+        ):
+            yield
