@@ -37,6 +37,10 @@ class Call:
     waited_in: str = ""
     #: How often the task lets others run, before the call and after it.
     pauses: int = 0
+    #: For how many shortest rests, or 3, 9, 27 times as long on other ranks, it sleeps before the call.
+    rests: int = 0
+    #: Whether the root makes it only once all others have got what their threads wait for. None waits there.
+    told: bool = False
     #: Global ranks; none are the world.
     group: tuple[int, ...] = ()
     #: Position in the group of the root, of who is cancelled, of who passes something wrong.
@@ -49,7 +53,7 @@ class Call:
         return (
             self.one_sided
             or self.form == "in place twice"
-            or self.payload.startswith(("wrong", "keyed", "no leaf"))
+            or self.payload.startswith(("wrong", "keyed", "no leaf", "differing"))
         )
 
     @property
@@ -59,9 +63,9 @@ class Call:
 
     @property
     def one_sided(self) -> bool:
-        """Whether only some of the ranks may refuse it."""
+        """Whether only some of the ranks may refuse it, or it may take along those in flight behind it."""
         return (
-            self.payload == "wrong on one"
+            self.payload in ("wrong on one", "differing")
             or self.payload.endswith("None elsewhere")
             or self.detached_first
             or (self.form == "out" and self.payload.startswith("tracked"))

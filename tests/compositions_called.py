@@ -96,6 +96,6 @@ def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
         said["dim"] = call.dim
     if call.wait == "deadline":
         said["timeout"] = TIMEOUTS[call.seed % len(TIMEOUTS)]
-    if call.payload == "uneven":
+    if call.payload.endswith("uneven"):
         said |= _uneven(call, members.index(record.rank), len(members))
     return said

@@ -30,6 +30,8 @@ class Record:
     result: Any = None
     #: value, wrong, raised, or nothing where nobody waited.
     outcome: str = ""
+    #: The thread that waits for it from the beginning, if there is one.
+    waiter: Any = None
 
 
 def raised(complain: Complain, record: Record, error: Exception) -> None:

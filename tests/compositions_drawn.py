@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,9 +53,21 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "keyed by tuples": ("all_reduce", "broadcast"),
     "wrong": ("all_reduce",),
     "wrong on one": ("all_reduce",),
+    "long": _TENSORS,
+    "long uneven": ("all_to_all", "all_gather"),
+    "long message": ("recv",),
+    "differing": ("all_reduce",),
 }
+#: Of which bursts are made: small calls, and such as are larger than a slot of simulated memory.
+_IN_BURSTS = (
+    *("tensor", "tensor", "number", "nothing", "uneven", "message", "message object"),
+    *("long", "long", "long uneven", "long uneven", "long message"),
+)
 #: Plain ones are drawn more often than those with a name of their own.
-_PAYLOADS = (*("tensor", "tracked", "tree", "tree of tensors") * 3, *OPERATIONS)
+_PAYLOADS = (
+    *("tensor", "tracked", "tree", "tree of tensors") * 3,
+    *(one for one in OPERATIONS if not one.startswith(("long", "differing"))),
+)
 _BLOCKS = [*MODES, "scope", "scope", "lane", "closed lane", "shared lane", "shared scope"]
 #: What several threads may enter: a scope object belongs to the tasks of one.
 _BLOCKS_IN_THREADS = [block for block in _BLOCKS if block != "shared scope"]
@@ -222,6 +235,79 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
     if program.one_sided:
         program = replace(program, tasks=tuple(map(_calmer, program.tasks)))
     return program
+
+
+def bursts(chance: random.Random, ranks: int) -> Program:
+    """A program of many calls in a row on one lane, or on a few, which the ranks make at times of their own.
+
+    Threads wait for some of them from the beginning; or one rank makes a call only once the threads of all
+    others have got theirs, and none waits there meanwhile.
+    """
+    loop = chance.choice(["asyncio", "trio", "none", "none"])
+    start = chance.choice(["alone", "alone", "threads", "threads" if loop == "none" else "lanes"])
+    payloads = chance.choices(_IN_BURSTS, k=2)
+    count = 1 if start == "alone" else chance.randint(2, 3)
+    around = ("closed lane",) if start == "alone" and chance.random() < 0.2 else ()
+    most = max(4, chance.choice([6, 12, 20, 30]) // count)
+    tasks = [Task(_burst(chance, ranks, payloads, most, bool(around)), around) for _ in range(count)]
+    return Program(ranks, tuple(tasks), start, turned=chance.random() < 0.5, loop=loop)
+
+
+#: How calls of one burst are waited for.
+_BURST_WAITS = (
+    ("threaded",),
+    ("threaded", "later"),
+    ("threaded", "later", "later", "dropped"),
+    ("threaded", "now"),
+    ("later", "dropped"),
+    ("gathered",),
+    ("now",),
+)
+
+
+def _burst(
+    chance: random.Random, ranks: int, payloads: Sequence[str], count: int, closed: bool
+) -> tuple[Call, ...]:
+    """So many calls, of few kinds; those at the beginning may be over before the others are made."""
+    few = [_small(chance, chance.choice(payloads), ranks) for _ in range(chance.randint(1, 4))]
+    waits = [wait for wait in chance.choice(_BURST_WAITS) if not closed or wait != "dropped"]
+    resting = chance.choice([0.0, 0.1, 0.4])
+    calls = [
+        replace(
+            chance.choice(few),
+            wait=chance.choice(waits),
+            rests=int(chance.random() < resting),
+            pauses=int(chance.random() < resting),
+            seed=number % 6,
+        )
+        for number in range(count)
+    ]
+    begun = chance.choice([0, 1, 2, 2])
+    calls[:begun] = [replace(call, wait="now", rests=number) for number, call in enumerate(calls[:begun])]
+    calls[begun] = replace(calls[begun], rests=int(begun > 0))
+    if chance.random() < 0.1:
+        calls[count // 2] = replace(_DIFFERING, wait=calls[count // 2].wait)
+    elif waits[0] == "threaded" and count > begun + 1 and chance.random() < 0.7:
+        root = chance.randrange(ranks)
+        told = min(chance.choice([1, 2, 5]), count - begun - 1)
+        for number in chance.sample(range(begun + 1, count), told):
+            calls[number - 1] = replace(calls[number - 1], wait="threaded")
+            calls[number] = replace(calls[number], told=True, root=root)
+    return tuple(calls)
+
+
+_DIFFERING = Call(payload="differing")
+
+
+def _small(chance: random.Random, payload: str, ranks: int) -> Call:
+    known = OPERATIONS[payload]
+    operation = chance.choice([*known, *known[:1] * (len(known) // 2)])
+    dtype = chance.choice(_DTYPES)
+    tensor = payload in ("tensor", "long")
+    forms = ["plain", "plain", "out", *(["in place"] if operation in ("all_reduce", "broadcast") else [])]
+    form = chance.choice(forms) if tensor else "plain"
+    op = chance.choice(_reductions("tensor", dtype, form)) if tensor else "sum"
+    return Call(operation, payload, form, dtype, op, root=chance.randrange(ranks))
 
 
 def _in_a_row(calls: list[Call]) -> list[Call]:

@@ -25,6 +25,8 @@ LINEAR = frozenset({"sum", "avg"})
 REFUSED = (ac.PayloadTypeError, ac.InvalidArgumentError, ac.UnsupportedOpError)
 #: Reduces where each rank's share of it would not fit the dtype's range if summed up first.
 LARGE = 40_000.0
+#: Rows of what is long, for each rank.
+_LONG = 12
 
 
 class Key:
@@ -111,14 +113,30 @@ def _tree(call: Call, rank: int, size: int) -> Any:
     return dict(reversed(items)) if rank % 2 else dict(items)
 
 
+def _long(call: Call, rank: int, size: int) -> Tensor:
+    """More than a slot of memory that simulated ranks share."""
+    return oracle.counting(rank, (_LONG * size, 3), oracle.DTYPES[call.dtype], call.seed)
+
+
+def _more(call: Call, rank: int) -> int:
+    """How many rows more than few this rank has of what is long on the root alone."""
+    return 4 * _LONG * (call.payload == "long uneven" and rank == call.root)
+
+
 def _splits(call: Call, rank: int, size: int) -> list[int]:
     """How many rows this rank sends to each."""
-    return [(rank + 2 * other + call.seed) % 3 for other in range(size)]
+    few = [(rank + 2 * other + call.seed) % 3 for other in range(size)]
+    few[(rank + 1) % size] += _more(call, rank)
+    return few
+
+
+def _few(call: Call, rank: int) -> int:
+    return (rank + call.seed) % 3 + _more(call, rank)
 
 
 def _uneven(call: Call, rank: int, size: int) -> Tensor:
     """As many rows as only this rank knows."""
-    rows = sum(_splits(call, rank, size)) if call.operation == "all_to_all" else (rank + call.seed) % 3
+    rows = sum(_splits(call, rank, size)) if call.operation == "all_to_all" else _few(call, rank)
     return oracle.counting(rank, (rows, 2), oracle.DTYPES[call.dtype], call.seed)
 
 
@@ -151,12 +169,16 @@ _MAKERS: dict[str, Callable[[Call, int, int], Any]] = {
     "tree of tensors": _tree,
     "tracked tree of tensors": _tree,
     "no leaf": lambda call, rank, size: [None, {}, {"a": None, "b": []}][call.seed % 3],
+    "long": _long,
     "uneven": _uneven,
+    "long uneven": _uneven,
     "message": _tensor,
+    "long message": _long,
     "message object": lambda call, rank, size: {"rank": rank, "text": "é" * (rank + 600 * (call.seed % 2))},
     "nothing": lambda call, rank, size: None,
     "object": _object,
     **dict.fromkeys(_KEYS, _keyed),
+    "differing": lambda call, rank, size: torch.ones(3 + rank),
     "wrong": lambda call, rank, size: torch.ones(3, dtype=torch.int32),
     "wrong on one": lambda call, rank, size: torch.ones(3, dtype=torch.int32),
 }
@@ -183,7 +205,7 @@ def _reduced(xs: list[Any], op: str) -> Any:
 
 
 def _joined(call: Call, xs: list[Any]) -> Any:
-    if not isinstance(xs[0], Tensor) or call.payload == "uneven":
+    if not isinstance(xs[0], Tensor) or call.payload.endswith("uneven"):
         return list(xs)
     return torch.cat(xs, call.dim) if xs[0].dim() else torch.stack(xs)
 
@@ -205,7 +227,7 @@ def _leaf(call: Call, xs: list[Any]) -> list[Any]:
             return [_joined(call, xs) if rank == root else None for rank in range(size)]
         case "reduce_scatter":
             return list(_reduced(xs, call.op).chunk(size, call.dim))
-        case "all_to_all" if call.payload == "uneven":
+        case "all_to_all" if call.payload.endswith("uneven"):
             parts = [x.split(_splits(call, rank, size)) for rank, x in enumerate(xs)]
             return [torch.cat([part[rank] for part in parts]) for rank in range(size)]
         case "all_to_all":
@@ -283,6 +305,8 @@ def _errors(
 ) -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     """What must be raised on this rank, and what may be instead of the value."""
     kind = call.payload
+    if kind == "differing":
+        return (ac.CollectiveMismatchError,), (ac.PeerRefusedError,)
     if kind == "wrong" or (kind == "wrong on one" and rank == call.root):
         return REFUSED, ()
     if kind == "wrong on one":
@@ -340,7 +364,7 @@ def case(call: Call, rank: int, size: int) -> Case:
     want: Any = None
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
-    if not must_raise and not call.payload.startswith("wrong"):
+    if not must_raise and not call.payload.startswith(("wrong", "differing")):
         want, weights, gradients = (of_all[rank] for of_all in whole(call, size))
     if call.payload.endswith("None elsewhere") and rank != call.root:
         x = None

@@ -13,7 +13,7 @@ from compositions_drawn import OPERATIONS
 
 #: In the order in which they are made plain.
 _PLAIN = (
-    *("coalesced", "wait", "waited_in", "pauses", "group"),
+    *("coalesced", "told", "wait", "waited_in", "rests", "pauses", "group"),
     *("layout", "dim", "form", "op", "dtype", "seed", "root"),
 )
 _DEFAULT = Call()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -34,7 +34,7 @@ from compositions import MODES, Call, Program, Task, from_json
 from compositions_called import issue
 from compositions_compared import Record, backward, compare, raised, unchanged
 from compositions_modes import ENTER, Modes, modes_now
-from compositions_waited import Looped, Threaded, Ways, driven
+from compositions_waited import Looped, Threaded, Waiter, Ways, driven
 from patience import patient
 from ranks import Place, Rank
 from worlds import THREADED
@@ -50,6 +50,9 @@ with contextlib.suppress(ImportError):
 #: A program takes milliseconds; but a peer's refusal is looked for once a second.
 HANG_SECONDS = 10.0
 REFUSAL_SECONDS = 3.0
+_SHORTEST_REST_SECONDS = 1e-4
+#: How calls are waited for of which a task issues more before it waits.
+_LATER = ("later", "dropped", "gathered", "threaded")
 
 
 @dataclass
@@ -244,7 +247,7 @@ class Run:
             if not any(call.refusable for _, call in calls):
                 raise
         for call, record in state.later:
-            if call.coalesced and call.wait not in ("later", "dropped", "gathered") and not record.outcome:
+            if call.coalesced and call.wait not in _LATER and not record.outcome:
                 await self._wait(state, call, record)
 
     async def _wait_for_the_rest(self, state: State) -> None:
@@ -333,8 +336,12 @@ class Run:
 
         async def body(state: State) -> None:
             await self._pause(state, call, "before the call")
+            if call.rests:
+                longer = 3 ** ((self.me.rank + call.seed) % 4)
+                await state.ways.rest(call.rests * _SHORTEST_REST_SECONDS * longer)
             if record is not None:
                 await self._make(state, call, record, brief)
+                self._wait_by_thread(call, record, self.program.tasks[index].calls[number + 1 :])
             await self._pause(state, call, "after the call")
 
         await self._inside(state, [name for name in call.around if name not in brief], body)
@@ -361,13 +368,14 @@ class Run:
 
     async def _make(self, state: State, call: Call, record: Record, brief: list[str]) -> None:
         await self._wait_for_the_cancelled(call, record)
+        await self._wait_to_be_told(state, call)
         with contextlib.ExitStack() as stack:
             for name in brief:
                 stack.enter_context(self._mode(state, name))
             self._check(state, "at the call")
             record.recorded = state.modes.grad and bool(record.case.inputs)
             try:
-                if call.wait == "scope cancelled" and self._is_cancelled(call) and state.modes == Modes():
+                if call.wait == "scope cancelled" and self._is_root(call) and state.modes == Modes():
                     await self._scope_cancelled(state, call, record)
                 else:
                     record.work = self._issue(state, call, record)
@@ -380,7 +388,7 @@ class Run:
             inside.append(record.work)
         if call.wait == "dropped":
             record.work.detach()
-        if call.wait in ("later", "dropped", "gathered") or (call.coalesced and call.wait != "now"):
+        if call.wait in _LATER or (call.coalesced and call.wait != "now"):
             state.later.append((call, record))
             return
         await self._wait(state, call, record)
@@ -401,7 +409,7 @@ class Run:
     def _sign(self, record: Record) -> str:
         return record.label.partition(":")[0]
 
-    def _is_cancelled(self, call: Call) -> bool:
+    def _is_root(self, call: Call) -> bool:
         members = call.group or tuple(range(self.program.ranks))
         return members[call.root % len(members)] == self.me.rank
 
@@ -409,11 +417,27 @@ class Run:
         """Where a waiter is cancelled its peers call only then: the work cannot have been done."""
         if not call.wait.endswith("cancelled") or call.coalesced:
             return
-        if not self._is_cancelled(call):
+        if not self._is_root(call):
             await self.ways.until(lambda: self.me.shown(self._sign(record)))
 
+    def _wait_by_thread(self, call: Call, record: Record, following: Sequence[Call]) -> None:
+        """Have a thread wait for it, unless this rank waits elsewhere until it is told."""
+        elsewhere = any(one.told and self._is_root(one) for one in following)
+        if call.wait == "threaded" and not record.outcome and not elsewhere:
+            sign = f"{self._sign(record)} got by {self.me.rank}"
+            record.waiter = Waiter(record.work, lambda: self.me.show(sign))
+
+    async def _wait_to_be_told(self, state: State, call: Call) -> None:
+        """Of all others that their threads have got what they wait for: they need nobody to wait here."""
+        if not call.told or not self._is_root(call):
+            return
+        before = [self._sign(record) for one, record in state.later if one.wait == "threaded"]
+        others = [rank for rank in range(self.me.size) if rank != self.me.rank]
+        signs = [f"{sign} got by {rank}" for sign in before for rank in others]
+        await state.ways.until(lambda: all(map(self.me.shown, signs)))
+
     async def _cancelled(self, call: Call, record: Record) -> None:
-        if call.coalesced or not self._is_cancelled(call):
+        if call.coalesced or not self._is_root(call):
             return
         waiting = anyio.Event()
 

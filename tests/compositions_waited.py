@@ -19,7 +19,7 @@ from asynccoll import host
 from compositions import Call
 from compositions_compared import Complain, Record
 
-__all__ = ["TIMEOUTS", "Looped", "Threaded", "Ways", "driven"]
+__all__ = ["TIMEOUTS", "Looped", "Threaded", "Waiter", "Ways", "driven"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,9 @@ class Ways(Protocol):
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Look again and again until it holds."""
+
+    async def rest(self, seconds: float) -> None:
+        """Do something else for so long."""
 
     async def got(self, work: Any) -> Any:
         """The result."""
@@ -73,6 +76,9 @@ class Looped:
     async def checkpoint(self) -> None:
         await checkpoint()
 
+    async def rest(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+
     async def until(self, holds: Callable[[], bool]) -> None:
         for _ in range(_LOOKS):
             if holds():
@@ -91,6 +97,9 @@ class Looped:
 
     async def result(self, call: Call, record: Record, complain: Complain) -> Any:
         work = record.work
+        if record.waiter is not None:
+            await self.until(record.waiter.ended)
+            return record.waiter.outcome()
         match call.wait:
             case "thread":
                 return await anyio.to_thread.run_sync(work.wait)
@@ -108,11 +117,11 @@ class Looped:
             case "both":
                 return _one(complain, record, await self._twice(work))
             case "plain thread":
-                waiters = [_Waiter(work)]
+                waiters = [Waiter(work)]
                 await self.until(waiters[0].ended)
                 return waiters[0].outcome()
             case "threads":
-                waiters = [_Waiter(work), _Waiter(work)]
+                waiters = [Waiter(work), Waiter(work)]
                 with contextlib.suppress(Exception):  # it comes again, below
                     await work
                 for one in waiters:
@@ -170,6 +179,9 @@ class Threaded:
     async def checkpoint(self) -> None:
         host.give_way()
 
+    async def rest(self, seconds: float) -> None:
+        host.sleep(seconds)
+
     async def until(self, holds: Callable[[], bool]) -> None:
         for _ in range(_LOOKS):
             if holds():
@@ -190,13 +202,16 @@ class Threaded:
 
     async def result(self, call: Call, record: Record, complain: Complain) -> Any:
         work = record.work
+        if record.waiter is not None:
+            await self.until(record.waiter.ended)
+            return record.waiter.outcome()
         match call.wait:
             case "thread" | "plain thread":
-                waiter = _Waiter(work)
+                waiter = Waiter(work)
                 await self.until(waiter.ended)
                 return waiter.outcome()
             case "both" | "threads":
-                waiters = [_Waiter(work), _Waiter(work)]
+                waiters = [Waiter(work), Waiter(work)]
                 with contextlib.suppress(Exception):  # as above
                     work.wait()
                 for one in waiters:
@@ -272,10 +287,11 @@ def _one(complain: Complain, record: Record, results: Sequence[Any]) -> Any:
     return results[0]
 
 
-class _Waiter:
-    """A plain thread that waits for a work."""
+class Waiter:
+    """A plain thread that waits for a work, and calls ``then`` once it has its result."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, then: Callable[[], object] = bool) -> None:
+        self._then = then
         self._value: Any = None
         self._error: Exception | None = None
         self._thread = host.Thread(target=self._wait, args=(work,), daemon=True)
@@ -284,6 +300,7 @@ class _Waiter:
     def _wait(self, work: Any) -> None:
         try:
             self._value = work.wait()
+            self._then()
         except Exception as error:
             self._error = error
 

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 import asynccoll as ac
 from asynccoll.testing import PCT, Fault, RandomWalk, Report, drawn_faults
 from compositions import Program
-from compositions_drawn import OPERATIONS, programs
+from compositions_drawn import OPERATIONS, bursts, programs
 from compositions_reduced import reduced
 from compositions_tried import kinds
 from patience import patient
@@ -51,18 +51,26 @@ _OURS = tuple(
         "world.context", "world.group",
     )
 )  # fmt: skip
+#: Whether ranks are on several nodes in some orders.
+SPREAD = True
 #: Seconds for making one smaller that failed.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 REAL_SECONDS = patient(60)
 _TOLD_EVERY_SECONDS = 60.0
 #: Programs of one seed. Of more, most would be made of those before: half as many calls are different ones.
 _EACH_SEED = 12
-#: What the backends that a transport stands for do not carry: messages; and of nccl all that gloo, which is
-#: beside it, does.
+#: Of so many seeds one draws bursts, fewer programs, since they are longer.
+_BURSTS_EVERY = 4
+_BURSTS_EACH_SEED = 4
+_MESSAGES = {"message", "message object", "long message"}
+#: What the backends that a transport stands for do not carry: messages; of nccl all that gloo, which is
+#: beside it, does; and calls that differ, where nothing but the memory of the ranks notices it.
 _NOT_CARRIED = {
-    "horovod": {"message", "message object"},
-    "xla": {"message", "message object"},
-    "nccl": OPERATIONS.keys() - {"tensor", "tracked", "large"},
+    "gloo": {"differing"},
+    "mpi": {"differing"},
+    "horovod": {"differing", *_MESSAGES},
+    "xla": {"differing", *_MESSAGES},
+    "nccl": OPERATIONS.keys() - {"tensor", "tracked", "large", "long"},
 }
 
 
@@ -91,6 +99,8 @@ class Order:
     def nodes(self) -> int:
         """Each rank on a node of its own, two on each, or all on one."""
         every = self.program.ranks
+        if not SPREAD or any(call.payload == "differing" for call in self.program.calls):
+            return 1
         return {2: every, 5: every // 2 if every % 2 == 0 else every}.get(self.number % 7, 1)
 
     @property
@@ -106,7 +116,7 @@ class Order:
             "transport": self.transport,
             "nodes": self.nodes,
             "faults": self.faults,
-            "schedule": PCT() if self.number % 2 else RandomWalk(),
+            "schedule": PCT(max(3, len(self.program.calls) // 2)) if self.number % 2 else RandomWalk(),
             "again": self.number % 4 == 2,
             "check": "full" if self.number % 5 == 3 else "local",
             "statements": self.statements,
@@ -246,8 +256,11 @@ def _at_once(jobs: int, number: int) -> int:
     return max([one.wait() for one in running])
 
 
-def drawn(size: int, number: int) -> list[Program]:
-    """At most a dozen programs on so many ranks, each once, from this seed."""
+def drawn(size: int, number: int, *, in_bursts: bool | None = None) -> list[Program]:
+    """At most a dozen programs on so many ranks, each once, from this seed; bursts of some, unless said."""
+    if number % _BURSTS_EVERY == 0 if in_bursts is None else in_bursts:
+        chance = random.Random(f"{size} {number}")
+        return [bursts(chance, size) for _ in range(_BURSTS_EACH_SEED)]
     found: dict[Program, None] = {}
 
     @seed(number)

@@ -62,8 +62,8 @@ def _replaced(file: str, right: str, wrong: str, *more: str) -> Mistake:
     """``more``: further pairs, where a thing is looked at in several places."""
     text = (LIBRARY / file).read_text()
     for old, new in zip((right, *more[::2]), (wrong, *more[1::2]), strict=True):
-        if old not in text:
-            raise SystemExit(f"{file} has not {old!r}")
+        if text.count(old) != 1:  # in another place it would be another mistake
+            raise SystemExit(f"{file} has {old!r} {text.count(old)} times")
         text = text.replace(old, new, 1)
     return Mistake(file, f"{right.strip()!r} -> {wrong.strip()!r}", text)
 
@@ -71,14 +71,20 @@ def _replaced(file: str, right: str, wrong: str, *more: str) -> Mistake:
 _ENGINE = "backends/memory/engine.py"
 _MOVING = "backends/memory/moving.py"
 _PAIR = "backends/memory/pair.py"
+_SECOND_LOOK = "            pass\n        with self._lock:\n            moved = self._move()\n"
+_WAKE_OTHERS = '        """Wake the sleeping threads and the watchers of the other ranks."""\n'
+_FENCED = f"{_WAKE_OTHERS}        with self._fence:\n            pass\n"
 #: What each replaces, in which file.
 _SEEDED = (
     ("order/queue.py", "            and not self._jobs\n", ""),
     ("order/queue.py", "            and self._active is None\n            and not", "            and not"),
     (
         "order/queue.py",
-        "            and self._epochs.cut is None\n            and not",
-        "            and not",
+        (
+            "            and self._epochs.cut is None\n"
+            "            and not self._failing.out_of_step\n            and not ("
+        ),
+        "            and not self._failing.out_of_step\n            and not (",
     ),
     ("order/cut.py", "        self.number += 1\n", ""),
     ("order/halting.py", "or epoch != epochs.number or", "or"),
@@ -102,26 +108,15 @@ _SEEDED = (
         "                pass\n",
     ),
     ("waiting/loops.py", "                token.run_sync_soon(resume)\n", "                pass\n"),
-    ("health/watchdog.py", "            self._wake.notify()\n", "            pass\n"),
+    (
+        "health/watchdog.py",
+        "        elif self._asleep:\n            self._wake.notify()\n",
+        "        elif self._asleep:\n            pass\n",
+    ),
     # Ranks of one host through memory: the second look, fences, room, order of words, bells
-    (
-        _MOVING,
-        "        with self._lock:\n            moved = self._move()\n        if moved",
-        "        moved = False\n        if moved",
-    ),
-    (
-        _MOVING,
-        "        with self._lock:\n            moved = self._move()\n        if moved",
-        "        moved = self._move_on()\n        if moved",
-    ),
-    (
-        _MOVING,
-        (
-            '        """Wake the sleeping threads and the watchers of the other ranks."""\n'
-            "        with self._fence:\n            pass\n"
-        ),
-        '        """Wake the sleeping threads and the watchers of the other ranks."""\n',
-    ),
+    (_MOVING, _SECOND_LOOK, "            pass\n        moved = False\n"),
+    (_MOVING, _SECOND_LOOK, "            pass\n        moved = self._move_on()\n"),
+    (_MOVING, _FENCED, _WAKE_OTHERS),
     (_ENGINE, "            if step > self._room and not self._has_room(step):\n                break\n", ""),
     (
         _ENGINE,
@@ -351,6 +346,24 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         _ENGINE,
         repr("if step - words[self._mine + READ] > _AHEAD:\n                    break") + " -> ''",
     ): "how far ahead data is put is a matter of the cache; that there is room is asked afterwards",
+    (
+        _MOVING,
+        f"{_FENCED.strip()!r} -> {_WAKE_OTHERS.strip()!r}",
+    ): "whoever has written has released the lock before this, which is a fence as well",
+    (
+        _MOVING,
+        f"{'self._words[self._mine + ASLEEP] = 0'!r} -> ''",
+    ): (
+        "after the second look nothing moves without a word of another rank, which then clears this one; "
+        "only where a lane is given up, who falls asleep just then hears of it a tenth of a second later"
+    ),
+    (
+        "order/halting.py",
+        f"{'or epoch != epochs.number or'!r} -> {'or'!r}",
+    ): (
+        "a refusal is never taken back: what a verdict leaves of it stands in the next epoch, on all ranks, "
+        "and Epochs.halt drops the rest; it is only heard of sooner"
+    ),
     (
         _MOVING,
         "forgotten note in _sleep: 'self._sleepers -= 1' -> 'pass'",

@@ -10,8 +10,9 @@ import datetime as dt
 
 import pytest
 
+from asynccoll.backends.memory.engine import Engine
 from asynccoll.testing.shared_memory import Parking
-from compositions import from_json
+from compositions import Program, from_json
 from explore_simulated import Exploration
 from simulated import complaints
 
@@ -37,10 +38,27 @@ def test_a_wake_up_that_is_lost_is_noticed_by_the_time_it_takes(monkeypatch: pyt
         '{"ranks": 3, "tasks": [{"calls": [{"wait": "threads"}, {"wait": "plain thread"}]}], "loop": "none"}'
     )
 
-    def found() -> set[str]:
-        return {one for seed in range(10) for one in complaints(program, seed, transport="memory")[0]}
-
-    assert not found()
+    assert not found(program)
     monkeypatch.setattr(Parking, "wake", lambda self, place: None)
-    told = found()
+    told = found(program)
     assert told and all(one.startswith("[late]") for one in told), told
+
+
+def test_what_a_rank_owes_while_it_waits_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 makes its last call once the others have the sum, of which it reduces a part, and does not look.
+
+    Nor may anything else, such as what records the simulation, have it look at the memory meanwhile.
+    """
+    program = from_json(
+        '{"ranks": 3, "tasks": [{"calls": [{}, {"rests": 1}, {"payload": "long", "wait": "threaded"}, '
+        '{"told": true, "root": 1}]}], "loop": "none"}'
+    )
+    assert not found(program)
+    monkeypatch.setattr(Engine, "_goes_on_by_itself", lambda self: bool(self._listened))
+    told = found(program)
+    assert told and all(one.startswith("[late]") for one in told), told
+
+
+def found(program: Program) -> set[str]:
+    """What is wrong in one of some orders."""
+    return {one for seed in range(10) for one in complaints(program, seed, transport="memory")[0]}
