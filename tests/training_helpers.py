@@ -569,7 +569,10 @@ class Prepared(Helper):
     async def reduced(self) -> None:
         grads = self._gathered()
         torch.cat([x.reshape(-1) for x in grads], out=self.flat)
-        average = await self.averaging.start()
+        await self._averaged()
+
+    async def _averaged(self) -> None:
+        average, grads = await self.averaging.start(), self._gathered()
         for x, part in zip(grads, average.split([x.numel() for x in grads]), strict=True):
             x.copy_(part.view(x.shape))
 
@@ -578,7 +581,7 @@ class Prepared(Helper):
         torch.cat([x.reshape(-1) for x in self._gathered()], out=self.flat)
         with anyio.move_on_after(0):
             await self.averaging.start()
-        await self.reduced()
+        await self._averaged()
 
 
 HELPERS: dict[str, type[Helper]] = {

@@ -29,8 +29,9 @@ _ACCOUNT = "account"
 SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
 #: How long a rank may take to answer.
 ASK_SECONDS = 0.3
-#: How long its answer is given again, to others that ask the same, if nothing was called since.
-KEPT_SECONDS = 0.1
+#: How long its answer is given again, to others that ask the same, if nothing was called since: no longer
+#: than a question may be under way.
+KEPT_SECONDS = 0.01
 #: The calls in the answers of all ranks together, some of 150 bytes each.
 _MOST_CALLS = 1 << 16
 #: How long connecting to it may take: a busy link may lose the first packet, which is sent again after 1 s.
