@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import asynccoll as ac
 import oracle
 import threads
+from asynccoll.overlap.buckets import Bucket
 from overlapping import SMALL, Heads, alike, averages, batch, check_gradients, close, loss_of, network, rows
 from ranks import Rank, raising
 from worlds import World
@@ -723,6 +725,57 @@ async def sparse(me: Rank, op: str, dtype: torch.dtype | None) -> None:
 def test_sparse_gradients_stay_sparse(world: World, loop: str, op: str, dtype: torch.dtype | None) -> None:
     """The rows of all ranks, added up; a rank without any, and steps that add to the ones before."""
     world.run(sparse, op, dtype, runner=loop)
+
+
+async def views_made(me: Rank) -> None:
+    model, made = network(), []
+    views = Bucket._views
+    with pytest.MonkeyPatch.context() as patch, ac.overlap_gradients(model, **SMALL) as gradients:
+        patch.setattr(Bucket, "_views", lambda bucket: made.append(bucket) or views(bucket))
+        for step in range(4):
+            model.zero_grad()
+            loss_of(model, batch(me.rank, step)).backward()
+            await me.get(gradients)
+    assert not made
+
+
+def test_views_of_buckets_are_made_once(pair: World) -> None:
+    """Each step made them anew for each gradient, and copied that."""
+    pair.run(views_made)
+
+
+async def frozen_before_backward(me: Rank) -> None:
+    """From the second step on, backward looks whether its gradients are added to sums."""
+    model = network()
+
+    def backward(twin: Any, rank: int) -> None:
+        lost = loss_of(twin, batch(rank, 0))
+        twin[0].requires_grad_(False)
+        lost.backward()
+        twin[0].requires_grad_(True)
+
+    want = averages(model, me.size, backward)
+    with ac.overlap_gradients(model, op="sum", **SMALL) as gradients:
+        for step in range(3):
+            model.zero_grad()
+            backward(model, me.rank)
+            await me.get(gradients)
+            check_gradients(model, [x if x is None else x * me.size for x in want])
+            if not step:
+                loss_of(model, batch(me.rank, 0)).backward()
+                await me.get(gradients)
+
+
+def test_parameters_frozen_between_forward_and_backward(pair: World) -> None:
+    pair.run(frozen_before_backward)
+
+
+def test_hooks_warn_of_nothing_where_a_parameter_is_sent_to_another_process() -> None:
+    model = network()
+    with ac.overlap_gradients(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for parameter in model.parameters():
+            torch.utils.hooks.warn_if_has_hooks(parameter)
 
 
 async def sparse_without_rows(me: Rank) -> None:

@@ -251,6 +251,17 @@ def test_a_forgotten_step_is_told_by_the_next_backward(make: Any, name: str, is_
     optimizer.close()
 
 
+def test_gradients_that_are_returned_do_not_hide_that_a_step_was_forgotten() -> None:
+    """``torch.autograd.grad`` adds to nothing that is being sent, and is not refused."""
+    model, optimizer = awaited()
+    step = optimizer.step()
+    torch.autograd.grad(model(torch.ones(1, 2)).sum(), [*model.parameters()])
+    with pytest.raises(ac.InvalidArgumentError, match=r"step\(\) at .* was never awaited"):
+        model(torch.ones(1, 2)).sum().backward()
+    step.wait()
+    optimizer.close()
+
+
 @pytest.mark.parametrize("make", [sharded, awaited])
 def test_a_second_backward_names_the_calls_of_the_optimizer(make: Any) -> None:
     model, optimizer = make()

@@ -433,6 +433,22 @@ class Clipped(Scaled):
         return gradient / of_all.norm().clamp(min=1.0)
 
 
+class Kept(Scaled):
+    """With a state in float32, as where parameters are of bfloat16."""
+
+    def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
+        mean: Tensor = self.state[x].setdefault("mean", torch.zeros_like(x, dtype=torch.float32))
+        return mean.lerp_(gradient, 0.5) * self.scale(x)
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        return 1.0
+
+
+class KeptLars(Kept):
+    def scale(self, x: Tensor) -> Tensor | float:
+        return 0.001 * x.norm()
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
     "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
@@ -444,6 +460,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
         "Adafactor does not treat every",
     ),
     "LARS": (lambda model: Lars(model.parameters(), lr=1e-3), "Lars does not treat every"),
+    "LARS, float32": (lambda model: KeptLars(model.parameters(), lr=1e-3), "KeptLars does not treat every"),
     "LAMB": (lambda model: Lamb(model.parameters(), lr=1e-5), "Lamb does not treat every"),
     "LAMB, at rest": (lambda model: Lamb(model.parameters(), lr=0.0), "Lamb does not treat every"),
     "clips": (lambda model: Clipped(model.parameters(), lr=0.1), "Clipped does not treat every"),
@@ -512,3 +529,7 @@ def test_a_saved_state_is_moved_to_its_parameter_as_torch_moves_it(options: dict
 
 def _kinds(state: dict[str, Any]) -> dict[str, object]:
     return {name: (x.device, x.dtype) if isinstance(x, Tensor) else x for name, x in state.items()}
+
+
+def test_elementwise_optimizers_with_a_state_of_float32_are_taken() -> None:
+    check_elementwise(Kept(nn.Linear(3, 2).parameters(), lr=0.1))

@@ -258,6 +258,30 @@ def test_an_input_that_was_written_to_while_a_start_was_in_flight_is_not_sent_ag
     pair.run(written_in_flight, runner="asyncio")
 
 
+async def written_and_dropped(me: Rank) -> None:
+    op = ac.prepare("all_gather", x := torch.ones(2))
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            op.start().wait(0.01)
+        x.fill_(2)
+        with raising(ac.InvalidArgumentError, "written to in place before"):
+            op.start()
+        second = op.start()  # fills what the first, still in flight, fills before it
+        me.show("refused once")
+    else:
+        me.see("refused once")
+        oracle.same((await op.start())[2:], torch.ones(2))
+        with raising(ac.PeerRefusedError, "written to"):
+            await op.start()
+        second = op.start()
+    oracle.same(await second, torch.tensor([2.0, 2.0, 1.0, 1.0]))
+
+
+def test_a_start_after_a_dropped_one_whose_input_was_written_to_is_refused_once(pair: World) -> None:
+    """Nobody can await the dropped one any more: every later start was refused."""
+    pair.run(written_and_dropped, runner="asyncio")
+
+
 async def overwritten(me: Rank) -> None:
     for like in (torch.ones(2), [torch.ones(2), torch.ones(3), torch.ones(2).double()]):
         op = ac.prepare("all_reduce", like)

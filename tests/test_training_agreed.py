@@ -375,6 +375,21 @@ def test_nothing_changes_gradients_before_a_step_that_was_cut_short(kind: str, s
     as_alone(rank_does, size, flat(one_process(size)[0]))
 
 
+@pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
+def test_nothing_is_refused_once_an_optimizer_whose_step_was_cut_short_is_left(kind: str) -> None:
+    async def rank_does(rank: int) -> None:
+        model = model_of()
+        optimizer = helped(kind, model)
+        loss(model, rank, 0).backward()
+        await optimizer.reduced()
+        with anyio.move_on_after(0):
+            await optimizer.step()
+        await optimizer.__aexit__(ZeroDivisionError)
+        optimizer.zero_grad()
+
+    run(rank_does, 2)
+
+
 def test_the_wrapped_optimizer_steps_only_with_what_was_reduced() -> None:
     """It took the last step's gradients, or those that were being received."""
 
@@ -688,6 +703,53 @@ def test_models_that_are_converted(
     if not told:
         for got in results.values():
             torch.testing.assert_close(got, flat(one_process(2)[0]), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gradients", "shard_optimizer"])
+def test_parameters_that_are_tied_later_are_not_told_as_replaced(kind: str) -> None:
+    """They are the model's, and are trained; also where another parameter is unfrozen then."""
+
+    def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+        if kind == "gradients":
+            model[3].requires_grad_(False)
+        return model, sgd(model)
+
+    def tie(model: nn.Sequential) -> None:
+        model[2].weight = model[0].weight
+        if kind == "gradients":
+            model[3].requires_grad_(True)
+
+    async def rank_does(rank: int) -> Tensor:
+        model, optimizer = made()
+        helper: Any = (
+            ac.overlap_gradients(model, **SMALL)
+            if kind == "gradients"
+            else ac.overlap.shard_optimizer(model, optimizer, **SMALL)
+        )
+        for step in range(3):
+            model.zero_grad()
+            loss(model, rank, step).backward()
+            if kind == "gradients":
+                await helper
+                optimizer.step()
+            else:
+                await helper.step()
+                await helper.gathered()
+            if step == 0:
+                tie(model)
+        await finished(helper)
+        return flat(model)
+
+    model, optimizer = made()
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_loss(model, 2, step).backward()
+        optimizer.step()
+        if step == 0:
+            tie(model)
+    as_alone(rank_does, 2, flat(model))
 
 
 def test_parameters_that_share_memory_are_refused() -> None:

@@ -30,9 +30,10 @@ import asynccoll as ac
 import oracle
 from asynccoll import flight
 from asynccoll.host.call_number import ROUND, numbered
+from asynccoll.host.call_site import Place
 from asynccoll.runtime.process import current
 from asynccoll.waiting import arriving
-from asynccoll.waiting.forgotten import NotItsResult
+from asynccoll.waiting.forgotten import NotItsResult, warn
 from asynccoll.waiting.work import Work
 from patience import patient
 from ranks import Rank, raising
@@ -1069,3 +1070,11 @@ def test_what_is_dropped_again_and_again_on_one_line_warns_once() -> None:
             for _ in range(3):
                 ac.all_reduce(1.0)
         assert len(heard) == times
+
+
+def test_what_is_dropped_on_the_same_line_of_another_file_warns_too() -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        for file in ("one.py", "another.py", "one.py"):
+            warn("was never awaited", Place(file, 1))
+    assert [one.filename for one in heard] == ["one.py", "another.py"]

@@ -295,6 +295,7 @@ class AsyncOptimizer(Wrapping):
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
+        self._methods.close()
         self.gradients.close()
 
     def __enter__(self) -> AsyncOptimizer:

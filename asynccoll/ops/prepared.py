@@ -166,11 +166,12 @@ class Prepared(Uncopied, Generic[T]):
     def _supersede_last(self, *, lost: bool) -> Sequence[Operation]:
         """Give up the last work if its await was cut short; return its operations that still use memory."""
         last = self._last
-        if last is None or not last.pending:
+        if last is None:
             return ()
-        last.supersede(
-            f"{self!r} was started again, and this start's result overwritten: its await was cut short"
-        )
+        if last.pending:
+            last.supersede(
+                f"{self!r} was started again, and this start's result overwritten: its await was cut short"
+            )
         return () if lost else last.in_flight()
 
     def _overwrite_results(self) -> None:

@@ -186,9 +186,10 @@ def named_in(model: object) -> Callable[[torch.Tensor], str]:
 
 
 def replaced_in(model: object, parameters: Iterable[torch.Tensor]) -> Callable[[], str]:
-    """Return a function that names one of ``parameters`` in whose place the model has another, or "".
+    """Return a function that names one of ``parameters`` in whose place the model has a new one, or "".
 
-    ``load_state_dict(assign=True)`` makes such, and ``model.to(...)`` to another kind of device.
+    ``load_state_dict(assign=True)`` makes such, and ``model.to(...)`` to another kind of device;
+    not ``lm_head.weight = embedding.weight``, which ties two of them.
     """
     mine = {id(x) for x in parameters}
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
@@ -204,7 +205,7 @@ def replaced_in(model: object, parameters: Iterable[torch.Tensor]) -> Callable[[
         for module, own, name, x in places:
             there = module()
             now = x if there is None else there._parameters.get(own)
-            if now is not None and now is not x:
+            if now is not None and id(now) not in mine:
                 return name
         return ""
 

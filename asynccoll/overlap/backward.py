@@ -66,8 +66,8 @@ class BackwardReducer(GradientReducer):
         super()._arrived(bucket, index)
 
     def _refused(self, bucket: Gradients, index: int) -> str:
-        another = self._task != torch._C._current_graph_task_id()
-        if another and self._syncing and self._sending:
+        # In this order, without the lock: another thread of this backward sets ``_task`` first.
+        if self._syncing and self._sending and self._task != torch._C._current_graph_task_id():
             return _BROKEN_BACKWARD
         return super()._refused(bucket, index)
 

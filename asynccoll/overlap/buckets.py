@@ -208,8 +208,8 @@ class Bucket(Gradients):
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradient and its view, laid out as the parameter is now."""
-        before = self.views[index]
-        if self._follow(index) and gradient is before:
+        mine = gradient is self.views[index]  # no name for the view, which ``_vacate`` would count
+        if self._follow(index) and mine:
             gradient = gradient.clone()  # as it is read in the old layout while the new one is written
         if gradient is not self.views[index]:
             self._vacate(index)

@@ -119,7 +119,8 @@ class GradientReducer(Companion):
       ones, raise ``CollectiveMismatchError``, which names the first that differs.
     - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
       ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
-      ``InvalidArgumentError``, and adds nothing, as does an optimizer's step. The await raises the errors of
+      ``InvalidArgumentError``, and adds nothing to the gradients of the first; an optimizer's step raises it,
+      too. The await raises the errors of
       a collective; after a cancelled or timed-out await the next one continues the same step.
     - ``with`` (or ``async with``) closes it at the end; ``close()`` removes its hooks from backward.
 
@@ -424,20 +425,22 @@ class GradientReducer(Companion):
         reason = self._refused(bucket, index)
         if (reason or bucket.was_summed(index)) and not is_returned(bucket.parameters[index]):
             if reason:
-                raise InvalidArgumentError(reason)
+                raise self._refusal(reason)
             bucket.divide(index)
 
     def _arrived(self, bucket: Gradients, index: int) -> None:
         """Take a gradient that backward has accumulated, and send the buckets that are complete.
 
-        Called on a thread of backward.
+        Called on a thread of backward, also for a parameter that was frozen since the forward.
         """
+        if not bucket.parameters[index].requires_grad:
+            return
         with self._lock:
             if self._forwards is not None:
                 self._forwards.answered()
             if reason := self._refused(bucket, index):  # again, now with the lock held
                 bucket.reported(index)
-                raise InvalidArgumentError(reason)
+                raise self._refusal(reason)
             self.news += 1
             if not self._syncing:
                 bucket.check(index)
@@ -455,8 +458,12 @@ class GradientReducer(Companion):
         if self._sending:  # is this a second backward, whose gradients would be added to those being sent?
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if again or not self._syncing:
-                return self.forgotten.last() or f"{self!r}: {self._calls.second_backward}"
+                return f"{self!r}: {self._calls.second_backward}"
         return self.forgotten.unfinished("backward") if self.forgotten.left else ""
+
+    def _refusal(self, reason: str) -> InvalidArgumentError:
+        """Return the error of a refused backward, of the call that was forgotten before it, if one was."""
+        return InvalidArgumentError(self.forgotten.last() or reason)
 
     @property
     def _sends_at_await(self) -> bool:

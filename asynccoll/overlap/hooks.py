@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 __all__ = ["after_accumulation", "before_accumulation", "is_returned", "remove_all"]
 
@@ -18,11 +19,14 @@ def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
 
     It is of the parameter, not of the node that adds: ``model.to(...)`` drops that with its hooks.
     """
+    hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # or torch warns when it is pickled
     return parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def is_returned(parameter: torch.Tensor) -> bool:
     """Whether the running backward returns this gradient (``torch.autograd.grad``), and adds it nowhere."""
+    if not parameter.requires_grad:  # frozen since the forward: backward adds it nowhere
+        return True
     with torch.enable_grad():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None

@@ -260,9 +260,12 @@ class ShardedLayers(Uncopied, nn.Module):
 
     def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of ``optimizer``, if it has parts, between a wait that was cut short and its end."""
-        ours = {id(shard) for shard in self.shards}
-        if any(id(x) in ours for given in optimizer.param_groups for x in given["params"]):
-            self._methods.check_finished("a step of the optimizer")
+
+        def concerns() -> bool:
+            ours = {id(shard) for shard in self.shards}
+            return any(id(x) in ours for given in optimizer.param_groups for x in given["params"])
+
+        self._methods.check_finished("a step of the optimizer", concerns)
 
     # Checkpoints
 

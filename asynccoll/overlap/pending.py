@@ -209,10 +209,14 @@ class Methods(Resumable):
         self._forgotten = forgotten or Forgotten()
         self._forgotten.left = self._left
 
-    def check_finished(self, wanted: str) -> None:
+    def check_finished(self, wanted: str, concerns: Callable[[], bool] = lambda: True) -> None:
         """Refuse ``wanted``, which changes gradients, while a call has yet to use them."""
-        if told := self._forgotten.unfinished(wanted):
+        if (told := self._forgotten.unfinished(wanted)) and concerns():
             raise InvalidArgumentError(told)
+
+    def close(self) -> None:
+        """Refuse nothing more for calls that were cut short."""
+        self._forgotten.left = deque()
 
     def resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Pending[T]:
         """Return the call of a method with arguments, ``name``: it continues one that was cut short.

@@ -405,6 +405,7 @@ class ShardedOptimizer(Wrapping):
 
     def _remove_hooks(self) -> None:
         self._unhook()
+        self._methods.close()
         self.gradients.close()
 
     def __enter__(self) -> ShardedOptimizer:

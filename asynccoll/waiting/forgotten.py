@@ -13,6 +13,7 @@ the first is kept here, and ``finalize`` raises it (``raised``).
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,14 +37,14 @@ _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 class _Raised:
     """``first``: the first warning of a dropped work that was raised as an error, or "".
 
-    ``told``: the errors of works dropped as the program ended, each of which was reported once. ``shown``:
-    which warnings were shown, for the ``warnings`` module, which shows each once unless told otherwise.
+    ``told``: the errors of works dropped as the program ended, each of which was reported once. ``shown``: by
+    file, which warnings were shown, for the ``warnings`` module, which shows each once unless told otherwise.
     """
 
     def __init__(self) -> None:
         self.first = ""
         self.told: list[str] = []
-        self.shown: dict[Any, Any] = {}
+        self.shown: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
 
 
 _raised = host.per_process(_Raised)
@@ -57,7 +58,8 @@ def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
     if (end := died_of()) and not _is_news(failure, end):
         return
     try:
-        warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line, registry=_raised.shown)
+        shown = _raised.shown[place.file]
+        warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line, registry=shown)
     except BaseException as error:  # warnings turned into errors, or an interpreter that is shutting down
         import sys
 

@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -32,7 +32,6 @@ from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
 from asynccoll.modes.unseen import with_data
-from asynccoll.transport.completion import AllOf
 from asynccoll.transport.streams import Mark
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult, warn
@@ -210,8 +209,13 @@ class Work(NotItsResult, Generic[T]):
         return self._cut_short
 
     def in_flight(self) -> tuple[Operation, ...]:
-        """Return its operations whose native calls may still use its memory, waited for or not."""
-        return tuple(operation for operation in self._operations if not operation.completion.done())
+        """Return its operations whose native calls may still use its memory, unless a waiter has the result.
+
+        Of a failed work too: it may have been given up (``supersede``).
+        """
+        if self._state == _DONE:
+            return ()
+        return tuple(one for one in self._operations if one.failure is None and not one.completion.done())
 
     def fills(self, out: object) -> None:
         """Claim ``out``, which this work fills: no other call may use it until this work was waited for."""
@@ -240,12 +244,13 @@ class Work(NotItsResult, Generic[T]):
         Waiters that are still in their wait get the error when it ends.
 
         Raises:
-            InvalidArgumentError: its input was written to meanwhile, as a wait for it would say.
+            InvalidArgumentError: its input was written to meanwhile, as every wait for it says, too.
         """
         if self.pending:
-            if (written := self._written()) is not None:
+            written = self._written()
+            self._fail(written or CollectiveError(why))
+            if written is not None:
                 raise written
-            self._fail(CollectiveError(why))
 
     def done(self) -> bool:
         """Whether waiting would return at once (with the result or the error).
@@ -553,8 +558,6 @@ class Work(NotItsResult, Generic[T]):
             return
         if out is not None and self.claims:
             let_go(out, self._operations)
-        if self._cut_short and self._read is not None and not all(one.done() for one in self._operations):
-            _look_at_end(self._operations, self._read, self._writes)
         if self._heard or not self._operations:
             return
         if isinstance(self._operations[0].failure, ForkedProcessError):  # in a fork: the parent has it
@@ -647,22 +650,6 @@ def handed_out(started: Started[T], out: object = None, read: Read | None = None
 def waited_for(started: Started[T]) -> T:
     """Wait and return the result of a call whose user gets no ``Work``, as collectives of a backward."""
     return Work(started.operations, started.finish, started.value).wait()
-
-
-def _look_at_end(operations: Sequence[Operation], read: Read, writes: int) -> None:
-    """Log it if ``read`` is written to before ``operations`` end, of whose work nobody hears any more."""
-
-    def look() -> None:
-        if ended.error() is None and writes_to(read) != writes and not is_empty(read):
-            _log.warning(
-                "the input of %s was written to in place while that call was in flight, after a wait for it "
-                "was cut short: other ranks may have got the old values, the new ones, or some of each. Keep "
-                "the work and await it again first, or pass a copy (x.clone())",
-                operations[0],
-            )
-
-    ended = AllOf([operation.completion for operation in operations])
-    ended.add_callback(look)
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
