@@ -230,6 +230,18 @@ def test_memory_that_cannot_be_mapped_is_lent_to_the_next(monkeypatch: pytest.Mo
         assert memory.lend(2)[0] > arena.PAGE
 
 
+def test_a_lender_that_is_closed_while_it_waits_raises_what_ended_the_wait(
+    hubs: list[Any], clients: list[Clients], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(opening: Opening, key: str) -> None:
+        hubs[0].close()
+        raise RuntimeError("the store does not answer")
+
+    monkeypatch.setattr(module, "_meet", meet)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        hubs[0].region(opening(clients, 0, meeting=patient(30)))
+
+
 def test_a_lender_that_cannot_ask_what_was_agreed_on_has_left(
     hubs: list[Any], clients: list[Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,10 @@ class Hub:
     def _leave(self, opening: Opening, offset: int) -> None:
         """Leave a lane whose memory this rank has not mapped: its word there is written through the file."""
         words = offset + opening.rank * BLOCK_WORDS * 8
-        arena = self._handed[opening.ranks[0]].arena
+        lender = self._handed.get(opening.ranks[0])
+        if lender is None:  # the hub is closed: the others learn that this rank has left its world
+            return
+        arena = lender.arena
         os.pwrite(arena, ABORTED.to_bytes(8, sys.byteorder), words + STATE * 8)
         for rank in opening.ranks:
             self.ring(rank)

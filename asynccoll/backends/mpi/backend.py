@@ -178,6 +178,7 @@ def create(request: Request) -> Context:
     base.Set_errhandler(mpi.ERRORS_RETURN)
     _check_place(request, base.Get_rank(), base.Get_size())
     identity, nodes = _locate(mpi, base)
+    number = base.bcast(next(_worlds))  # what follows may raise on this rank alone, and others would wait
     timeout = timedelta(seconds=request.timeout)
     store = None
     if base.Get_size() > 1:
@@ -191,7 +192,7 @@ def create(request: Request) -> Context:
         device,
         owns_default_group=owns_default,
         crowded=identity.nproc_per_node > usable_cores(),
-        number=base.bcast(next(_worlds)),
+        number=number,
     )
     return Context(backend, identity, store=store, timeout=request.timeout, check=request.check, nodes=nodes)
 
