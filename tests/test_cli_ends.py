@@ -304,13 +304,23 @@ def test_nohup_keeps_it_running(tmp_path, start, script):
 @on_linux
 @pytest.mark.slow
 def test_without_nohup_a_hangup_ends_it(start, script):
-    script("import signal; print('ready'); signal.pause()")
+    script("""
+        import signal, sys
+
+        def save(*_):
+            print("saved")
+            sys.exit()
+
+        signal.signal(signal.SIGTERM, save)
+        print("ready")
+        signal.pause()
+    """)
     # These tests may themselves run under nohup.
     job = start("run", "-n", 1, "program.py", python=("env", "--default-signal=HUP", sys.executable))
     assert job.lines(1) == ["ready"]
     job.process.send_signal(signal.SIGHUP)
-    code, _, errors = job.wait()
-    assert code == 128 + signal.SIGHUP
+    code, output, errors = job.wait()
+    assert (code, output) == (128 + signal.SIGHUP, "saved\n")
     assert "got SIGHUP" in errors
     assert job.left() == []
 

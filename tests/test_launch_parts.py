@@ -15,7 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch.multiprocessing as mp
@@ -29,6 +29,8 @@ import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
 from asynccoll.host import handing
 from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, passing, planned_rank, spawn
+from asynccoll.launch.job import Job
+from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
@@ -361,7 +363,7 @@ def test_each_launcher_says_which_process_it_is(
     elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
     said = [environ]
     monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: said.append(env))
-    with passing.launched(["mpiexec"], {}):
+    with passing.launched(["mpiexec"], {}, subprocess.DEVNULL):
         pass
     assert [one["ASYNCCOLL_LAUNCHER"] for one in said] == [f"{os.getpid()} {child._numbering()}"] * 2
 
@@ -474,6 +476,95 @@ def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.
     monkeypatch.setattr(elastic, "processes", Mock())
     with pytest.raises(ac.InvalidArgumentError, match=r"^the hosts cannot meet at n1:29400: no such host; "):
         elastic._launch(config, "", [], Mock(), [])
+
+
+@pytest.mark.parametrize(
+    ("told", "kills"),
+    [
+        (["SIGTERM", "SIGHUP"], 0),
+        (["SIGTERM", "SIGTERM"], 1),
+        (["SIGHUP", "SIGHUP", "SIGTERM"], 0),
+        (["SIGHUP", "SIGTERM", "SIGTERM"], 1),
+    ],
+)
+def test_a_hangup_is_not_the_first_of_two_signals(
+    monkeypatch: pytest.MonkeyPatch, told: list[str], kills: int
+) -> None:
+    """SIGTERM follows it at a logout, and ranks may still be saving."""
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
+    monkeypatch.setattr(passing, "processes", Mock())
+    first: list[signal.Signals] = []
+    passing.on_stop_signals(first.append)
+    for name in told:
+        handlers[signal.Signals[name]](signal.Signals[name], None)
+    assert first == [signal.Signals[told[0]]]
+    assert passing.processes.signal_children.mock_calls == [call(signal.SIGKILL)] * kills
+
+
+def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What ranks have left running is killed first, which may take seconds."""
+    failed = {0: ProcessFailure(0, 2, 7, "no-such-file")}
+    started: Any = Mock(**{"reify.return_value.error_files": {0: str(tmp_path / "error.json")}})
+
+    def launch(*_: object) -> None:
+        started.reify({})
+        raise ChildFailedError("", failed)
+
+    registered = Mock()
+    monkeypatch.setattr(passing, "on_stop_signals", registered)
+    monkeypatch.setattr(elastic, "elastic_launch", lambda *_: launch)
+    monkeypatch.setattr(elastic, "processes", Mock())
+    elastic.processes.kill_children.side_effect = lambda: registered.call_args[0][0](signal.SIGTERM)
+    config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", logs_specs=started)
+    assert elastic._launch(config, "", [], Mock(flights=dict), []) == 7
+    assert "rank 0 failed" in capsys.readouterr().err
+
+
+def test_a_launcher_ends_although_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its terminal has hung up while it waits for other hosts."""
+    monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": OSError(errno.EIO, "hung up")}))
+    assert passing.say_stopped(signal.SIGHUP) == 129
+    monkeypatch.setattr(elastic, "processes", Mock(**{"kill_children.side_effect": OSError}))
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        elastic._give_up(signal.SIGHUP, [])
+    assert os._exit.mock_calls == [call(129)]  # type: ignore[attr-defined]  # a mock
+
+
+def test_a_launcher_has_no_session_of_its_own_where_it_could_not_be_found_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second Ctrl-C kills what is found in /proc."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    popen = Mock()
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with passing.launched(["mpiexec"], {}):
+        assert not popen.call_args.kwargs["start_new_session"]
+        assert popen.call_args.kwargs["stdin"] is None
+
+
+def test_ranks_do_not_hear_what_was_for_their_launcher(environ: dict[str, str]) -> None:
+    """They may start mpiexec themselves; what the user has set stays."""
+    environ["OMPI_MCA_plm"] = "ssh"
+    environ |= Mpiexec("mpiexec", "openmpi").environment(environ)
+    assert environ["PRTE_MCA_plm"] == "^slurm"
+    child.forget_launcher()
+    assert environ["OMPI_MCA_plm"] == "ssh"
+    assert not {"OMPI_MCA_ras", "PRTE_MCA_plm", "PRTE_MCA_ras", child.NOT_FOR_RANKS} & environ.keys()
+
+
+@pytest.mark.parametrize("hosts", [None, "n1:2"])
+def test_hosts_are_to_blame_only_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, hosts: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", Mock(**{"run.side_effect": ValueError("its own")}))
+    said = "^its own$" if hosts is None else r"^hosts='n1:2' for 2 ranks: its own$"
+    with pytest.raises(ValueError, match=said):
+        spawn._spawn_horovod(Job("horovod", print), 2, {"hosts": hosts})
 
 
 class Ending:

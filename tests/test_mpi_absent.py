@@ -85,7 +85,8 @@ def test_an_mpiexec_that_cannot_be_run_is_a_typed_error(
             "openmpi",
             ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"],
         ),
-        ("HYDRA build details:\n  Version: 5.0.2", "mpich", []),
+        ("HYDRA build details:\n CC: /opt/intel/bin/icx", "mpich", ["-rmk", "user", "-launcher", "fork"]),
+        ("of nobody that is known", "other", []),
         ("Intel(R) MPI Library for Linux* OS", "intel", ["-launcher", "fork", "-hosts", "localhost"]),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -288,6 +290,45 @@ def test_ranks_clean_up_at_a_ctrl_c_on_a_terminal(tmp_path: Path, how: list[str]
         os.killpg(job.pid, signal.SIGINT)
         output, said = job.communicate(timeout=LIMIT_S)
     assert (job.returncode, output.count("cleaned")) == (code, 2), (output, said)
+
+
+READS = """
+    import sys
+    import asynccoll as ac
+    ac.initialize()
+    if ac.get_rank() == 0:
+        sys.stdout.write("ready\\n")
+        sys.stdout.flush()
+        sys.stdout.write(f"rank 0 has read {input()}\\n")
+    ac.barrier().wait()
+"""
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_rank_0_reads_what_is_typed(tmp_path: Path, *, background: bool) -> None:
+    """On the terminal, which mpiexec's session does not have; but not what is typed for the shell."""
+    line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2", write(tmp_path, READS)]
+    shell = 'set -m; "$@" & read -r line; echo "the shell has read $line"; kill %1; wait'
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*HEARS_ALL, "setsid", "--ctty", *(["sh", "-c", shell, "sh"] if background else []), *line],
+        env=environment(),
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        try:
+            assert select.select([job.stdout], [], [], LIMIT_S)[0]
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+            os.write(ours, b"this\n")
+            output, said = job.communicate(timeout=LIMIT_S)
+        finally:
+            job.terminate()
+            os.close(ours)
+            os.close(theirs)
+    assert output.startswith(f"{'the shell' if background else 'rank 0'} has read this\n"), said
 
 
 IN_FLIGHT = """

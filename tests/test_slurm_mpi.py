@@ -35,7 +35,10 @@ def cluster() -> Iterator[Cluster]:
 def test_mpiexec_in_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
     """It asks SLURM for the nodes; its own variables say which rank is where, and mpi is the backend."""
     launcher = mpiexec.find()
-    line = launcher.command(4, [sys.executable, TRAINING, "bare", str(tmp_path)])
+    program = [sys.executable, TRAINING, "bare", str(tmp_path)]
+    line = launcher.command(4, program)
+    if launcher.family == "mpich":  # its flags are for ranks on one host
+        line = [launcher.path, "-n", "4", *program]
     as_root = {name: "1" for name in launcher.environment({}) if name.startswith("OMPI_ALLOW")}
     ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *line, **as_root)
     assert ended.code == 0, ended.said
@@ -52,7 +55,8 @@ def test_asynccoll_run_starts_ranks_on_its_own_node(
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2"]
     ended = cluster.call(*within, *line, TRAINING, "bare", str(tmp_path))
     assert ended.code == 0, ended.said
-    assert len({one["slurm_node"] for one in training.ranks(tmp_path, 2, backend="mpi")}) == 1
+    found = training.ranks(tmp_path, 2, backend="mpi", nodes=1)
+    assert len({one["slurm_node"] for one in found}) == 1
 
 
 def test_srun_as_the_launcher_of_mpi(cluster: Cluster, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ ENDED_FILE = "ended.txt"
 
 #: Names the process that has started this one. Gone once it has been read: its own children have another.
 LAUNCHER = "ASYNCCOLL_LAUNCHER"
+#: Names variables that only the launcher between is to heed: a program may start another one itself.
+NOT_FOR_RANKS = "ASYNCCOLL_NOT_FOR_RANKS"
 _PR_SET_PDEATHSIG = 1
 _CANNOT_EXECUTE = 126
 
@@ -58,6 +60,7 @@ def main() -> None:
     die_with_launcher()
     if kind == "program":
         _become(target, arguments)
+    forget_launcher()
     error_file = _error_file()
     if error_file and not faulthandler.is_enabled():
         faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
@@ -102,6 +105,12 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or (launcher and _is_gone(launcher)):
         os._exit(128 + signal.SIGKILL)
+
+
+def forget_launcher() -> None:
+    """Remove what was for the launcher between only."""
+    for name in os.environ.pop(NOT_FOR_RANKS, "").split():
+        os.environ.pop(name, None)
 
 
 def launching() -> dict[str, str]:

@@ -88,8 +88,9 @@ def _launch(
 ) -> int:
     """``directories``: those that go away with this process."""
     processes.adopt_orphans()
+    ended = threading.Event()
     passing.on_stop_signals(
-        _raise_stop,
+        lambda number: None if ended.is_set() else _raise_stop(number),
         stuck=lambda number: _give_up(number, directories),
     )
     assert config.logs_specs is not None, "torchrun always has some"
@@ -98,13 +99,14 @@ def _launch(
         _await_first_host(config)
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
+        ended.set()  # a signal cuts nothing short that is still to be told
         processes.kill_children()  # who is told may start the next job
         failures = [_failure(rank, one, error_files[one.local_rank]) for rank, one in error.failures.items()]
         print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)
         return exit_code(first_failure(failures))
-    except SignalException as stop:
+    except _StopError as stop:
         processes.kill_children()
-        return _say_stopped(stop.sigval)
+        return passing.say_stopped(stop.number)
     except RendezvousTimeoutError:
         return _say_others_missing(config)
     except (DistNetworkError, DistStoreError, RendezvousConnectionError, _UnreachableError) as error:
@@ -152,22 +154,27 @@ def _say_others_missing(config: LaunchConfig) -> int:
     return 1
 
 
-def _say_stopped(number: signal.Signals) -> int:
-    said = "interrupted" if number == signal.SIGINT else f"got {number.name}"
-    print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
-    return 128 + number
-
-
 def _give_up(number: signal.Signals, directories: Sequence[Path]) -> None:
     """End this process from beside its main thread, which waits for other hosts in torch's code."""
-    processes.kill_children()
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-    os._exit(_say_stopped(number))
+    try:
+        processes.kill_children()
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        passing.say_stopped(number)
+    finally:
+        os._exit(128 + number)
+
+
+class _StopError(SignalException):
+    """The signal that ends the job; torch elastic passes its ``sigval`` on to the ranks."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"got {number.name}", sigval=passing.for_ranks(number))
+        self.number = number
 
 
 def _raise_stop(number: signal.Signals) -> None:
-    raise SignalException(f"got {number.name}", sigval=number)
+    raise _StopError(number)
 
 
 def _torchrun_arguments(request: RunRequest) -> list[str]:
@@ -329,7 +336,7 @@ def _passing_directory(prefix: str) -> Iterator[Path]:
 
 
 def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
-    """Kill what ranks of the attempt before have left running; the error files of the last attempt's ranks.
+    """End what ranks of the attempt before have left running; the error files of the last attempt's ranks.
 
     By local rank, as torch elastic decides it, before it starts them: a failure tells of one that was written
     only, and the directory for logs may have those of other runs.
@@ -338,7 +345,7 @@ def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
     decide = logs.reify
 
     def reify(envs: dict[int, dict[str, str]]) -> LogsDest:
-        processes.kill_children()
+        processes.end_children()
         decided = decide(envs)
         files.update(decided.error_files)
         return decided

@@ -137,9 +137,7 @@ def _ended(
 ) -> int:
     """Tell how it ended; the exit code of ``asynccoll run``."""
     if stopped:
-        said = "interrupted" if stopped[0] == signal.SIGINT else f"got {stopped[0].name}"
-        print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
-        return 128 + stopped[0]
+        return passing.say_stopped(stopped[0])
     if code:
         failures = [one for rank in range(ranks) if (one := _failure(errors, rank)) is not None]
         said = report(failures) if failures else _unrecorded(code, errors, first, launcher, flights)

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from asynccoll.errors import BackendNotFoundError
+from asynccoll.launch import child
 
 __all__ = ["Mpiexec", "find"]
 
@@ -28,7 +29,7 @@ class Mpiexec:
     """One mpiexec program, and what its family wants to be told."""
 
     path: str
-    family: str  # "openmpi", "intel", or "mpich" and its other relatives
+    family: str  # "openmpi", "intel", "mpich" with its other relatives, or "other"
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         """The command line that starts ``ranks`` ranks of ``program`` on this host."""
@@ -36,29 +37,29 @@ class Mpiexec:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """``environ`` as this launcher needs it; what is set there stays."""
-        added = _VARIABLES[self.family]
-        if self.family == "openmpi" and os.geteuid() == 0:
+        if self.family != "openmpi":
+            return dict(environ)
+        ours = {child.NOT_FOR_RANKS: " ".join(name for name in _NOT_SLURM if name not in environ)}
+        if os.geteuid() == 0:
             # Containers run as root; torchrun and MPICH do not ask either.
-            added = {**added, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return {**added, **environ}
+            ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return {**_NOT_SLURM, **ours, **environ}
 
 
 #: What the programs of Open MPI call themselves: up to version 4.1 "mpiexec (OpenRTE)".
 _OPENMPI = ("open mpi", "open-mpi", "openrte", "prte")
 
 #: More ranks than cores are allowed, and no rank is tied to a core: its progress thread needs another.
+#: All ranks are for this host. In a job of SLURM the launchers would take its nodes, and have srun start
+#: ranks there, which in a task of its own waits for ever.
 _FLAGS = {
     "openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
     "intel": ("-launcher", "fork", "-hosts", "localhost"),
-    "mpich": (),
+    "mpich": ("-rmk", "user", "-launcher", "fork"),
+    "other": (),
 }
-#: All ranks are for this host. In a job of SLURM the launchers would take its nodes, and have srun start
-#: ranks there, which in a task of its own waits for ever. (Two names: Open MPI up to version 4, and from 5.)
-_VARIABLES: dict[str, dict[str, str]] = {
-    "openmpi": {f"{name}_MCA_{part}": "^slurm" for name in ("OMPI", "PRTE") for part in ("plm", "ras")},
-    "intel": {},
-    "mpich": {"HYDRA_RMK": "user", "HYDRA_LAUNCHER": "fork"},
-}
+#: The same for Open MPI, whose flags for it differ: up to version 4, and from 5.
+_NOT_SLURM = {f"{name}_MCA_{part}": "^slurm" for name in ("OMPI", "PRTE") for part in ("plm", "ras")}
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +81,9 @@ def find() -> Mpiexec:
     said = (told.stdout + told.stderr).lower()
     if any(name in said for name in _OPENMPI):
         return Mpiexec(found, "openmpi")
-    return Mpiexec(found, "intel" if "intel" in said else "mpich")
+    if "intel(r) mpi" in said:
+        return Mpiexec(found, "intel")
+    return Mpiexec(found, "mpich" if "hydra" in said else "other")
 
 
 def _beside_python() -> str | None:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from asynccoll.launch import child, processes
 
-__all__ = ["launched", "on_stop_signals", "pass_on"]
+__all__ = ["for_ranks", "launched", "on_stop_signals", "pass_on", "say_stopped"]
 
 #: Ctrl-C, ``kill``, the end of a terminal, Ctrl-\\: the last two may be ignored, and then are (``nohup``).
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _STOPPING = (*_ALWAYS, signal.SIGHUP, signal.SIGQUIT)
+#: How soon what is typed is passed on after a shell has put this process in the foreground.
+_LOOK_SECONDS = 0.1
 
 
 @contextlib.contextmanager
@@ -30,14 +34,20 @@ def launched(
     """Another launcher, by its command line, which dies with this process; at an error it is stopped.
 
     It has a session of its own: Ctrl-C on a terminal would reach it beside what is passed on, and at the
-    second mpiexec leaves at once, with ranks that have not cleaned up.
+    second mpiexec leaves at once, with ranks that have not cleaned up. The terminal is not that session's, so
+    what is typed is passed on as well. (Not where only that session could find it: see ``processes``.)
     """
+    apart = sys.platform == "linux"
+    typed = apart and stdin is None and os.isatty(0)
     running = subprocess.Popen(
         [sys.executable, child.__file__, "program", *line],
         env={**environ, **child.launching()},
-        stdin=stdin,
-        start_new_session=True,
+        stdin=subprocess.PIPE if typed else stdin,
+        bufsize=0,
+        start_new_session=apart,
     )
+    if typed:
+        threading.Thread(target=_type, args=(running,), name="asynccoll-typed", daemon=True).start()
     try:
         yield running
     except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
@@ -45,9 +55,42 @@ def launched(
         raise
 
 
+def _type(running: subprocess.Popen[bytes]) -> None:
+    """Pass what is typed on to a launcher while it runs; in the background nothing is typed for this job."""
+    assert running.stdin is not None
+    with contextlib.suppress(OSError), running.stdin as pipe:  # that launcher, or the terminal, may be gone
+        while running.returncode is None:
+            if not _in_foreground():
+                time.sleep(_LOOK_SECONDS)
+            elif select.select([0], [], [], _LOOK_SECONDS)[0]:
+                if not (text := os.read(0, 4096)):
+                    return
+                pipe.write(text)
+
+
+def _in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # not the terminal of this session: no shell shares it with us
+        return True
+
+
 def pass_on(number: signal.Signals, running: subprocess.Popen[bytes]) -> None:
-    """Have a launcher stop its ranks: at a hangup, say, it might only end itself."""
-    running.send_signal(number if number in _ALWAYS else signal.SIGTERM)
+    """Have a launcher stop its ranks."""
+    running.send_signal(for_ranks(number))
+
+
+def for_ranks(number: signal.Signals) -> signal.Signals:
+    """What ranks, or their launcher, get for a signal: SIGTERM for a hangup, which they may not handle."""
+    return number if number in _ALWAYS else signal.SIGTERM
+
+
+def say_stopped(number: signal.Signals) -> int:
+    """Tell why all ranks were stopped, if anybody can be told; the exit code of ``asynccoll run``."""
+    said = "interrupted" if number == signal.SIGINT else f"got {number.name}"
+    with contextlib.suppress(OSError):  # the terminal has hung up
+        print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:
@@ -69,18 +112,20 @@ def on_stop_signals(
 ) -> None:
     """Call ``first`` for the first signal that stops a job; kill all children at the second.
 
+    Hangups do not count as such: one may be told twice, by the shell and the kernel, and with SIGTERM.
     A rank that waits in native code does not notice SIGINT, so three seconds after it what is left gets
     SIGTERM. (SIGTERM is never sent twice: a handler that saves a checkpoint would be entered again.) And
     if it is this process that waits in native code, so that ``first`` cannot be called by then, ``stuck``
     is called on another thread.
     """
     noticed = threading.Event()
+    counted: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGHUP:
+            counted.append(number)
         if noticed.is_set():
-            if (
-                number != signal.SIGHUP
-            ):  # the end of a terminal may be told twice: by its shell, and the kernel
+            if len(counted) > 1:
                 processes.signal_children(signal.SIGKILL)
             return
         noticed.set()

@@ -22,6 +22,7 @@ def main(plan: bytes) -> None:
     from asynccoll.launch import child
 
     child.die_with_launcher()
+    child.forget_launcher()
     rank, local_rank = _place()
     task = pickle.load(pickles)  # noqa: S301
     try:

@@ -12,11 +12,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-__all__ = ["INTERRUPT_GRACE_S", "adopt_orphans", "children", "end", "kill_children", "signal_children"]
+__all__ = [
+    "INTERRUPT_GRACE_S",
+    "adopt_orphans",
+    "children",
+    "end",
+    "end_children",
+    "kill_children",
+    "signal_children",
+]
 
 #: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
 INTERRUPT_GRACE_S = 3.0
@@ -54,7 +62,11 @@ def children() -> list[int]:
 
 def signal_children(number: signal.Signals) -> None:
     """Send a signal to every child and, where it leads a group, to all of that group."""
-    for pid in children():
+    _signal(children(), number)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == pid:
                 os.killpg(pid, number)
@@ -62,15 +74,30 @@ def signal_children(number: signal.Signals) -> None:
                 os.kill(pid, number)
 
 
+def end_children() -> None:
+    """End all descendants: by SIGTERM, which each child gets once; what is left after a while is killed."""
+    told: set[int] = set()
+    deadline = time.monotonic() + INTERRUPT_GRACE_S
+    while (left := children()) and time.monotonic() < deadline:
+        _signal([pid for pid in left if pid not in told], signal.SIGTERM)
+        told.update(left)
+        _reap()
+    kill_children()
+
+
 def kill_children() -> None:
     """Kill and reap all descendants: killed children hand theirs to us, until none is left."""
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while children() and time.monotonic() < deadline:
         signal_children(signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(_REAP_INTERVAL_S)
+        _reap()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    time.sleep(_REAP_INTERVAL_S)
 
 
 def end(started: Sequence[BaseProcess]) -> None:

@@ -366,7 +366,10 @@ def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
                 horovod.run(planned_rank.main, (_plan(told),), num_proc=ranks, hosts=hosts, use_gloo=True)
         except RuntimeError as error:
             raise failed(told, range(ranks), {}, str(error)) from None
-        except ValueError as error:  # its word for hosts that cannot be
+        except ValueError as error:
+            if hosts is None:
+                raise
+            # Its word for hosts that cannot be.
             raise InvalidArgumentError(f"hosts={hosts!r} for {ranks} ranks: {error}") from error
 
 
