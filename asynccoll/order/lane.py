@@ -427,7 +427,10 @@ class Lane:
         """Whether an operation or unsettled refusal still needs ``rank``, which left after call ``made``."""
         index = self.group.ranks.index(rank)
         return self._epochs.unsettled is not None or any(
-            operation.sequence > made if operation.sequence else operation.peer == index
+            operation.sequence > made
+            if operation.sequence
+            # That rank may have received it since the progress thread has looked last.
+            else operation.peer == index and not operation.completion.poll()
             for operation in self.outstanding()
         )
 

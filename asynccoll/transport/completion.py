@@ -58,6 +58,10 @@ class Completion:
         """Whether the operation has finished or failed."""
         raise NotImplementedError
 
+    def poll(self) -> bool:
+        """Whether it is done, looking anew where somebody has to; if so, callbacks have been called."""
+        return self.done()
+
     def landed(self) -> bool:
         """Whether the operation has also run on the device, where ``done`` only means that it was issued."""
         return self.done()
@@ -127,6 +131,10 @@ class Promise(Completion):
 
     def done(self) -> bool:
         return self._done
+
+    def poll(self) -> bool:
+        """Also whether what it waits for now is over, after which somebody goes on with it."""
+        return self._done or (self.source is not None and self.source.poll())
 
     def writing(self) -> bool:
         source = self.source
@@ -207,6 +215,9 @@ class AllOf(Completion):
 
     def writing(self) -> bool:
         return any(part.writing() for part in self.parts)
+
+    def poll(self) -> bool:
+        return all(part.poll() for part in self.parts)
 
     def landed(self) -> bool:
         return all(part.landed() for part in self.parts)

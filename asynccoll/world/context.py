@@ -502,19 +502,29 @@ class Context:
         lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)
         if not lost:
             return None
-        who = ", ".join(self.liveness.describe(rank) for rank in lost)
-        gone = "has left its world (finalize)" if set(lost) <= left.keys() else "is gone"
         # An error without a cause is ours, not a library's, and says only that these ranks have left.
         heard = f"; {error if error is not None and error.__cause__ else f'{lane} cannot go on'}"
-        words = [said for rank in lost if (said := self.liveness.last_words(rank))]
-        last = f" ({words[0].removeprefix(_LEFT)})" if len(lost) == 1 and words else ""
         named = PeerLostError(
-            f"{who} {gone}{last}{heard}{self._skipped(lane, lost, left)}{self.dump()}",
+            f"{self._ended(lost, left)}{heard}{self._skipped(lane, lost, left)}{self.dump()}",
             lost,
             left=tuple(rank for rank in lost if rank in left),
         )
         named.__cause__ = error.__cause__ if error is not None else None
         return named
+
+    def _ended(self, lost: tuple[int, ...], left: Iterable[int]) -> str:
+        """Return which of ``lost`` have ``left``, and which are gone; of the first, if it is alone, how."""
+        leavers = tuple(rank for rank in lost if rank in left)
+        others = tuple(rank for rank in lost if rank not in leavers)
+        told = [
+            f"{', '.join(map(self.liveness.describe, ranks))} {how}"
+            for ranks, how in ((leavers, "has left its world (finalize)"), (others, "is gone"))
+            if ranks
+        ]
+        first = leavers or others
+        if len(first) == 1 and (words := self.liveness.last_words(first[0])):
+            told[0] += f" ({words.removeprefix(_LEFT)})"
+        return ", and ".join(told)
 
     def _guilty(
         self,
