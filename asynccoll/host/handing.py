@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["hand_over", "handed", "listen"]
+__all__ = ["hand_over", "handed", "listen", "received"]
 
 _SOCKET = "memory"
 #: For a launcher that is behind, or stopped; then it never learns what this rank has recorded.
@@ -44,6 +44,14 @@ def hand_over(directory: str, rank: int, descriptor: int) -> None:
         socket.send_fds(sending, [f"{rank} {os.getpid()} {_numbering()}".encode()], [descriptor])
 
 
+def received(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """Receive a message with descriptors, which programs that this process executes do not inherit."""
+    data, found, _, _ = socket.recv_fds(line, size, most)  # ignores its flags, also MSG_CMSG_CLOEXEC
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    return data, found
+
+
 def handed(listening: socket.socket) -> Iterator[tuple[int, int, int]]:
     """What has been sent so far: ranks, their processes, and descriptors, which the caller closes.
 
@@ -51,14 +59,13 @@ def handed(listening: socket.socket) -> Iterator[tuple[int, int, int]]:
     """
     while True:
         try:
-            said, descriptors, _, _ = socket.recv_fds(listening, 64, 1)  # ignores its flags
+            said, descriptors = received(listening, 64, 1)
         except OSError:  # that was all
             return
         rank, pid, numbering = map(int, said.split())
         if numbering != _numbering():
             pid = -1 - rank
         for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
             yield rank, pid, descriptor
 
 

@@ -20,6 +20,7 @@ from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import mismatch
 from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
+from asynccoll.host.handing import received
 from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.host.words import encoded
 from asynccoll.memory.aliasing import may_overlap
@@ -96,6 +97,7 @@ __all__ = [
     "of_torch",
     "own_device",
     "progress",
+    "received",
     "reduce_chunks",
     "shown",
     "uncast",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from asynccoll.backends.api import received
 from asynccoll.backends.memory.arena import PAGE, Arena, map_region
 
 __all__ = ["MOST_RANKS", "Descriptors", "Failed", "Meeting", "hand_in", "own", "prove", "write_words"]
@@ -134,7 +135,7 @@ class Meeting:
 
     def _take(self, connection: socket.socket) -> tuple[int, Descriptors] | None:
         """Return which rank has connected, and its descriptors; None if it does not know the token."""
-        data, found = _received(connection, _TOKEN_BYTES + 4, 3)
+        data, found = received(connection, _TOKEN_BYTES + 4, 3)
         if data[:_TOKEN_BYTES] == self.token and len(found) == 3:
             return int.from_bytes(data[_TOKEN_BYTES:], "little"), Descriptors(*found)
         for descriptor in found:
@@ -155,7 +156,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
             if _user_of(line) != os.geteuid():
                 raise Failed("the first rank of this host belongs to another user")
             socket.send_fds(line, [bytes.fromhex(token) + index.to_bytes(4, "little")], list(mine.all()))
-            _, found = _received(line, 16, 3 * count)
+            _, found = received(line, 16, 3 * count)
     except OSError as error:
         raise Failed(f"the first rank of this host cannot be reached: {error}") from error
     if len(found) != 3 * count:
@@ -166,14 +167,6 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
     everything[index].close()  # copies of this rank's own
     everything[index] = mine
     return everything
-
-
-def _received(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """Receive a message with descriptors, which programs that this process executes do not inherit."""
-    data, found, _, _ = socket.recv_fds(line, size, most)  # ignores its flags, also MSG_CMSG_CLOEXEC
-    for descriptor in found:
-        os.set_inheritable(descriptor, False)
-    return data, found
 
 
 def _user_of(connection: socket.socket) -> int:
