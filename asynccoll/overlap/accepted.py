@@ -6,7 +6,7 @@ Knows nothing of reducers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import pairwise
 from numbers import Real
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_unaliased",
     "check_whole",
     "ddp_models",
+    "has_any_of",
     "is_part",
     "module_with_buffers",
     "named_in",
@@ -183,6 +184,11 @@ def named_in(model: object) -> Callable[[torch.Tensor], str]:
         return f"{told} of shape {list(parameter.shape)}"
 
     return named
+
+
+def has_any_of(optimizer: torch.optim.Optimizer, ids: Container[int]) -> bool:
+    """Whether ``optimizer`` steps a tensor whose ``id`` is one of ``ids``."""
+    return any(id(x) in ids for given in optimizer.param_groups for x in given["params"])
 
 
 def replaced_in(model: object, parameters: Iterable[torch.Tensor]) -> Callable[[], str]:

@@ -50,6 +50,7 @@ from asynccoll.overlap.accepted import (
     check_place,
     check_reduce_dtype,
     check_whole,
+    has_any_of,
     module_with_buffers,
     named_in,
     place_in,
@@ -120,8 +121,8 @@ class GradientReducer(Companion):
     - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
       ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
       ``InvalidArgumentError``, and adds nothing to the gradients of the first; an optimizer's step raises it,
-      too. The await raises the errors of
-      a collective; after a cancelled or timed-out await the next one continues the same step.
+      too. The await raises the errors of a collective; after a cancelled or timed-out await the next one
+      continues the same step.
     - ``with`` (or ``async with``) closes it at the end; ``close()`` removes its hooks from backward.
 
     Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
@@ -150,12 +151,8 @@ class GradientReducer(Companion):
         init_sync: bool = True,
         broadcast_buffers: bool | torch.nn.Module = False,
     ) -> None:
-        self._source = source_of(model)
-        self._named, self._sparse, self._replaced_in = (
-            named_in(model),
-            partial(sparse_of, model),
-            partial(replaced_in, model),
-        )
+        self._source, self._named = source_of(model), named_in(model)
+        self._sparse, self._replaced_in = partial(sparse_of, model), partial(replaced_in, model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
         check_initialized(parameters)
         check_whole(parameters)
@@ -405,8 +402,7 @@ class GradientReducer(Companion):
             raise InvalidArgumentError(told)
 
     def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        mine = self._identity[2]
-        return any(id(x) in mine for given in optimizer.param_groups for x in given["params"])
+        return has_any_of(optimizer, self._identity[2])
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` steps, if it has our parameters: the last of each group is looked up."""

@@ -39,6 +39,7 @@ from asynccoll.overlap.accepted import (
     check_scaler,
     check_unaliased,
     check_whole,
+    has_any_of,
     place_in,
     share_out,
 )
@@ -260,12 +261,9 @@ class ShardedLayers(Uncopied, nn.Module):
 
     def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of ``optimizer``, if it has parts, between a wait that was cut short and its end."""
-
-        def concerns() -> bool:
-            ours = {id(shard) for shard in self.shards}
-            return any(id(x) in ours for given in optimizer.param_groups for x in given["params"])
-
-        self._methods.check_finished("a step of the optimizer", concerns)
+        self._methods.check_finished(
+            "a step of the optimizer", lambda: has_any_of(optimizer, {id(x) for x in self.shards})
+        )
 
     # Checkpoints
 

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
+from asynccoll.overlap.accepted import has_any_of
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, Gradients, assign
 from asynccoll.overlap.gradients import GradientReducer
@@ -213,8 +214,7 @@ class ShardReducer(GradientReducer):
             raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
 
     def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        mine = {id(bucket.shard) for bucket in self.buckets}
-        return any(id(x) in mine for given in optimizer.param_groups for x in given["params"])
+        return has_any_of(optimizer, {id(bucket.shard) for bucket in self.buckets})
 
     def needed(self, **agreement: Any) -> Steps[bool]:
         """Return whether a step has to await the gradients: not if they are reduced and no rank has new ones.
