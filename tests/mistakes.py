@@ -99,8 +99,8 @@ _SEEDED = (
     ("transport/completion.py", "            self._event.set()\n", "            pass\n"),
     (
         "transport/completion.py",
-        "call_each(iter(callbacks))",
-        "call_each(iter(callbacks[:1]))",
+        "host.call_each(callbacks)",
+        "host.call_each(callbacks[:1])",
     ),
     (
         "waiting/loops.py",

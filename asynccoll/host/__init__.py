@@ -3,6 +3,7 @@
 Must not know what a collective is: the layers above pass in functions, values and protocols.
 """
 
+from asynccoll.host.each import call_each
 from asynccoll.host.primitives import (
     Condition,
     Event,
@@ -29,6 +30,7 @@ __all__ = [
     "RLock",
     "SimpleQueue",
     "Thread",
+    "call_each",
     "current_thread",
     "get_ident",
     "gethostname",

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook, which joins pools, must be registered before ours
-import contextlib
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
+from asynccoll.host.each import call_each
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.words import plural
 
@@ -94,9 +95,7 @@ class _Ending(Generic[W]):
         self._over.set()
         if self._guard is not None:
             self._guard.join()  # what it does is bounded in time, and Python must not end while it runs
-        with contextlib.ExitStack() as ends:  # all worlds, whatever one raises
-            for context in self._worlds():
-                ends.callback(self._leave, context)
+        call_each(partial(self._leave, context) for context in self._worlds())
 
     def _leave(self, context: W) -> None:
         out, abort = context.outstanding(), True  # also if Ctrl-C ends the wait

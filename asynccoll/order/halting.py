@@ -11,11 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asynccoll import host
 from asynccoll.order.cut import Cut, Epochs, Refusal, Verdict, end_of
-from asynccoll.transport.completion import call_each
 
 if TYPE_CHECKING:
-    from asynccoll import host
     from asynccoll.errors import CollectiveError
     from asynccoll.order.operation import Operation, Order
     from asynccoll.order.outstanding import Outstanding
@@ -217,4 +216,4 @@ class Halting:
 
     def _fail_all(self, lost: list[Lost]) -> None:
         """Fail the lost operations, then issue what the queue may issue now."""
-        call_each(iter([*(partial(one.fail, error) for one, error in lost), self._queue.drive]))
+        host.call_each([*(partial(one.fail, error) for one, error in lost), self._queue.drive])

@@ -45,7 +45,7 @@ from asynccoll.order.queue import Queue
 from asynccoll.order.records import Records
 from asynccoll.order.stepping import Stepping, waiting
 from asynccoll.order.turns import Turns
-from asynccoll.transport.completion import Completion, Promise, Ready, call_each
+from asynccoll.transport.completion import Completion, Promise, Ready
 
 if TYPE_CHECKING:
     from asynccoll.order.needs import Members, Subject, World
@@ -412,7 +412,7 @@ class Lane:
             jobs = [*self.queue.clear(), *self._epochs.end()]
         ends = [*(job.fail for job in jobs), *(operation.fail for operation in self.outstanding())]
         # ``drive`` passes its turn to other lanes, if it has one.
-        call_each(iter([*(partial(end, error) for end in ends), self.queue.drive]))
+        host.call_each([*(partial(end, error) for end in ends), self.queue.drive])
 
     def lose(self, error: CollectiveError) -> None:
         """Break the lane off (a rank is gone, or calls are out of step), and tell ranks that wait for it."""
@@ -478,4 +478,4 @@ class Lane:
             self._out.clear,
             partial(self._connection.close, abort=abort),
         ]
-        call_each(iter(steps))
+        host.call_each(steps)

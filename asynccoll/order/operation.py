@@ -15,7 +15,7 @@ from asynccoll.errors import AsyncCollError, CollectiveError, forget_frames
 from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
-from asynccoll.transport.completion import Completion, Ready, call_each
+from asynccoll.transport.completion import Completion, Ready
 
 if TYPE_CHECKING:
     from asynccoll.order.needs import Members, World
@@ -228,7 +228,7 @@ class Operation:
     def _wake(self) -> None:
         with _wakers_lock:
             wakers, self._wakers = self._wakers or [], []
-        call_each(iter(wakers))
+        host.call_each(wakers)
 
     def fail(self, error: CollectiveError) -> None:
         """End the waiting with ``error``, although the native operation may still be in flight."""

@@ -81,9 +81,8 @@ class StartOrder:
         self._leads = group.rank == 0
         self._lock = host.Lock()
         self._requests: deque[OrderedLane] = deque()  # on the leader: one entry for each queued operation
-        self._next: tuple[OrderedLane, int] | None = (
-            None  # on the leader: what is announced next, once chosen
-        )
+        #: on the leader: what is announced next, once chosen
+        self._next: tuple[OrderedLane, int] | None = None
         self._starting = False  # on the leader: an operation was announced, and has calls to make
         self._announced = 0  # the number of the next announcement
         self._released = host.Event()  # on a follower: the operation it started has made its last call

@@ -7,39 +7,17 @@ lanes and programs (calls made of several native ones) are written against it al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from asynccoll import host
 from asynccoll.host.forks import renew
 
-__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready", "call_each"]
+__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
 #: Held while any promise changes, for a moment; nothing is allocated under it.
 _settling = host.Lock()
 renew(_settling)
-
-
-def call_each(callbacks: Iterator[Callback]) -> None:
-    """Call ``callbacks``: where one raises, the others are called all the same.
-
-    Then the first error is raised, or what is no ``Exception`` (Ctrl-C).
-    """
-    first: BaseException | None = None
-    going = True
-    while going:
-        try:
-            for callback in callbacks:
-                callback()
-            going = False
-        except BaseException as error:
-            if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
-                first = error
-    if first is not None:
-        try:
-            raise first
-        finally:
-            del first  # whose traceback has this frame
 
 
 class Completion:
@@ -183,7 +161,7 @@ class Promise(Completion):
         # No lock: once the promise is done, ``add_callback`` adds none.
         callbacks, self._callbacks = self._callbacks, []
         if callbacks:
-            call_each(iter(callbacks))
+            host.call_each(callbacks)
 
     def follow(self, completion: Completion) -> None:
         """Complete when ``completion`` does, and with its error."""

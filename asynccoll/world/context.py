@@ -40,7 +40,6 @@ from asynccoll.host.store import Clients, is_of_store
 from asynccoll.host.words import listed
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.plan.spec import Policy
-from asynccoll.transport.completion import call_each
 from asynccoll.waiting.children import Children
 from asynccoll.world.group import Group
 
@@ -143,7 +142,7 @@ class Context:
         try:
             self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
         except BaseException:  # nobody gets this context, to close it
-            call_each(iter([partial(backend.close, abort=True), self.recorder.close]))
+            host.call_each([partial(backend.close, abort=True), self.recorder.close])
             raise
         self._shifts = Shifts(self.rank, self.recorder, self.liveness.seen)
         self.confirmations: Confirmations = Confirmations(self.rank, self.liveness.tell)
@@ -360,14 +359,14 @@ class Context:
             self.confirmations.close,
             *(() if abort else [self._say_how_far]),
             partial(self._helpers.join, ABORT_SECONDS),
-            lambda: call_each(partial(group.close, abort=abort) for group in self._sorted_groups()),
+            lambda: host.call_each(partial(group.close, abort=abort) for group in self._sorted_groups()),
             partial(self.backend.close, abort=abort),
             partial(self._leave, min(patience, ABORT_SECONDS) if abort else patience),
             self.liveness.close,
             *([self.clients.close] if self.clients is not None else ()),
             self.recorder.close,
         ]
-        call_each(iter(steps))
+        host.call_each(steps)
 
     def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
         """Record how this rank leaves (``layout.ENDINGS``) in memory that peers on its node can read."""

@@ -28,7 +28,6 @@ from asynccoll.order.needs import World
 from asynccoll.order.start_order import StartOrder
 from asynccoll.plan.spec import Topology, equal_nodes, place_of
 from asynccoll.transport.communicator import Opening
-from asynccoll.transport.completion import call_each
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -295,9 +294,9 @@ class Group:
         steps: list[Callable[[], object]] = [
             *([self._start_order.close] if self._start_order is not None else ()),
             self._join_closers,
-            lambda: call_each(partial(lane.close, abort=abort) for lane in self.lanes()),
+            lambda: host.call_each(partial(lane.close, abort=abort) for lane in self.lanes()),
         ]
-        call_each(iter(steps))
+        host.call_each(steps)
 
     def _join_closers(self) -> None:
         with self._lock:

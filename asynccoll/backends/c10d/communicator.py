@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from time import monotonic
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch._C._distributed_c10d as _native  # torch.distributed re-exports onl
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp, uncast
+from asynccoll.backends.api import Communicator, Completion, ReduceOp, host, uncast
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
 from asynccoll.backends.c10d.unprofiled import Unprofiled
@@ -212,13 +212,13 @@ class C10dCommunicator:
         self._channels = previous._channels
 
     def close(self) -> None:
-        with contextlib.ExitStack() as ends:  # all of it, whatever one raises; what is added last comes first
-            ends.callback(self._destroy)
-            ends.callback(self._channels.close, _abort, aborted=self._aborted)
-            for part in reversed(self.parts or ()):
-                ends.callback(part.close)
-            if not self._aborted:
-                ends.callback(self._await_others)
+        steps: list[Callable[[], object]] = [
+            *(() if self._aborted else [self._await_others]),
+            *(part.close for part in self.parts or ()),
+            partial(self._channels.close, _abort, aborted=self._aborted),
+            self._destroy,
+        ]
+        host.call_each(steps)
 
     def _destroy(self) -> None:
         held = list(self._transports.values())
@@ -228,12 +228,12 @@ class C10dCommunicator:
 
     def abort(self) -> None:
         self._aborted = True
-        with contextlib.ExitStack() as ends:  # of all, whatever one raises; what is added last comes first
-            ends.callback(self._abort_collectives)
-            for pair in self._channels.natives():
-                ends.callback(_abort, pair)
-            for part in self.parts or ():
-                ends.callback(part.abort)
+        steps: list[Callable[[], object]] = [
+            *(part.abort for part in self.parts or ()),
+            *(partial(_abort, pair) for pair in self._channels.natives()),
+            self._abort_collectives,
+        ]
+        host.call_each(steps)
 
     def _abort_collectives(self) -> None:
         for to in list(self._transports.values()):
@@ -242,11 +242,7 @@ class C10dCommunicator:
 
 def end_all(parts: Sequence[Communicator]) -> None:
     """Abort and close ``parts``, all of them, whatever one raises."""
-    with contextlib.ExitStack() as ends:  # what is added last comes first
-        for part in parts:
-            ends.callback(part.close)
-        for part in parts:
-            ends.callback(part.abort)
+    host.call_each([*(part.abort for part in parts), *(part.close for part in parts)])
 
 
 def _shut_down(held: list[Transport]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp
+from asynccoll.backends.api import Communicator, Completion, ReduceOp, host
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 
 __all__ = ["ByDevice"]
@@ -78,13 +78,7 @@ class ByDevice:
         self._rest.inherit(previous._rest)
 
     def close(self) -> None:
-        try:
-            self._near.close()
-        finally:  # other ranks wait for both
-            self._rest.close()
+        host.call_each([self._near.close, self._rest.close])  # other ranks wait for both
 
     def abort(self) -> None:
-        try:
-            self._near.abort()
-        finally:
-            self._rest.abort()
+        host.call_each([self._near.abort, self._rest.abort])
