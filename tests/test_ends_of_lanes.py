@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll import host
+from asynccoll import flight, host
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.communicator import C10dCommunicator
 from asynccoll.backends.memory.communicator import MemoryCommunicator
@@ -23,7 +23,7 @@ from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Verdict
 from asynccoll.order.operation import Estimate
 from asynccoll.testing import simulate
-from asynccoll.transport.completion import READY
+from asynccoll.transport.completion import READY, Completion
 from asynccoll.world.context import Context, Identity
 
 
@@ -62,6 +62,32 @@ def test_a_lane_whose_communicator_could_not_be_made_makes_it_for_the_next_call(
         with pytest.raises(OSError, match="no room"):
             lane.issue(Estimate("first"), lambda _: READY)
     assert lane.issue(Estimate("second"), lambda _: READY).done()
+
+
+def test_a_call_is_recorded_before_native_code_gets_it() -> None:
+    """Native code may block in it, or end the process: then a launcher could not tell what was called."""
+    context = Context(SerialBackend(), Identity(), check="off")
+    lane, seen = context.world.lane("recorded"), []
+
+    def recorded() -> list[tuple[str, int, int, str]]:
+        found = flight.read(context.recorder.buffer)
+        assert found is not None
+        return [
+            (one.operation, one.sequence, found.reached("world", lane.key), one.state) for one in found.calls
+        ]
+
+    def start(_: object) -> Completion:
+        seen.append(recorded()[-1])
+        if len(seen) == 2:
+            raise OSError("no room")
+        return READY
+
+    lane.issue(Estimate("first"), start)
+    with pytest.raises(OSError, match="no room"):
+        lane.issue(Estimate("fails"), start)
+    assert recorded() == [("first", 1, 1, "in flight")]  # what was not accepted is not there
+    lane.issue(Estimate("second"), start)
+    assert seen == [(name, n, n, "in flight") for name, n in (("first", 1), ("fails", 2), ("second", 2))]
 
 
 @pytest.mark.parametrize("struck", ["abort first", "close first", "close last"])

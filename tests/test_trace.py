@@ -98,7 +98,7 @@ def test_what_was_waited_for_has_an_end_within_the_recording() -> None:
         world=SimpleNamespace(recorder=SimpleNamespace(ended=lambda ticket, now: None)),
     )
     timeline = ac.trace.Timeline()
-    operation = Operation(lane, Estimate("all_reduce"), 1, ends, NOWHERE, 30.0, host.monotonic())
+    operation = Operation(lane, Estimate("all_reduce"), 1, ends, NOWHERE, 30.0, host.monotonic(), 1)
 
     def hold() -> None:
         reached.set()

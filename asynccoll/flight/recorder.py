@@ -143,7 +143,7 @@ class Recorder:
         called: float,
         begun: float,
     ) -> int:
-        """Record an operation that was accepted. Returns its ticket, by which later events are recorded.
+        """Record an operation. Returns its ticket, by which later events are recorded.
 
         ``text`` is the number of its kind's text, from ``texts`` or ``learn``; ``begun`` is 0.0 if queued.
         """
@@ -155,6 +155,12 @@ class Recorder:
         if place and lane >= 0:
             self._places[lane * _LANE_WORDS] = place
         return ticket
+
+    def withdraw(self, ticket: int, lane: int, place: int) -> None:
+        """Delete the record of an operation that was not accepted; ``place`` is its lane's latest again."""
+        self._numbers[(ticket & _MASK) * WORDS] = 0
+        if lane >= 0:
+            self._places[lane * _LANE_WORDS] = place
 
     def begun(self, ticket: int, now: float) -> None:
         """Record that a queued operation is being issued."""

@@ -75,11 +75,8 @@ def _work(
 def _operation(what: str, completion: Completion, timeout: float | None) -> Operation:
     beside: Any = _Beside(current())
     limit = beside.world.timeout if timeout is None else timeout
-    operation = Operation(
-        beside, Estimate(f"adopted {what}"), 0, completion, caller(), limit, host.monotonic()
-    )
-    operation.ticket = _NO_TICKET
-    return operation
+    estimate = Estimate(f"adopted {what}")
+    return Operation(beside, estimate, 0, completion, caller(), limit, host.monotonic(), _NO_TICKET)
 
 
 class _Beside:

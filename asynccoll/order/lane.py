@@ -180,30 +180,37 @@ class Lane:
         places = self._places
         with self._lock:
             self._admitted_owner(stream).spot = spot
-            if (program is None or program.driven) and self.queue.is_free(stream):
-                # Start before anything else is recorded: recording it afterwards costs no latency.
+            direct = (program is None or program.driven) and self.queue.is_free(stream)
+            upcoming = places.next(what)
+            # Recorded before the native call, which may block, or end the process.
+            ticket = self.records.note(
+                estimate, line, size_bytes, of, stream or upcoming[1:3], called, begun=direct
+            )
+            if direct:
                 try:
-                    found = None if stream else self.announcing.call(line, *places.next(what))
+                    found = None if stream else self.announcing.call(line, *upcoming)
                     completion = self._made_unless(found, start)
                 except BaseException as error:  # from the backend, which may have sent something already
+                    self.records.withdraw(ticket, places.latest)
                     self._failing.not_taken(error, estimate.name, message=stream is not None)
                     raise
             if completion is not None:
                 ends, job = completion, program
             else:
+                if direct:
+                    self.records.held(ticket)
                 self._connection.open(waits=self.world.open_waits)
                 job = program or Job(as_called(start), None)
                 ends = job.promise
             sequence = 0 if stream else places.take()  # messages have no place in the order
             limit = self.world.timeout if timeout is None else timeout
-            operation = Operation(self, estimate, sequence, ends, line, limit, called)
+            operation = Operation(self, estimate, sequence, ends, line, limit, called, ticket)
             if stream is None:
                 operation.part = places.part
                 self._out.add(operation)
             else:
                 _, operation.peer, operation.tag = stream
                 self._out.add_apart(operation)
-            self.records.note(operation, line, size_bytes, of, queued=completion is None)
             if job is not None:
                 self._accept(job, operation, line, what, found, begun=completion is not None)
         if job is not None or found is not None:

@@ -113,7 +113,9 @@ class Operation:
         spot: Spot,
         timeout: float,
         called: float,
+        ticket: int,
     ) -> None:
+        """``ticket``: the number of its record in the flight recorder."""
         self.lane: Order = lane
         self.estimate: Estimate = estimate
         self.sequence: int = sequence
@@ -129,7 +131,7 @@ class Operation:
         self.part: int = 1  # which part of the call at its place it is, from 1 (``cut``)
         self.peer: int = -1  # for a message: the other rank's index in the group
         self.tag: int = 0  # for a message: its tag
-        self.ticket: int = 0  # the number of its entry in the flight recorder
+        self.ticket: int = ticket
         self._wakers: list[Callable[[], object]] | None = None
 
     @property
@@ -195,11 +197,17 @@ class Operation:
     def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
         """A new operation at the same place, with the same deadline; it is over with ``completion``."""
         follower = Operation(
-            self.lane, estimate, self.sequence, completion, self._spot, self._timeout, host.monotonic()
+            self.lane,
+            estimate,
+            self.sequence,
+            completion,
+            self._spot,
+            self._timeout,
+            host.monotonic(),
+            self.ticket,
         )
         follower.deadline = self.deadline
         follower.part, follower.peer, follower.tag = self.part, self.peer, self.tag
-        follower.ticket = self.ticket
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from asynccoll.order.operation import Estimate
 if TYPE_CHECKING:
     from asynccoll.flight import Recorder
     from asynccoll.order.needs import Subject
-    from asynccoll.order.operation import Operation
+    from asynccoll.order.ownership import Stream
 
 __all__ = ["Records"]
 
@@ -32,32 +32,45 @@ class Records:
         self.number: int = recorder.lane(group, key)
 
     def note(
-        self, operation: Operation, spot: Spot, size_bytes: int, of: Subject | None, *, queued: bool
-    ) -> None:
-        """Record that ``operation``, called at ``spot``, was accepted; sets its ``ticket``."""
-        recorder, estimate, called = self._recorder, operation.estimate, operation.started
+        self,
+        estimate: Estimate,
+        spot: Spot,
+        size_bytes: int,
+        of: Subject | None,
+        where: tuple[int, int] | Stream,
+        called: float,
+        *,
+        begun: bool,
+    ) -> int:
+        """Record an operation that was called at ``spot`` and is being started; not ``begun``: queued.
+
+        ``where``: its place and part; or the stream that a message belongs to. Returns its ticket.
+        """
+        place, part, peer = (*where, -1) if len(where) == 2 else (0, where[2], where[1])
+        recorder = self._recorder
         # Ids stand for objects that take longer to compare; ``learn`` keeps these alive as long as the key.
         key = (
             (estimate, id(spot[0]), spot[1])
             if of is None
             else (estimate, id(of.plan), of.shape, id(spot[0]), spot[1])
         )
-        operation.ticket = recorder.note(
-            recorder.texts.get(key) or self._describe(key, estimate, spot, of),
-            self.number,
-            operation.sequence,
-            operation.part if operation.peer < 0 else operation.tag,
-            operation.peer,
-            size_bytes,
-            called,
-            0.0 if queued else called,
-        )
+        text = recorder.texts.get(key) or self._describe(key, estimate, spot, of)
+        begins = called if begun else 0.0
+        return recorder.note(text, self.number, place, part, peer, size_bytes, called, begins)
 
     def _describe(self, key: Hashable, estimate: Estimate, spot: Spot, of: Subject | None) -> int:
         """Record the text for operations of this kind; returns its number."""
         said = "" if of is None else of.described()
         parts = (*self._names, estimate.name, said, str(spot.place))
         return self._recorder.learn(key, parts, (estimate, spot, of and of.plan))
+
+    def withdraw(self, ticket: int, latest: int) -> None:
+        """Delete the record of an operation that was not accepted; ``latest`` is the lane's latest place."""
+        self._recorder.withdraw(ticket, self.number, latest)
+
+    def held(self, ticket: int) -> None:
+        """Record that an operation that was begun has not started after all, and is queued."""
+        self._recorder.begun(ticket, 0.0)
 
     def begun(self, ticket: int) -> None:
         """Record that a queued operation is being issued."""
