@@ -189,6 +189,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 	@for one in gloo:test mpi:mpich; do \
 		$(MAKE) --no-print-directory faults BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 1000
+	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 100000 1 simulated
 	@$(MAKE) --no-print-directory kills
 
 # Those of files that start whole programs, or run many schedules, are left to `make test`.

@@ -1,6 +1,7 @@
 """Stalls drawn from a seed: one rank does not make a call, and every other is told who, what and where.
 
-`python tests/stalls.py COUNT [SEED]` tries so many on 2 to 8 ranks; `test_stalls.py` tries a few. Who stalls,
+`python tests/stalls.py COUNT [SEED]` tries so many on 2 to 8 ranks, with `simulated` behind it in simulated
+worlds, each with another order of its threads; `test_stalls.py` tries a few of both. Who stalls,
 in which call of which lane, what it called last and on which line are drawn alike on every rank; what each
 waiter must be told is worked out from that alone. Then the call is made, and its result must be right.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 import random
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import asynccoll as ac
+from asynccoll import host
+from asynccoll.testing import PCT, RandomWalk, simulate
 from patience import patient
 from ranks import Rank
 
@@ -51,12 +53,12 @@ def _plain(result: Any) -> Any:
 
 async def _arrived(me: Rank, work: Any) -> Any:
     """Its result, however often its time is over: now nobody is missing."""
-    deadline = time.monotonic() + patient(10)
+    deadline = host.monotonic() + patient(10)
     while True:
         try:
             return await me.get(work)
         except ac.CollectiveTimeoutError:
-            assert time.monotonic() < deadline, "it does not go on"
+            assert host.monotonic() < deadline, "it does not go on"
 
 
 async def stall(me: Rank, seeds: list[int]) -> list[float]:
@@ -83,13 +85,13 @@ async def stall(me: Rank, seeds: list[int]) -> list[float]:
             work = make(me, lane=lane)
             me.show(f"{number} goes on")
         else:
-            start = time.monotonic()
+            start = host.monotonic()
             work = make(me, lane=lane, timeout=timeout)
             try:
                 await me.get(work)
                 raise AssertionError(f"seed {seed}: nobody was missed")
             except ac.CollectiveTimeoutError as error:
-                late.append(time.monotonic() - start - timeout)
+                late.append(host.monotonic() - start - timeout)
                 said = f"seed {seed} on rank {me.rank}: {error}"
                 assert error.ranks == (culprit,), said
                 assert (error.operation, error.lane) == (operation, lane), said
@@ -126,10 +128,83 @@ def run(
     return late
 
 
+class Simulated:
+    """A rank of a simulated world, as `Rank` is one of a real world."""
+
+    def __init__(self, rank: int, loop: str, seen: set[str]) -> None:
+        self.rank = rank
+        self.size = ac.get_world_size()
+        self._loop = loop
+        self._seen = seen
+
+    async def get(self, work: Any) -> Any:
+        """Wait for it, as its loop does."""
+        return work.wait() if self._loop == "none" else await work
+
+    def show(self, what: str) -> None:
+        """Let the other ranks see it."""
+        self._seen.add(what)
+
+    def see(self, what: str) -> None:
+        """Wait until a rank shows it."""
+        while what not in self._seen:
+            host.sleep(0.005)
+
+
+def simulated(seed: int, stalls: int = 10) -> list[float]:
+    """So many in one world; its size, transport, nodes and loop are drawn, too."""
+    drawn = random.Random(seed)
+    transport, nodes, size = drawn.choice(
+        (
+            ("memory", 1, drawn.randint(2, 8)),
+            ("gloo", 1, drawn.randint(2, 8)),
+            ("gloo", 2, 2 * drawn.randint(1, 3)),
+        )
+    )
+    loop = drawn.choice(("asyncio", "trio", "none"))
+    seeds, seen = [drawn.randrange(1 << 32) for _ in range(stalls)], set[str]()
+
+    async def waits(rank: int) -> list[float]:
+        me: Any = Simulated(rank, loop, seen)
+        return await stall(me, seeds)
+
+    def blocks(rank: int) -> list[float]:
+        try:
+            waits(rank).send(None)
+        except StopIteration as ended:
+            found: list[float] = ended.value
+            return found
+        raise AssertionError("it awaits something")
+
+    report = simulate(
+        blocks if loop == "none" else waits,
+        world_size=size,
+        seed=seed,
+        loop=loop,
+        transport=transport,
+        nodes=nodes,
+        schedule=PCT() if drawn.random() < 0.5 else RandomWalk(),
+    )
+    report.check()
+    return [late for rank in report.results.values() for late in rank]
+
+
+def run_simulated(count: int, seed: int) -> list[float]:
+    """Try ``count``, ten in each world."""
+    late: list[float] = []
+    for number in range(count // 10):
+        late += simulated(seed * 1_000_000 + number)
+        if number % 1000 == 999:
+            print(f"{10 * (number + 1):,} stalls", flush=True)
+    return late
+
+
 if __name__ == "__main__":
     tried = int(sys.argv[1])
-    found = sorted(run(tried, int(sys.argv[2]) if len(sys.argv) > 2 else 1, (2, 3, 4, 5, 8)))
+    seed_of_all = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    where = sys.argv[3:]
+    found = sorted(run_simulated(tried, seed_of_all) if where else run(tried, seed_of_all, (2, 3, 4, 5, 8)))
     print(
-        f"{tried} stalls, {len(found)} waiters: all told right; after the timeout "
+        f"{tried:,} stalls, {len(found):,} waiters: all told right; after the timeout "
         f"{found[len(found) // 2] * 1e3:.0f} ms in the middle, {found[-1] * 1e3:.0f} ms at most"
     )

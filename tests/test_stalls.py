@@ -16,3 +16,8 @@ def test_every_waiter_is_told_who_stalls(size: int) -> None:
     late = stalls.run(8, 20 + size, (size,))
     assert len(late) == 8 * (size - 1)
     assert max(late) < patient(stalls.TOLD_S)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_waiter_is_told_in_whatever_order_threads_go_on(seed: int) -> None:
+    assert max(stalls.simulated(seed)) < stalls.TOLD_S
