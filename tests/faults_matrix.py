@@ -33,8 +33,10 @@ AMPLE_S = 20.0
 LOST_S = 3.0
 CULPRIT = 1
 
-#: What a call can be of: elements, dtype, reduction, root.
-USUAL = {"n": 4, "dtype": torch.float32, "op": "sum", "root": 0, "key": "b"}
+#: What a call can be of: elements, dtype, reduction, root, a key of a tree, rows for each rank, characters.
+USUAL = {"n": 4, "dtype": torch.float32, "op": "sum", "root": 0, "key": "b", "rows": 2, "text": 1}
+#: A text that does not fit into what is left to a rank that is short of memory.
+LONG, SHORT_OF_BYTES = {"text": 96 << 20}, 32 << 20
 
 
 def _ones(said: dict[str, Any], times: int = 1) -> torch.Tensor:
@@ -64,7 +66,19 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
         ),
         "n op key",
     ),
-    "an object": (lambda size, said, **more: ac.all_gather_object({"n": said["n"]}, **more), ""),
+    "an object": (
+        lambda size, said, **more: ac.all_gather_object({"text": "x" * said["text"]}, **more),
+        "text",
+    ),
+    "uneven all_to_all": (
+        lambda size, said, **more: ac.all_to_all(
+            torch.ones(said["rows"] * size),
+            input_split_sizes=[said["rows"]] * size,
+            output_split_sizes=[said["rows"]] * size,
+            **more,
+        ),
+        "rows",
+    ),
 }
 WAYS = ("asyncio", "trio", "blocking")
 
@@ -233,6 +247,17 @@ async def _calls_another_operation(me: Rank, operation: str) -> Heard:
     return await hear(me, lambda: call(me, other, timeout=AMPLE_S))
 
 
+async def _has_no_memory(me: Rank, operation: str) -> Heard:
+    """Its own text is short; there is no room for what arrives."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as pages:
+        used = int(pages.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SHORT_OF_BYTES, before[1]))
+    heard = await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    return heard
+
+
 # What befalls the others besides
 
 
@@ -271,6 +296,8 @@ class Fault:
     word: str = ""
     names: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    called: dict[str, Any] = field(default_factory=dict)
+    """What the others call that is not as usual."""
     besides: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     after: str = ""
     not_on: str = ""
@@ -298,6 +325,9 @@ FAULTS: dict[str, Fault] = {
     "cancelled": Fault(_is_cancelled, "", LOST_S, after="1 gave up"),
     "fork": Fault(_forks, "", LOST_S, own=""),
     "refused call": Fault(_refuses, "PeerRefusedError", LOST_S, own="PayloadTypeError"),
+    "out of memory": Fault(
+        _has_no_memory, "PeerRefusedError", LOST_S, own="CollectiveError", word="text", called=LONG
+    ),
 }
 #: Calls that differ: by what of them does.
 DIFFERENT = {
@@ -308,6 +338,7 @@ DIFFERENT = {
     "reduction": (_with(op="max"), "op"),
     "root": (_with(root=1), "root"),
     "tree": (_with(key="c"), "key"),
+    "split": (_with(rows=3), "rows"),
 }
 for _what, (_does, _word) in DIFFERENT.items():
     for _name, _options in (("", {}), (", check=full", FULL)):
@@ -383,7 +414,7 @@ async def cell(me: Rank, name: str, operation: str) -> Any:
 
     if fault.after:
         me.see(fault.after)
-    work = call(me, operation, timeout=TIMEOUT_S if fault.error == _TIMEOUT else AMPLE_S)
+    work = call(me, operation, timeout=TIMEOUT_S if fault.error == _TIMEOUT else AMPLE_S, **fault.called)
     me.show(f"{me.rank} calls")
     with fault.besides():
         heard = await hear(me, lambda: work)

@@ -98,6 +98,22 @@ def mismatch(
     return error
 
 
+def misfit(
+    where: object, ranks: tuple[int, int], rows: int, expected: int, lines: Sequence[str], place: int = 0
+) -> CollectiveMismatchError:
+    """The error for an all_to_all in which ``ranks[0]`` sends ``rows`` and ``ranks[1]`` expects others.
+
+    ``lines`` are those of their two calls, "" where that is not known.
+    """
+    sender, receiver = ranks
+    texts = (
+        f"all_to_all, {rows} rows to rank {receiver}",
+        f"all_to_all, {expected} rows expected from rank {sender}",
+    )
+    told = [f"{text} at {line}" if line else text for text, line in zip(texts, lines, strict=True)]
+    return mismatch(where, ranks, told, place=place)
+
+
 def _hint(texts: Sequence[str], place: int) -> str:
     """A hint at the likely cause, as far as the texts show it, and the place if known; else ""."""
     said = [text.rpartition(" at ") for text in texts]

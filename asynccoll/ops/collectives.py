@@ -700,9 +700,9 @@ def all_to_all(
     Without split sizes the parts are equal. With them, ``input_split_sizes[j]`` rows go to rank j, and
     ``output_split_sizes[i]`` come from rank i. If only ``input_split_sizes`` are given (on every rank), the
     counts are sent first, and there can be no ``out``. If both are given, the counts are still sent first on
-    the CPU between ranks that do not share memory, so that every rank gets an error if they do not fit. With
-    ``check="off"`` they are not sent: counts that do not fit abort the process, or return uninitialized
-    memory.
+    the CPU between ranks that do not share memory: if they do not fit, every rank gets a
+    ``CollectiveMismatchError``. With ``check="off"`` they are not sent: counts that do not fit abort the
+    process, or return uninitialized memory.
 
     Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
     these. What is sent describes itself, and the result is the list of received parts. Has no gradient.

@@ -50,13 +50,14 @@ class Failing:
         """Handle the failure of a program halfway: peers may wait for its remaining calls, or be ahead of it.
 
         Refuse the call, or lose the lane if one of its native calls failed. Errors that all ranks raise alike
-        (a mismatch that they compared) need neither.
+        (a mismatch that they have all found) need neither.
         """
         if not job.place:
             self._lose_messages(error)
             return
         lane = self._lane
-        if isinstance(error, CollectiveError):
+        alone = isinstance(error, CollectiveMismatchError) and error.alone
+        if isinstance(error, CollectiveError) and not alone:
             # Other ranks may have made fewer parts of this call: the rest of it is lost.
             if job.shares and isinstance(error, CollectiveMismatchError):
                 lane.world.refuse(lane, error, job.place, spare=job.promise, part=job.part)

@@ -6,7 +6,8 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.health.checks import misfit
+from asynccoll.host.call_site import called_at, caller
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op
@@ -60,12 +61,14 @@ def all_to_all_call(
         done: Completion = communicator.all_to_all(received, wire, out_splits, in_splits)
         return done
 
+    given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
+    line = str((called_at.get() or caller(0)).place) if given else ""
+
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
         counts = yield from _counts(communicator, in_splits)
-        _check_fits(lane, counts, out_splits)
+        _check_fits(lane, counts, out_splits, line)
         return start(communicator)
 
-    given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
     return Call(
         plan,
         None if given else start,
@@ -96,13 +99,12 @@ def _counts(communicator: Communicator, in_splits: Sequence[int]) -> Generator[C
     return found
 
 
-def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int]) -> None:
+def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], line: str) -> None:
     for rank, sent, expected in zip(lane.group.ranks, counts, out_splits, strict=True):
         if sent != expected:
-            raise InvalidArgumentError(
-                f"all_to_all: rank {rank} sends {sent} rows, and output_split_sizes expects {expected}: pass "
-                "what that rank has in its input_split_sizes"
-            )
+            error = misfit(lane, (rank, lane.world.rank), sent, expected, ("", line))
+            error.alone = True
+            raise error
 
 
 def _rows(route: Route, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from asynccoll.backends.api.rendezvous import Meeting, locate, meet
 from asynccoll.backends.api.request import Request, of_torch
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.environment.detection import LaunchInfo, detect
-from asynccoll.health.checks import mismatch
+from asynccoll.health.checks import misfit, mismatch
 from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.handing import received
@@ -92,6 +92,7 @@ __all__ = [
     "make_default_group",
     "may_overlap",
     "meet",
+    "misfit",
     "mismatch",
     "network",
     "of_torch",

@@ -149,7 +149,7 @@ class MemoryCommunicator:
         splits = out_splits, in_splits
         if row != 1:
             splits = [row * size for size in out_splits], [row * size for size in in_splits]
-        return self._engine.start(AllToAll(self._engine, call, _flat(out), _flat(x), splits))
+        return self._engine.start(AllToAll(self._engine, call, _flat(out), _flat(x), splits, row))
 
     @unseen  # what earlier calls have yet to put
     def barrier(self) -> Completion:

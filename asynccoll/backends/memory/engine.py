@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import mismatch
+from asynccoll.backends.api import misfit, mismatch
 from asynccoll.backends.memory.layout import COMBINED, LENGTHS, PLACES, POSTED, READ, SLOTS, STATE
 from asynccoll.backends.memory.moving import Bells, Mover
-from asynccoll.errors import CollectiveError
+from asynccoll.errors import CollectiveError, CollectiveMismatchError
 
 if TYPE_CHECKING:
     from asynccoll.backends.memory.exchange import Exchange
@@ -222,6 +222,16 @@ class Engine(Mover):
         for index, length in enumerate(lengths):
             if length == 1 and index != self.region.index:
                 self._bells.ring(index)
+
+    def misfit(
+        self, exchange: Exchange, slot: int, found: tuple[int, int, int, int], row: int
+    ) -> CollectiveMismatchError:
+        """Return the error for an all_to_all whose splits do not fit (``Region.misfit``)."""
+        *pair, given, taken = found
+        lines = [self.region.text(rank, slot).rpartition(" at ")[2] for rank in pair]
+        sender, receiver = (self._ranks[rank] for rank in pair)
+        rows, expected = given // row, taken // row
+        return misfit(self._where, (sender, receiver), rows, expected, lines, exchange.place)
 
     def _disagree(self, exchange: Exchange, *, shared: bool) -> None:
         """End a call about which ranks differ, with an error that shows what each of them called.

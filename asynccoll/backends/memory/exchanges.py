@@ -13,7 +13,6 @@ import torch
 from asynccoll.backends.api import ReduceOp, reduce_chunks
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call, Exchange
-from asynccoll.errors import CollectiveMismatchError
 
 __all__ = [
     "AllGather",
@@ -304,7 +303,7 @@ class AllToAll(_Split):
     for the other ranks only.
     """
 
-    __slots__ = ("_in", "_length", "_out", "_splits")
+    __slots__ = ("_engine", "_in", "_length", "_out", "_row", "_splits")
 
     has_length = True
 
@@ -315,9 +314,12 @@ class AllToAll(_Split):
         out: torch.Tensor,
         x: torch.Tensor,
         splits: tuple[Sequence[int], Sequence[int]],
+        row: int,
     ) -> None:
-        """``splits`` has the number of elements of each part of ``out``, and of each part of ``x``."""
+        """``splits``: the elements of each part of ``out``, and of ``x``; ``row``: those of a row."""
         super().__init__(engine, call, x.dtype, None, engine.region.size - 1)
+        self._engine = engine
+        self._row = row
         self._splits = splits
         self._out = out.split_with_sizes(list(splits[0]))
         self._in = x.split_with_sizes(list(splits[1]))
@@ -328,12 +330,8 @@ class AllToAll(_Split):
         return self._length
 
     def agreed(self, lengths: list[int], slot: int) -> None:
-        if not self._region.splits_fit(slot):
-            raise CollectiveMismatchError(
-                "all_to_all: a rank sends another one more or fewer rows than that one expects: "
-                "input_split_sizes[j] of rank i must be output_split_sizes[i] of rank j (nothing was sent; "
-                "the lane is still usable)"
-            )
+        if (found := self._region.misfit(slot)) is not None:
+            raise self._engine.misfit(self, slot, found, self._row)
         self.steps: int = max(lengths)
 
     def put(self, step: int, slot: int) -> None:

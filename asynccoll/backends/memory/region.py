@@ -80,12 +80,17 @@ class Region:
         start = self._notes(slot) + rank * 2 * self.size
         return self.words[start : start + 2 * self.size].tolist()
 
-    def splits_fit(self, slot: int) -> bool:
-        """Whether every rank takes as much from each rank as that rank gives to it."""
+    def misfit(self, slot: int) -> tuple[int, int, int, int] | None:
+        """Return a rank and another that takes more or less from it than it gives, and these two; or None."""
         start, size = self._notes(slot), self.size
         told = self.words[start : start + self.layout.notes_words].tolist()
         row = 2 * size  # the note of one rank: what it takes from each, then what it gives to each
-        return all(told[rank * row : rank * row + size] == told[size + rank :: row] for rank in range(size))
+        for rank in range(size):
+            taken, given = told[rank * row : rank * row + size], told[size + rank :: row]
+            if taken != given:
+                other = next(other for other in range(size) if taken[other] != given[other])
+                return other, rank, given[other], taken[other]
+        return None
 
     def _notes(self, slot: int) -> int:
         return self.layout.notes // 8 + slot * self.layout.notes_words
