@@ -396,10 +396,12 @@ def future_of_what_never_ends(me: Rank) -> None:
             work.as_concurrent_future().result(30)
         assert not work.done()
         me.show("given up")
+        me.see("over")
         assert work.as_concurrent_future().result(30).tolist() == [2.0, 2.0]
     else:
         me.see("given up")
         assert ac.all_reduce(torch.ones(2), lane="late").wait().tolist() == [2.0, 2.0]
+        me.show("over")
 
 
 def test_a_concurrent_future_has_the_deadline_of_a_wait(pair: World) -> None:
