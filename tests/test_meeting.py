@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import jobs
 import needs
 from asynccoll.backends.api import agent, resolver
 from jobs import on_linux
@@ -161,3 +162,58 @@ def test_one_rank_of_an_agent_finds_out_whether_names_are_quick(
     assert [store.get("key") for store in stores] == [b"value"] * 3
     (note,) = tmp_path.glob("asynccoll-1")
     assert json.loads(note.read_text())["quick"] is quick
+
+
+STORELESS = """
+    import os, signal
+    import torch, torch.distributed as dist
+    import asynccoll as ac
+    rank, size, server, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "SERVER", "PORT"))
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    memory = os.environ["MEMORY"] == "1"
+    ac.initialize("gloo", store=store, rank=rank, world_size=size, timeout=10, memory=memory)
+    ac.barrier().wait()
+    if rank == 0:
+        os.kill(server, signal.SIGKILL)
+    ac.barrier().wait()
+    say = lambda text: os.write(1, f"{rank} {text}\\n".encode())
+    say(ac.all_reduce(torch.ones(2)).wait().tolist())
+    try:
+        ac.all_reduce(1, lane="new").wait()
+    except ac.PeerLostError as error:
+        say("said" if "the store where they would meet" in str(error) else error)
+    say(ac.all_reduce(2).wait())
+    try:
+        ac.all_reduce(object() if rank == 1 else 1).wait()
+    except (ac.PeerLostError, ac.PayloadTypeError) as error:
+        say(type(error).__name__)
+    ac.finalize()
+"""
+SERVES = """
+    import time
+    import torch.distributed as dist
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    print(store.port, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_open_lanes_go_on_without_a_store(tmp_path: Path, memory: str) -> None:
+    """And what needs one says so: a new lane, at once; a rank whose peer cannot tell that it has refused."""
+    command = [sys.executable, "-c", textwrap.dedent(SERVES)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        jobs.starting(tmp_path) as start,
+    ):
+        assert server.stdout is not None
+        where = {"SERVER": str(server.pid), "PORT": server.stdout.readline().strip(), "MEMORY": memory}
+        try:
+            code, said, errors = start("run", "-n", 2, jobs.writing(tmp_path)(STORELESS), **where).wait()
+        finally:
+            server.kill()
+    assert code == 0, errors
+    assert [sorted(line for line in said.splitlines() if line[0] == rank) for rank in "01"] == [
+        ["0 4", "0 PeerLostError", "0 [2.0, 2.0]", "0 said"],
+        ["1 4", "1 PayloadTypeError", "1 [2.0, 2.0]", "1 said"],
+    ]
