@@ -138,6 +138,7 @@ def broken(me: Rank) -> None:
         optimizer.zero_grad()
         optimizer.synchronize()
         optimizer.step()
+    assert other.tolist() == [0.0] * 2, "averaged before it raised: every rank takes the same step"
     optimizer.zero_grad()
     (used * (me.rank + 1)).sum().backward()
     assert used.grad.tolist() == [(me.size + 1) / 2] * 2

@@ -298,12 +298,14 @@ class FlaggedBucket(Bucket):
             self.flags.copy_(torch.tensor(self.has, device="cpu"))
 
     def adopt(self) -> None:
-        """As ``Bucket.adopt``; also gives gradients to parameters for which only other ranks had one."""
-        if self.waiting:
-            counts = self.flags.tolist()
-            for index in range(len(self.parameters)):
-                if not self.has[index] and counts[index] != 0:
-                    self._give(index)
+        """As ``Bucket.adopt``; also gives gradients to parameters for which only other ranks have one.
+
+        Or had, if this rank's was sent and is gone since: all ranks step alike.
+        """
+        counts = self.flags.tolist() if self.waiting else []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None if self.has[index] else counts[index] != 0:
+                self._give(index)
         super().adopt()
 
 
