@@ -191,6 +191,32 @@ def test_bools_are_reduced_in_a_graph_as_outside(gloo_pair: World) -> None:
     gloo_pair.run(bools_in_a_graph, runner="blocking", timeout=60.0)
 
 
+NARROW: dict[str, Step] = {
+    "all_reduce": lambda x: ac.all_reduce(x).wait(),
+    "average": lambda x: ac.all_reduce(x, op="avg").wait(),
+    "reduce_scatter": lambda x: ac.reduce_scatter(x).wait(),
+    "broadcast": lambda x: ac.broadcast(x, src=1).wait(),
+    "all_gather": lambda x: ac.all_gather(x).wait(),
+    "all_to_all": lambda x: ac.all_to_all(x).wait(),
+}
+
+
+async def narrow_in_a_graph(me: Rank) -> None:
+    for dtype in (torch.int16, torch.float8_e5m2):
+        x = (torch.arange(4) + me.rank).to(dtype)
+        for name, step in NARROW.items():
+            if name == "average" and not dtype.is_floating_point:
+                continue
+            with me.case(f"{name} of {dtype}"):
+                torch._dynamo.reset()
+                oracle.same(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
+
+
+def test_dtypes_that_gloo_does_not_know(gloo_pair: World) -> None:
+    """They are sent as wider ones, as outside of a graph."""
+    gloo_pair.run(narrow_in_a_graph, runner="blocking", timeout=60.0)
+
+
 async def sizes_of_the_graph(me: Rank) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         torch._dynamo.reset()

@@ -21,8 +21,8 @@ from asynccoll.payload.common import normal_dim
 from asynccoll.payload.exchanging import check_splits, splits_of
 from asynccoll.payload.reducing import even_dim
 from asynccoll.plan.dispatch import refuse_meaningless
-from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec
-from asynccoll.plan.wire import ON_BOOL
+from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec, Wire
+from asynccoll.plan.wire import ON_BOOL, arithmetic
 from asynccoll.runtime.process import current, when_joined
 from asynccoll.world.group import GroupLike
 
@@ -110,8 +110,11 @@ def _world_size() -> int:
 
 
 @constant_in_graphs
-def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype) -> tuple[str, int]:
-    """Return torch's name of the reduction, and the divisor of the result; refuse an unsupported ``op``."""
+def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype, device: str) -> tuple[str, int, torch.dtype]:
+    """Return torch's name of the reduction, the divisor of the result, and the dtype that is sent.
+
+    Refuses an unsupported ``op``.
+    """
     parsed = ReduceOp.parse(op)
     if parsed not in _REDUCTIONS:
         known = ", ".join(sorted(op.value for op in _REDUCTIONS))
@@ -119,9 +122,23 @@ def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype) -> tuple[str, in
     refuse_meaningless(Op.parse(name), TensorSpec(dtype), parsed)
     if dtype is torch.bool:  # whose sum would have bytes of 2
         parsed = ON_BOOL[parsed]
-    if parsed is ReduceOp.AVG:  # as a sum and a division, since torch's avg has no gradient
-        return ReduceOp.SUM.value, _world_size()
-    return parsed.value, 1
+    if parsed is not ReduceOp.AVG:
+        return parsed.value, 1, _sent(dtype, device, parsed)
+    # As a sum and a division, since torch's avg has no gradient; the sum of half precision could overflow.
+    divisor = _world_size()
+    sent = torch.float32 if divisor > 1 and dtype in HALF else _sent(dtype, device, ReduceOp.SUM)
+    return ReduceOp.SUM.value, divisor, sent
+
+
+@constant_in_graphs
+def _sent(dtype: torch.dtype, device: str, reduce: ReduceOp | None = None) -> torch.dtype:
+    """Return the dtype as which elements are sent: a wider one if torch's group does not support theirs."""
+    known = current().backend.capabilities(device)
+    native = dtype in known.move if reduce is None else known.reduces(dtype, reduce)
+    if native or dtype is torch.bool or _world_size() == 1:
+        return dtype
+    wire, wider, *_ = arithmetic(dtype, reduce or ReduceOp.SUM, known)
+    return wider if wire is Wire.CAST else dtype  # torch itself sends complex ones as pairs of reals
 
 
 @constant_in_graphs
@@ -204,7 +221,7 @@ class CompiledWork:
         dim: int = 0,
         parts: int = 1,
         divisor: int = 1,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         alone: bool = False,
     ) -> None:
         self.tensor = tensor
@@ -220,26 +237,32 @@ class CompiledWork:
         done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
         if self.dim:
             done = torch.cat(torch.chunk(done, self.parts, dim=0), dim=self.dim)
-        return (done / self.divisor).to(self.dtype) if self.divisor > 1 else done
+        return (done / self.divisor if self.divisor > 1 else done).to(self.dtype)
 
 
-def _started(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: object, **rest: Any) -> Work[Any]:
+def _started(
+    op: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    *args: object,
+    sent: torch.dtype | None = None,
+    **rest: Any,
+) -> Work[Any]:
     """Return the work of torch's functional ``op``. Type checkers see a ``Work``, whose ``wait()`` it has.
 
-    In a world of one there is no group: every collective gives a copy.
+    In a world of one there is no group: every collective gives a copy. ``sent`` is the dtype of a reduction.
     """
     if _size() == 1:
-        return cast("Work[Any]", CompiledWork(x.clone(), alone=True))
-    return cast("Work[Any]", CompiledWork(op(x.contiguous(), *args, _world()), **rest))
+        return cast("Work[Any]", CompiledWork(x.clone(), dtype=x.dtype, alone=True))
+    same = x.to(sent or _sent(x.dtype, x.device.type)).contiguous()
+    return cast("Work[Any]", CompiledWork(op(same, *args, _world()), dtype=x.dtype, **rest))
 
 
 def all_reduce(
     x: Any, op: ReduceOpLike, group: GroupLike, *, out: object = None, plain: bool = True
 ) -> Work[Any]:
     _require(group is None and out is None and plain, _tracked(x))
-    name, divisor = _reduction("all_reduce", op, x.dtype)
-    reduce = torch.ops._c10d_functional.all_reduce
-    return _started(reduce, _wide(x, divisor), name, divisor=divisor, dtype=x.dtype)
+    name, divisor, sent = _reduction("all_reduce", op, x.dtype, x.device.type)
+    return _started(torch.ops._c10d_functional.all_reduce, x, name, divisor=divisor, sent=sent)
 
 
 def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) -> Work[Any]:
@@ -265,18 +288,13 @@ def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out:
     _require(group is None and out is None, _tracked(x))
     reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
     size = _size()
-    name, divisor = _reduction("reduce_scatter", op, x.dtype)
+    name, divisor, sent = _reduction("reduce_scatter", op, x.dtype, x.device.type)
     dim = _dim("reduce_scatter", x, dim)
     if _is_known(x.shape[dim] % size != 0):
         _refuse_uneven(list(x.shape), x.dtype, dim)
     if dim:
         x = torch.cat(torch.chunk(x, size, dim=dim), dim=0)
-    return _started(reduce_scatter, _wide(x, divisor), name, size, divisor=divisor, dtype=x.dtype)
-
-
-def _wide(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Return ``x`` as it is summed for an average: half precision as float32, whose sum does not overflow."""
-    return x.float() if divisor > 1 and x.dtype in HALF else x
+    return _started(reduce_scatter, x, name, size, divisor=divisor, sent=sent)
 
 
 def all_to_all(
