@@ -76,8 +76,8 @@ def test_what_nobody_waits_for_is_polled_until_it_is_over(progress: Progress) ->
 def test_the_thread_survives_an_item_that_raises(
     progress: Progress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else would ever be polled again."""
-    broken, sound = Item(2), Item(2)
+    """Nothing else would ever be polled again. Its log tells of the same error once."""
+    broken, sound = Item(3), Item(2)
     poll = broken.poll
 
     def raises() -> bool:
@@ -91,6 +91,23 @@ def test_the_thread_survives_an_item_that_raises(
     assert sound.over.wait(patient(5))
     assert broken.over.wait(patient(5))
     assert "a callback's" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_where_no_thread_can_be_started_the_next_call_tries_again(
+    progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first, second = Item(1), Item(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError, match="new thread"):
+            progress.watch(first)
+    progress.watch(second)
+    assert first.over.wait(patient(5))
+    assert second.over.wait(patient(5))
 
 
 def test_a_waiter_is_left_alone_for_a_grace(progress: Progress) -> None:

@@ -100,8 +100,10 @@ def test_an_await_that_is_cancelled_leaves_nothing(runner: str) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), KeyError("a mistake of ours")])
-def test_the_watch_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """No descriptor was left for one question, say: the next is put all the same."""
+def test_the_watch_goes_on_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """No descriptor was left for one question, say: the next is put all the same. A mistake is told once."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked_again = threading.Event()
     asked: list[object] = []
@@ -131,6 +133,7 @@ def test_the_watch_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, error
         assert asked_again.wait(patient(10)), f"asked {len(asked)} times"
     finally:
         looks.stop()
+    assert len(caplog.records) == isinstance(error, KeyError)
 
 
 def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:

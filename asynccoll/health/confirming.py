@@ -25,6 +25,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -33,6 +34,7 @@ from asynccoll.errors import collective_error
 from asynccoll.health.accounts import NOTE
 from asynccoll.health.checks import mismatch
 from asynccoll.health.prediction import Prediction
+from asynccoll.host.helpers import start_once
 from asynccoll.transport.completion import Promise
 
 if TYPE_CHECKING:
@@ -148,8 +150,8 @@ class Confirmations:
         with self.lock:
             self._lanes[confirming.name] = confirming
             if self._thread is None and not self._closed:
-                self._thread = host.Thread(target=self._run, name="asynccoll-confirming", daemon=True)
-                self._thread.start()
+                thread = host.Thread(target=self._run, name="asynccoll-confirming", daemon=True)
+                start_once(thread, partial(setattr, self, "_thread"))
 
     def hold(self, held: _Held) -> None:
         """Tell the ranks that it names, and settle its promise once enough is known. With the lock held."""
@@ -223,10 +225,8 @@ class Confirmations:
         """Start the thread that tells silent ranks again, if it is needed and does not run."""
         with self.lock:
             if self._again is None and not self._closed and any(self._still_untold()):
-                self._again = host.Thread(
-                    target=self._tell_again, name="asynccoll-confirming-again", daemon=True
-                )
-                self._again.start()
+                again = host.Thread(target=self._tell_again, name="asynccoll-confirming-again", daemon=True)
+                start_once(again, partial(setattr, self, "_again"))
 
     def _still_untold(self) -> list[tuple[_Held, set[int]]]:
         return [(held, ranks) for held in self._held if (ranks := held.untold & self._silent)]

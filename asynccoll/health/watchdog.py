@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asynccoll import host
+from asynccoll.host.endings import is_new
+from asynccoll.host.helpers import start_once
 
 if TYPE_CHECKING:
     from asynccoll.errors import PeerLostError
@@ -75,6 +78,7 @@ class Watch:
         self._lately: dict[Operation, None] = {}  # waited for since the last look, but not any more
         self._told: dict[Operation, None] = {}  # those that were warned of as stuck
         self._looked: dict[Operation, int] = {}  # how often it was asked whether other ranks have such a part
+        self._logged: set[object] = set()
         self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # in ``_sleep``, to be woken; else the thread looks once a second by itself
@@ -96,13 +100,8 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None and not self._stopped:
-            # Before the start, in which Ctrl-C can strike once the thread runs: a second one must not follow.
-            self._thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
-            try:
-                self._thread.start()
-            except (RuntimeError, MemoryError):  # there are too many: the next waiter tries again
-                self._thread = None
-                raise
+            thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
+            start_once(thread, partial(setattr, self, "_thread"))
         elif self._asleep:
             self._wake.notify()
 
@@ -142,14 +141,14 @@ class Watch:
             if lanes or self._is_due(idle=not woken):
                 self._asked = host.monotonic()
                 self._ask_after(lanes)
-                with _going_on():
+                with self._going_on():
                     if parts:
                         self._world.look_for_ends(parts)
             for operation in stalled:
-                with _going_on():
+                with self._going_on():
                     if not operation.done():
                         self._world.tell_of_stall(operation)
-            with _going_on():
+            with self._going_on():
                 self._look_for_shifts()
 
     def _is_due(self, *, idle: bool) -> bool:
@@ -189,22 +188,22 @@ class Watch:
     def _ask_after(self, lanes: Iterable[Order]) -> None:
         """Find out whether ``lanes`` wait for a lost rank, or a peer has refused a call on any lane."""
         for lane in lanes:
-            with _going_on():
+            with self._going_on():
                 lost = self._world.loss(lane)
                 if lost is not None:
                     lane.lose(lost)
-        with _going_on():
+        with self._going_on():
             if self._world.store_answers():
                 with contextlib.suppress(RuntimeError):  # the store may go with rank 0 between two questions
                     self._world.look_for_refusals()
 
-
-@contextlib.contextmanager
-def _going_on() -> Iterator[None]:
-    """Log an error in the block: the thread goes on, since waiters rely on its other questions."""
-    try:
-        yield
-    except OSError:  # the process may be out of descriptors: it is asked again in a second
-        _log.debug("a rank could not be asked", exc_info=True)
-    except Exception:
-        _log.exception("a look at what is waited for has failed; the next is taken all the same")
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Log a new error in the block: the thread goes on, since waiters rely on its other questions."""
+        try:
+            yield
+        except OSError:  # the process may be out of descriptors: it is asked again in a second
+            _log.debug("a rank could not be asked", exc_info=True)
+        except Exception as error:
+            if is_new(error, self._logged):
+                _log.exception("a look at what is waited for has failed; the next is taken all the same")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 
-__all__ = ["in_a_line", "in_words", "is_failure"]
+__all__ = ["in_a_line", "in_words", "is_failure", "is_new"]
 
 
 def in_words(code: int) -> str:
@@ -21,6 +21,18 @@ def in_words(code: int) -> str:
 def is_failure(error: BaseException | None) -> bool:
     """Whether a program that ends with ``error`` has failed, as it has not with ``sys.exit(0)``."""
     return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def is_new(error: BaseException, known: set[object]) -> bool:
+    """Whether ``known`` lacks this kind of error (its type, and the line that raised it), which it then has.
+
+    For the log of a thread that goes on after errors, and may meet the same one again and again.
+    """
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    kind = type(error), frame.f_code, line
+    is_first = kind not in known
+    known.add(kind)
+    return is_first
 
 
 def in_a_line(error: BaseException) -> str:

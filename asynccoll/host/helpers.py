@@ -1,4 +1,4 @@
-"""Threads that each do one thing for a world, which waits for them when it ends."""
+"""Starting threads: once, or again and again for one thing each, which a world waits for when it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from collections.abc import Callable
 
 from asynccoll import host
 
-__all__ = ["Helpers"]
+__all__ = ["Helpers", "start_once"]
+
+
+def start_once(thread: host.Thread, keep: Callable[[host.Thread | None], object]) -> None:
+    """Start ``thread`` after ``keep(thread)``: in a start, Ctrl-C can strike once the thread runs.
+
+    A second one must not follow. If there are too many threads, ``keep(None)``, so that the next call tries
+    again.
+    """
+    keep(thread)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):
+        keep(None)
+        raise
 
 
 class Helpers:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.host.helpers import start_once
 from asynccoll.transport.completion import Promise
 
 if TYPE_CHECKING:
@@ -73,13 +74,10 @@ class Connection:
         opener = host.Thread(
             target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
         )
-        # Before the start, in which Ctrl-C can strike once the thread runs: a second one must not follow.
-        self._opener, self._begun = opener, True
-        try:
-            opener.start()
-        except (RuntimeError, MemoryError):  # there are too many: the next call tries again
-            self._opener, self._begun = None, False
-            raise
+        start_once(opener, self._opens_by)
+
+    def _opens_by(self, opener: host.Thread | None) -> None:
+        self._opener, self._begun = opener, opener is not None
 
     def _open_here(self, epoch: int) -> None:
         made: list[Communicator] = []

@@ -20,9 +20,12 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from asynccoll import host
+from asynccoll.host.endings import is_new
+from asynccoll.host.helpers import start_once
 
 __all__ = ["Pollable", "Progress", "progress"]
 
@@ -173,6 +176,7 @@ class Progress:
         self._thread: host.Thread | None = None
         self._resting = True  # asleep until the alarm
         self._stopped = False
+        self._logged: set[object] = set()
 
     def watch(self, item: Pollable) -> None:
         """Poll ``item`` until it is over: from now on if it is urgent, else after its grace period."""
@@ -196,8 +200,8 @@ class Progress:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._stopped:
-                self._thread = host.Thread(target=self._run, name="asynccoll-progress", daemon=True)
-                self._thread.start()
+                thread = host.Thread(target=self._run, name="asynccoll-progress", daemon=True)
+                start_once(thread, partial(setattr, self, "_thread"))
 
     def stop(self) -> None:
         """End the thread for good: the native library that it calls into is about to be finalized."""
@@ -228,11 +232,12 @@ class Progress:
                 self._rest()
 
     def _over(self, one: _Watched, now: float) -> bool:
-        """As ``one.over``; logs an error in it, since other operations rely on this thread."""
+        """As ``one.over``; logs a new error in it, since other operations rely on this thread."""
         try:
             return one.over(now)
-        except Exception:
-            _log.exception("polling %r has failed", one.item)
+        except Exception as error:
+            if is_new(error, self._logged):
+                _log.exception("polling %r has failed", one.item)
             one.rest(now, LONGEST_REST_SECONDS)
             return one.item.finished
 
