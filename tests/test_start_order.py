@@ -101,6 +101,27 @@ def test_a_lane_that_breaks_off_in_its_turn_passes_it() -> None:
         assert world.run(broken_in_its_turn, runner="asyncio", timeout=30) == [2, 2]
 
 
+async def closed_where_it_broke(me: Rank) -> int:
+    """Rank 0 makes a call on a lane that its peer has closed since the lane broke off there."""
+    context = runtime.current()
+    context.backend.orders_lanes = True
+    await ac.all_reduce(1, lane="left")
+    if me.rank:
+        context.world.lane("left").break_off(ac.CollectiveError("it cannot go on"))
+        ac.close_lane("left")
+        context.world._join_closers()
+        me.show("closed")
+    else:
+        me.see("closed")
+        ac.all_reduce(1, lane="left").detach()
+    return await ac.all_reduce(1, lane="right", timeout=10)
+
+
+def test_a_lane_that_broke_off_and_is_closed_passes_its_turns() -> None:
+    with fresh("gloo", 2) as world:
+        assert world.run(closed_where_it_broke, runner="asyncio", timeout=30) == [2, 2]
+
+
 def test_ctrl_c_in_an_announcement_leaves_it_to_the_next() -> None:
     """Whether the followers have got it is not known: they get the same again, and the turn is not lost."""
     told: list[tuple[list[str], list[str]]] = []

@@ -104,6 +104,8 @@ class Group:
         self.rounds: int = 0  # how often its ranks have joined
         self._closed: dict[str, int] = {}  # by name, how often it was closed: a part of the next key
         self._start_order: StartOrder | None = None
+        # By key, of lanes that broke off here and are closed: rank 0 may announce starts on them even so.
+        self._over: dict[str, Queue] = {}
         self._lock = host.Lock()
 
     def __repr__(self) -> str:
@@ -253,7 +255,8 @@ class Group:
         while lane.outstanding() and lane.broken is None and not context.closed:
             host.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        if context.clients is not None and self.size > 1 and lane.broken is None:
+        broken = lane.broken is not None
+        if context.clients is not None and self.size > 1 and not broken:
             # A peer may still be in a call that is over here, and need this rank's connections.
             with contextlib.suppress(RuntimeError, CollectiveError):
                 self._meet_to_close(lane, context.clients, why)
@@ -263,6 +266,8 @@ class Group:
             finally:
                 with self._lock:
                     self._closing.pop(lane, None)
+                    if broken and self._start_order is not None:
+                        self._over[lane.key] = lane.queue
 
     def _meet_to_close(self, lane: Lane, clients: Clients, why: str) -> None:
         """Wait until all members close the lane.
@@ -339,11 +344,13 @@ class Group:
         """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
         A lane that is closing is found, too: it may have calls in flight, although a new lane may have its
-        name. None if this rank has yet to close the lane that had the name before, or has as many lanes as it
-        may.
+        name; and so is one that broke off and is closed, to pass its turns. None if this rank has yet to
+        close the lane that had the name before, or has as many lanes as it may.
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
+        if key in self._over:
+            return self._over[key]
         if name in self.opened or self._next_key(name) != key:
             return None
         try:
