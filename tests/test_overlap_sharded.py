@@ -16,6 +16,7 @@ import asynccoll as ac
 import oracle
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.states import loaded
+from asynccoll.overlap.steps import Steps
 from overlapping import SMALL, Heads, alike, batch, close, loss_of, network, rows
 from ranks import Rank, raising
 from worlds import World
@@ -533,3 +534,27 @@ def _kinds(state: dict[str, Any]) -> dict[str, object]:
 
 def test_elementwise_optimizers_with_a_state_of_float32_are_taken() -> None:
     check_elementwise(Kept(nn.Linear(3, 2).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left"),
+    [(ac.PeerLostError("rank 1 is gone"), False), (ac.CollectiveTimeoutError("late"), True)],
+)
+def test_a_close_that_fails_removes_the_hooks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_left: bool
+) -> None:
+    """Another optimizer can be made of the model; only after a timeout there is something to wait for."""
+
+    def lost() -> Steps[None]:
+        raise error
+        yield
+
+    model = nn.Linear(2, 2)
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer.gradients, "gathered", lost)
+        with pytest.raises(type(error)):
+            optimizer.close()
+    assert bool(model._forward_pre_hooks) == bool(model.weight._backward_hooks) == is_left
+    optimizer.close()
+    assert not model._forward_pre_hooks

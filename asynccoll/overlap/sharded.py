@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.misfits import check, check_options, fitting
 from asynccoll.ops.collectives import refuse
@@ -392,15 +392,25 @@ class ShardedOptimizer(Wrapping):
     # Leaving
 
     def close(self) -> None:
-        """Complete methods whose wait was cut short, wait for the parameters, and remove the hooks."""
-        run_blocking(self._methods.rest())
-        self.gathered().wait()
-        self._remove_hooks()
+        """Complete methods whose wait was cut short, wait for the parameters, and remove the hooks.
+
+        If that fails, the hooks are removed all the same; after a timeout, close it again.
+        """
+        run_blocking(self._closing())
 
     async def aclose(self) -> None:
         """Do what ``close`` does in an event loop."""
-        await run(self._methods.rest())
-        await self.gathered()
+        await run(self._closing())
+
+    def _closing(self) -> Steps[None]:
+        try:
+            yield from self._methods.rest()
+            yield self.gathered()
+        except CollectiveTimeoutError:
+            raise  # parameters are still in flight
+        except Exception:
+            self._remove_hooks()
+            raise
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
