@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.hub import Bells, Hub
 from asynccoll.backends.memory.layout import ABORTED, BLOCK_WORDS, CLOSED, LEFT, STATE
 from asynccoll.backends.memory.neighbours import Descriptors, Failed
+from asynccoll.backends.memory.sharing import share
 from asynccoll.host.store import Clients
 from asynccoll.transport.communicator import Opening
 from patience import patient
@@ -55,6 +57,20 @@ def met(clients: list[Clients], size: int) -> list[Hub | Failed]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(meet, range(size)))
+
+
+def test_a_hub_whose_rank_cannot_tell_of_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    hub = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(Hub, "meet", lambda *_: hub)
+
+    def borrow() -> None:
+        raise RuntimeError("the store is gone")
+
+    clients: Any = SimpleNamespace(borrow=borrow)
+    with pytest.raises(RuntimeError, match="store is gone"):
+        share(cast("Any", None), clients, [0, 0], 0, 1.0)
+    assert closed == [True]
 
 
 def does_not_come(*arguments: Any) -> list[Descriptors]:

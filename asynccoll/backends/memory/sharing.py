@@ -235,10 +235,10 @@ def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, s
         except Failed as failed:
             why = str(failed)
             _log.debug("the ranks of this host do not share memory: %s", why)
-    if rank == ranks[0]:
-        with clients.borrow() as store:
-            store.set(f"memory/{node}/why", why)
     try:
+        if rank == ranks[0]:
+            with clients.borrow() as store:
+                store.set(f"memory/{node}/why", why)
         return Sharing(inner, hub, node_of, _reasons(clients, node_of, seconds))
     except BaseException:
         if hub is not None:
