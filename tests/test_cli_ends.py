@@ -16,6 +16,7 @@ import pytest
 from asynccoll.backends.api import tcpstore
 from asynccoll.launch import processes
 from jobs import LIMIT_S, on_linux
+from patience import patient, until
 from ports import free_port
 
 #: The launcher with less time between Ctrl-C and what follows.
@@ -283,6 +284,34 @@ def test_a_program_that_cannot_be_run_is_told_in_a_line(tmp_path, start):
     assert (code, output) == (126, "")
     assert f"{program} cannot be run: Exec format error" in errors
     assert "Traceback" not in errors
+
+
+@on_linux
+def test_ctrl_z_stops_the_ranks_as_well(tmp_path, start, script):
+    """Their shell knows the launcher alone; once that goes on, so do they."""
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"went-on-{rank}")
+    script("""
+        import os, subprocess
+        child = subprocess.Popen(["cat", "went-on-" + os.environ["RANK"]])  # a worker of a DataLoader, say
+        print(os.getpid(), child.pid, flush=True)
+        child.wait()
+    """)
+    job = start("run", "-n", 2, "program.py")
+    below = [int(pid) for line in job.lines(2) for pid in line.split()]
+    job.process.send_signal(signal.SIGTSTP)
+    _, status = os.waitpid(job.process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+    def stopped() -> bool:
+        return all(") T " in Path(f"/proc/{pid}/stat").read_text() for pid in below)
+
+    assert until(stopped, patient(10))
+    job.process.send_signal(signal.SIGCONT)
+    for rank in range(2):
+        (tmp_path / f"went-on-{rank}").write_text("on\n")
+    code, output, errors = job.wait()
+    assert (code, output) == (0, "on\non\n"), errors
 
 
 @on_linux

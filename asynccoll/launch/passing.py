@@ -140,8 +140,17 @@ def on_stop_signals(
     for number in _STOPPING:
         if number in _ALWAYS or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handle)
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, _pause)
     if stuck is not None:
         _watch_for_signals(noticed, stuck)
+
+
+def _pause(*_: object) -> None:
+    """Stop (Ctrl-Z) and go on with all ranks: they are in sessions of their own, and no shell stops those."""
+    processes.signal_descendants(signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)  # ends once this process is continued, as by ``fg``
+    processes.signal_descendants(signal.SIGCONT)
 
 
 def _watch_for_signals(noticed: threading.Event, stuck: Callable[[signal.Signals], None]) -> None:

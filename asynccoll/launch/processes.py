@@ -24,6 +24,7 @@ __all__ = [
     "end_children",
     "kill_children",
     "signal_children",
+    "signal_descendants",
 ]
 
 #: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
@@ -49,15 +50,29 @@ def adopt_orphans() -> None:
 
 def children() -> list[int]:
     """The direct children of this process but those others, with those that ended and were not reaped."""
-    own = str(os.getpid())
+    return _children_of([os.getpid()])
+
+
+def _children_of(parents: Sequence[int]) -> list[int]:
+    wanted = {str(pid) for pid in parents}
     found = []
     for entry in _PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # pid (any text) state ppid ...
             after_name = entry.read_text(errors="replace").rpartition(")")[2].split()
-            if after_name[1] == own:
+            if after_name[1] in wanted:
                 found.append(int(entry.parent.name))
     return [pid for pid in found if pid not in _OTHERS]
+
+
+def signal_descendants(number: signal.Signals) -> None:
+    """Send a signal to every process below this one, to parents first."""
+    below = children()
+    while below:
+        for pid in below:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+        below = _children_of(below)
 
 
 def signal_children(number: signal.Signals) -> None:
