@@ -148,6 +148,23 @@ def test_what_many_ask_at_once_is_found_out_and_written_once(monkeypatch: pytest
         recorder.close()
 
 
+def test_ranks_whose_calls_are_read_from_memory_are_not_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        accounts, "_answers", lambda _, _secret, question, *_a, **_k: asked.append(question) or {}
+    )
+    with contextlib.closing(Recorder(1, 3)) as recorder:
+        mine = accounts.Accounts(0, recorder, "the job's", "")
+        mine.held[1] = recorder.buffer
+        peers = {rank: accounts.Peer("127.0.0.1", 1, "", os.getpid()) for rank in (1, 2)}
+        mine.of({1: peers[1]})
+        mine.of(peers)
+        mine.held.clear()
+    assert asked == ["account 0", "account 32768"]
+
+
 def test_of_works_that_time_out_together_one_asks_for_all_that_came_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -173,7 +173,7 @@ def test_what_is_said(case: str) -> None:
 
 def test_who_has_made_fewer_parts_of_a_call_is_blamed() -> None:
     """Whether or not it has gone on with the next call."""
-    parts = [replace(call(41, lane="gradients"), part=part) for part in (1, 2)]
+    parts = [call(41, lane="gradients")._replace(part=part) for part in (1, 2)]
     for calls in (parts, [*parts, call(42, lane="gradients")]):
         for part, ranks in ((2, ()), (3, (1,))):
             assert blame(replace(AWAITED, part=part), {1: near(flight(*calls))}, (), str).ranks == ranks
@@ -502,8 +502,8 @@ def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: s
 
 
 def test_a_refused_send_is_no_reason_once_one_after_it_has_arrived() -> None:
-    refused = replace(call(0, "send"), peer=1, part=0, waited=REFUSED, failure="TypeError: ...")
-    arrived, waits = (replace(call(0, "send", ended=ended), peer=1, part=0) for ended in (95.0, 0.0))
+    refused = call(0, "send")._replace(peer=1, part=0, waited=REFUSED, failure="TypeError: ...")
+    arrived, waits = (call(0, "send", ended=ended)._replace(peer=1, part=0) for ended in (95.0, 0.0))
     about = ("world", "default", "send", 1, 0)
     assert refused_send(flight(refused, waits), *about) == refused
     assert refused_send(flight(refused, waits, waits), *about) == refused
@@ -661,7 +661,7 @@ def test_who_calls_only_when_its_own_wait_has_ended_is_told_from_who_is_slow() -
 def test_who_calls_only_after_a_timeout_is_not_taken_for_the_network() -> None:
     before = call(7, "barrier", "eval", waited=-102.1)
     for waited, called, after in ((-102.1, 102.2, True), (-102.1, 103.0, False), (90.0, 102.2, False)):
-        recorded = flight(replace(before, waited=waited), call(41, lane="gradients", called=called))
+        recorded = flight(before._replace(waited=waited), call(41, lane="gradients", called=called))
         text = said(near(recorded, now=called + 0.1))[1]
         assert text == "every rank has called it, rank 1 0.1 s ago" + (
             ", after its wait for barrier #7 on lane 'eval' at train.py:88 had timed out"

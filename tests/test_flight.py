@@ -211,7 +211,7 @@ def test_messages_of_a_large_group_name_no_wrong_rank() -> None:
     """Which rank the other end is cannot be told from a name that is cut."""
     told = "default", "default", "send", "float32[4]", "train.py:8"
     send = flight.Call(1, _LARGE, *told, 0, 0, 1, 16, 1.0, 1.0, 0.0, 1.0, "")
-    recv = replace(send, operation="recv", peer=0)
+    recv = send._replace(operation="recv", peer=0)
     assert send.peer_rank == -1
     assert send.title == "send"
     flights = {0: _of_large(0, send), 2: _of_large(2, recv)}

@@ -166,7 +166,7 @@ def test_messages_whose_other_side_nobody_called_are_told() -> None:
 
 def refused(sequence: int, operation: str = "all_reduce") -> Call:
     made = call(sequence, operation, "", place="train.py:9")
-    return replace(made, waited=REFUSED, failure="PayloadTypeError: got None")
+    return made._replace(waited=REFUSED, failure="PayloadTypeError: got None")
 
 
 def test_who_has_refused_its_call_has_called() -> None:
@@ -285,7 +285,7 @@ def test_who_is_held_up_itself_is_not_named() -> None:
 
 def test_who_waits_for_a_message_is_not_named() -> None:
     """Rank 1 waits for rank 2, which has left its send out; both have not called what rank 0 waits in."""
-    waits = replace(call(4, lane="metrics", ended=0.0), called=20.0)
+    waits = call(4, lane="metrics", ended=0.0)._replace(called=20.0)
     flights = {0: recorded(0, waits), 1: recorded(1, message("recv", 2)), 2: recorded(2, call(3))}
     assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == (
         "rank 2 has not called send to rank 1 (tag 7) on lane 'default', for which rank 1 has waited 50.00 s "
@@ -324,7 +324,7 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
         "ranks 0, 1 each wait for the other to receive a message, and neither does: rank 0 waits "
     )
     mixed = crossed((0, "recv", 1), (1, "recv", 2), (2, "send", 0))
-    mixed[2] = recorded(2, replace(message("send", 0), part=8))
+    mixed[2] = recorded(2, message("send", 0)._replace(part=8))
     assert str(hang_of(mixed, dict.fromkeys(mixed, 60.0))).startswith(
         "ranks 0, 1, 2 each wait for another in a message: rank 0 waits "
     )
@@ -333,7 +333,7 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
 def test_each_wait_for_a_message_is_one_of_its_own() -> None:
     """A warning of the next one, of the same ranks and tag, is not left out as told already."""
     first = crossed((0, "recv", 1), (1, "recv", 0))
-    other = {rank: replace(one, calls=(replace(one.calls[0], ticket=9),)) for rank, one in first.items()}
+    other = {rank: replace(one, calls=(one.calls[0]._replace(ticket=9),)) for rank, one in first.items()}
     one, two, again = (hang_of(flights) for flights in (first, other, dict(reversed(first.items()))))
     assert one and two and again
     assert one.key == again.key != two.key
@@ -342,9 +342,9 @@ def test_each_wait_for_a_message_is_one_of_its_own() -> None:
 def test_of_a_circle_of_messages_those_that_nobody_waits_for_are_no_part() -> None:
     """They were started early; or they are the two sides of one message, which differ in their tags."""
     early = crossed((0, "recv", 1), (1, "recv", 0))
-    early[1] = recorded(1, replace(message("recv", 0), waited=0.0))
+    early[1] = recorded(1, message("recv", 0)._replace(waited=0.0))
     assert hang_of(early) is None
-    two = {0: recorded(0, message("recv", 1)), 1: recorded(1, replace(message("send", 0), part=8))}
+    two = {0: recorded(0, message("recv", 1)), 1: recorded(1, message("send", 0)._replace(part=8))}
     assert len(unmet(two)) == 2
     assert hang_of(two, dict.fromkeys(two, 60.0)) is None
 
@@ -384,7 +384,7 @@ WAITED = {
 @pytest.mark.parametrize("what", WAITED)
 def test_what_nobody_waits_for_is_part_of_no_circle(what: str) -> None:
     waited, live, dumped = WAITED[what]
-    side = replace(call(1, lane="side", ended=0.0), waited=waited)
+    side = call(1, lane="side", ended=0.0)._replace(waited=waited)
     flights = {0: recorded(0, call(2, ended=0.0)), 1: recorded(1, side, call(2, lane="eval"))}
     for now, expected in (({0: 60.0, 1: 60.0}, live), (None, dumped)):
         found = hang_of(flights, now)
@@ -393,7 +393,7 @@ def test_what_nobody_waits_for_is_part_of_no_circle(what: str) -> None:
 
 
 def test_a_call_before_one_that_is_waited_for_on_its_lane_is_what_holds_it_up() -> None:
-    first = replace(call(1, ended=0.0), waited=0.0)
+    first = call(1, ended=0.0)._replace(waited=0.0)
     flights = {0: recorded(0, first, call(2, ended=0.0)), 1: recorded(1)}
     found = hang_of(flights, {0: 60.0, 1: 60.0})
     assert found is not None

@@ -124,7 +124,7 @@ def joined(parts: Sequence[str]) -> bytes:
 
 def parted(text: bytes) -> list[str]:
     """The parts of a text."""
-    return [part.decode(errors="replace") for part in text.split(_SEPARATOR)]
+    return text.decode(errors="replace").split(_SEPARATOR.decode())
 
 
 def lane_id(group: str, key: str) -> tuple[str, str]:

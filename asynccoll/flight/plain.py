@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from asynccoll.flight.reading import Call, Flight, Progress
@@ -19,8 +19,8 @@ def to_plain(flight: Flight, calls: int | None = None) -> dict[str, Any]:
     plain = {field.name: getattr(flight, field.name) for field in fields(flight) if field.init}
     early = 0 if calls is None else max(0, len(flight.calls) - calls)
     kept = [*(call for call in flight.calls[:early] if call.is_open), *flight.calls[early:]]
-    plain["calls"] = [[getattr(call, field.name) for field in fields(call)] for call in kept]
-    plain["lanes"] = [asdict(one) for one in flight.lanes]
+    plain["calls"] = list(map(list, kept))
+    plain["lanes"] = [one._asdict() for one in flight.lanes]
     return plain
 
 

@@ -7,9 +7,10 @@ records that are inconsistent are left out, never guessed.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from asynccoll.flight import layout
 from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
@@ -19,8 +20,7 @@ from asynccoll.host.words import lane_name
 __all__ = ["Call", "Flight", "Progress", "parts_at", "read", "said", "text_at"]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One operation. Times are seconds of the host's monotonic clock; 0.0 is not yet.
 
     ``sequence`` is its place in the order of its lane, from 1; 0 for a message. ``part`` is its number among
@@ -48,10 +48,8 @@ class Call:
     @property
     def state(self) -> str:
         """``queued``, ``in flight``, ``finished`` (it was seen to end), ``failed`` or ``refused``."""
-        if self.was_refused:
-            return "refused"
         if self.failure:
-            return "failed"
+            return "refused" if self.was_refused else "failed"
         if self.ended:
             return "finished"
         return "in flight" if self.begun else "queued"
@@ -108,8 +106,7 @@ class Call:
         return int(ranks[self.peer]) if self.peer < len(ranks) and ranks[self.peer].isdigit() else -1
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a rank is on one lane: ``sequence`` is the place of its latest call there."""
 
     group: str
@@ -181,15 +178,14 @@ class Flight:
         """Sort the calls by lane, once."""
         if self._reached:
             return
-        found: dict[tuple[str, str], list[Call]] = {}
-        reached = {(one.group, one.lane_key): one.sequence for one in self.lanes}
+        found: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
         for one in self.calls:
-            lane = one.group, one.lane_key
-            found.setdefault(lane, []).append(one)
-            reached[lane] = max(one.sequence, reached.get(lane, 0))
-            if one.was_refused:
-                self._refused.setdefault(lane, []).append(one)
-        self._on_lanes.update((lane, tuple(calls)) for lane, calls in found.items())
+            found[one.group, one.lane_key].append(one)
+        reached = {(one.group, one.lane_key): one.sequence for one in self.lanes}
+        for lane, calls in found.items():
+            reached[lane] = max(reached.get(lane, 0), *(one.sequence for one in calls))
+            self._refused[lane] = [one for one in calls if one.was_refused]
+            self._on_lanes[lane] = tuple(calls)
         self._reached.update(reached)
 
 
@@ -199,10 +195,9 @@ def read(memory: memoryview | bytes) -> Flight | None:
     if head is None:
         return None
     rank, world_size, pid, began, wall, ended, how, code = head
-    calls = tuple(sorted(_calls(memory), key=lambda call: call.ticket))
     return Flight(
-        rank, world_size, pid, began, wall, ENDINGS[how], ended, calls, tuple(_lanes(memory)), said(memory),
-        None if code == layout.NO_CODE else code,
+        rank, world_size, pid, began, wall, ENDINGS[how], ended, (*_calls(memory),), (*_lanes(memory),),
+        said(memory), None if code == layout.NO_CODE else code,
     )  # fmt: skip
 
 
@@ -240,15 +235,15 @@ def _calls(memory: memoryview | bytes) -> Iterator[Call]:
     records = bytes(memory[RECORDS_AT : layout.HEADERS_AT])
     tickets = memoryview(records).cast("Q")[:: layout.WORDS].tolist()
     texts: dict[int, list[str]] = {}
-    for number in [number for number, ticket in enumerate(tickets) if ticket]:
-        ticket, text, *numbers, outcome, again = RECORD.unpack_from(records, number * RECORD.size)
-        if ticket != again or ticket % RECORDS != number:
+    for ticket in sorted({*tickets} - {0}):
+        begun, text, *numbers, outcome, again = RECORD.unpack_from(records, ticket % RECORDS * RECORD.size)
+        if not ticket == begun == again:
             continue
         if text not in texts:
             texts[text] = parts_at(memory, text)
         if len(texts[text]) == len(PARTS):
-            failure = text_at(memory, outcome)
-            yield Call(ticket, *texts[text], *numbers, failure)  # type: ignore[arg-type, call-arg]  # the layout
+            failure = text_at(memory, outcome) if outcome else ""
+            yield Call._make((ticket, *texts[text], *numbers, failure))
 
 
 def text_at(memory: memoryview | bytes, number: int) -> str:

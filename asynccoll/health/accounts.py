@@ -163,8 +163,9 @@ class Accounts:
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
         said: dict[int, dict[str, Any] | None] = {}
+        # What was read here need not be told.
+        calls = _MOST_CALLS // len(awake) if any(near[rank].flight is None for rank in awake) else 0
         with contextlib.suppress(OSError):  # out of descriptors: accounts are made from open memory only
-            calls = _MOST_CALLS // max(1, len(awake))
             said = _answers(awake, self._secret, f"{_ACCOUNT} {calls}", seconds, reach=REACH_SECONDS)
         return {
             rank: with_answer(replace(near[rank], reached=rank in said or rank not in awake), said.get(rank))
