@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+import warnings
 from dataclasses import asdict, astuple, replace
 from threading import Thread
 from types import SimpleNamespace
@@ -536,6 +537,24 @@ async def written(me: Rank) -> None:
 
 def test_a_file_can_be_read_at_any_moment(pair: World) -> None:
     pair.run(written)
+
+
+def test_a_file_that_can_be_written_no_more_ends_the_recording_and_not_the_program(tmp_path):
+    recorder, path = Recorder(), tmp_path / "rank-00000.jsonl"
+    writer = Writer(recorder, current(), path)
+    recorder.begin("written")
+    writer.write()
+    with open(os.devnull) as unwritable:  # as if the disk were full
+        os.dup2(unwritable.fileno(), writer._file.fileno())
+    recorder.begin("lost")
+    with pytest.warns(UserWarning, match="cannot be written any more .*: the program goes on"):
+        writer.write()
+    with warnings.catch_warnings(action="error"):
+        writer.write()
+        writer.end()
+    assert writer._file.closed
+    read = read_part(path)
+    assert ([span.name for span in read.spans], read.is_whole) == (["written"], False)
 
 
 def test_hooks_of_several_threads_all_end():

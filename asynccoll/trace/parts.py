@@ -8,7 +8,9 @@ is all.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Sequence
+import warnings
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -124,13 +126,17 @@ _ABOUT = ("rank", "world_size", "host", "pid", "clock", "began", "wall", "backen
 
 
 class Writer:
-    """Writes a rank's part into a file, again and again: each span once, or twice if it was not over."""
+    """Writes a rank's part into a file, again and again: each span once, or twice if it was not over.
+
+    If the file cannot be written any more (the disk is full), that is told once, and the program goes on.
+    """
 
     def __init__(self, recorder: Recorder, context: Context, path: Path) -> None:
         self._recorder = recorder
         self._lock = host.Lock()
         self._written = 0  # of the recorder's entries
         self._open: list[int] = []  # those of them that were not over
+        self._has_failed = False
         self._file = path.open("w")
         about = describe(recorder, context)
         self._line({"format": _FORMAT, **{name: getattr(about, name) for name in _ABOUT}})
@@ -139,13 +145,15 @@ class Writer:
     def end(self) -> None:
         """What has happened since the last time, and that nothing follows."""
         self.write()
-        with self._lock:
-            self._line({"is_whole": True})
-            self._file.close()
+        with self._lock, self._as_far_as_possible(), self._file:
+            if not self._has_failed:
+                self._line({"is_whole": True})
 
     def write(self) -> None:
         """What has happened since the last time."""
-        with self._lock:
+        with self._lock, self._as_far_as_possible():
+            if self._has_failed:
+                return
             entries = self._recorder.entries
             last = len(entries)
             numbers = [*self._open, *range(self._written, last)]
@@ -157,6 +165,19 @@ class Writer:
                 self._line([number, *_as_row(span)])
             self._line({"seconds": self._recorder.seconds, "steps": self._recorder.steps})
             self._file.flush()
+
+    @contextmanager
+    def _as_far_as_possible(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                warnings.warn(
+                    f"{self._file.name} cannot be written any more ({error}): the program goes on, and the "
+                    f"trace lacks what this rank does from about {self._recorder.seconds:.1f} s on",
+                    stacklevel=2,
+                )
 
     def _line(self, what: object) -> None:
         self._file.write(json.dumps(what) + "\n")
