@@ -94,6 +94,17 @@ def test_what_is_recorded_no_longer_is_not_compared() -> None:
 PARTS_AT_5 = "lane 'default', #5: rank 0: has not called; rank 1: all_reduce float32[4] sum at train.py:8"
 
 
+def test_what_was_not_told_of_a_rank_does_not_count_as_absent() -> None:
+    """Of the ranks of a large world the last calls are told, and those before them that are in flight."""
+    made = [call(place, ended=0.0 if place == 1 else 9.0) for place in range(1, 9)]
+    told_of = flight.from_plain(flight.to_plain(recorded(1, *made), 2))
+    assert told(recorded(0, *made), told_of) == []
+    (found,) = partings({0: recorded(0, *made[:-1], call(8, "barrier")), 1: told_of})
+    assert (found.kind, found.agreed) == ("different", 7)
+    (found,) = partings({0: recorded(0, *made, call(9)), 1: told_of})
+    assert (found.kind, found.missing) == ("absent", (1,))
+
+
 def test_a_group_is_compared_among_its_members() -> None:
     of = {"group": "0-2"}
     assert told(recorded(0, call(1, **of)), recorded(1), recorded(2, call(1, **of))) == []
@@ -520,6 +531,7 @@ def test_a_recording_is_no_dump_and_its_commands_are_named(tmp_path: Path, capsy
 
 def test_a_dump_is_no_job_that_can_be_asked(tmp_path: Path, capsys) -> None:
     dumps.write_dumps(tmp_path / "job", {0: recorded(0, call(1))})
+    (tmp_path / "job" / "rank-1.json").write_text('{"of": "another program"}')
     assert main(["where", str(tmp_path / "job")]) == 2
     assert "for the dumps of a failure there is asynccoll trace diff" in capsys.readouterr().err
 

@@ -158,7 +158,13 @@ def parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> P
     ]
     first = max(begins, default=1)
     for place in sorted({place for places in made.values() for place in places if place >= first}):
-        for calls in _parts({rank: places.get(place, []) for rank, places in made.items()}):
+        # A rank that is further on has called there: what, is recorded no longer, or was not told.
+        known = {
+            rank: places.get(place, [])
+            for rank, places in made.items()
+            if place in places or flights[rank].reached(group, key) < place
+        }
+        for calls in _parts(known):
             if kind := _kind(calls):
                 before = strayed(flights, group, key)
                 agreed = before if before is not None and before.sequence < place else None

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from asynccoll import flight, host
 from asynccoll.errors import InvalidArgumentError
@@ -147,14 +148,22 @@ def _is_directory(what: str) -> bool:
 
 
 def _of_directory(directory: Path, secret: str) -> list[Job]:
-    told = registry.registered(directory)
-    if not told:
+    near = {rank: _read(rank, peer) for rank, peer in _peers(registry.registered(directory)).items()}
+    if not near:
         raise InvalidArgumentError(
             f"no rank has registered in {str(directory)!r}; for the dumps of a failure there is "
             "asynccoll trace diff"
         )
-    near = {rank: _read(rank, Peer(**said)) for rank, said in told.items()}
     return [_asked(near, secret)]
+
+
+def _peers(told: Mapping[Any, Mapping[str, Any]]) -> dict[int, Peer]:
+    """The ranks of which this is ``told``, without what is not told as this version does."""
+    found = {}
+    for rank, said in told.items():
+        with contextlib.suppress(TypeError):
+            found[int(rank)] = Peer(**said)
+    return found
 
 
 def _jobs(flights: Iterable[Flight]) -> list[dict[int, tuple[Peer, Account]]]:
@@ -192,10 +201,9 @@ def _asked(near: Mapping[int, tuple[Peer, Account]], secret: str) -> Job:
     awake = {rank: peer for rank, peer in peers.items() if near[rank][1].state not in ("T", "Z", "")}
     known = secret or next((peer.secret for peer in peers.values()), "")
     for answer in ask(awake, "", "peers", _SECONDS).values():
-        for rank, told in answer.get("peers", {}).items():
-            if int(rank) not in peers:
-                far = Peer(**told)
-                peers[int(rank)] = awake[int(rank)] = replace(far, secret=far.secret or known)
+        for rank, far in _peers(answer.get("peers", {})).items():
+            if rank not in peers:
+                peers[rank] = awake[rank] = replace(far, secret=far.secret or known)
     said = ask(awake, "", "account", _SECONDS)
     accounts = {
         rank: with_answer(near[rank][1] if rank in near else Account(rank), said.get(rank)) for rank in peers
