@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import asynccoll as ac
 import oracle
@@ -329,11 +330,20 @@ async def transformed(me: Rank) -> None:
                 assert "vmap" in str(error)
             else:
                 raise AssertionError("not refused")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        for name, x in {"dual": dual, "dual view": dual[1:]}.items():
+            await me.refuses(name, ac.PayloadTypeError, ac.all_reduce, x, says=("unpack_dual",))
+            await me.refuses(
+                f"tree of a {name}", ac.PayloadTypeError, ac.all_reduce, [x], says=("unpack_dual",)
+            )
+        primal, tangent = forward_ad.unpack_dual(dual)
+        await me.check("its parts", ac.all_reduce, [primal, tangent], expect=[primal * me.size] * 2)
     await me.check("afterwards", ac.all_reduce, me.rank, expect=sum(range(me.size)))
 
 
 def test_transformed_functions_are_refused(world: World) -> None:
-    """Inside vmap and torch.func a tensor stands for several calls."""
+    """Inside vmap and torch.func a tensor stands for several calls; a dual's tangent would not be sent."""
     world.run(transformed)
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
@@ -35,12 +36,12 @@ _is_nested = attrgetter("is_nested")
 def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as a ``torch.Tensor`` that native code may read: a harmless subclass becomes a plain one.
 
-    Wrappers (``DTensor``, fake and functorch tensors), nested and quantized ones, and tensors whose storage
-    was freed have no such memory: ``PayloadTypeError``, with the cure. Memory that an earlier call still
-    fills is refused with ``InvalidArgumentError``.
+    Wrappers (``DTensor``, fake and functorch tensors, duals), nested and quantized ones, and tensors whose
+    storage was freed have no such memory: ``PayloadTypeError``, with the cure. Memory that an earlier call
+    still fills is refused with ``InvalidArgumentError``.
     """
     try:
-        plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested
+        plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested and not _is_dual(x)
     except RuntimeError:  # no storage: ``_explained`` says why
         plain = False
     if not plain:
@@ -53,7 +54,7 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``plain_tensor`` of each, quickly if all are of ordinary types."""
     if ORDINARY.issuperset(map(type, xs)):
         try:
-            if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)):
+            if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)) and not any(map(_is_dual, xs)):
                 refuse_unfilled(name, xs)
                 return xs
         except RuntimeError:
@@ -77,9 +78,14 @@ def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
     raise PayloadTypeError(f"{name} got {_what(x)}")
 
 
+def _is_dual(x: torch.Tensor) -> bool:
+    """Whether ``x`` carries a forward-mode tangent, which a call would not reduce."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _is_wrapper(x: torch.Tensor) -> bool:
     """Whether ``x`` only stands for other tensors."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or _is_dual(x):
         return True
     own = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return own and not x.data_ptr()
@@ -91,6 +97,11 @@ def _what(x: torch.Tensor) -> str:
         return (
             "a tensor inside torch.func or vmap, which stands for several calls; call it outside of the "
             "transformed function"
+        )
+    if _is_dual(x):
+        return (
+            "a dual tensor, and would not differentiate forward; pass its primal and its tangent, as from "
+            "forward_ad.unpack_dual(x)"
         )
     if hasattr(x, "to_local"):
         return (
