@@ -844,6 +844,10 @@ def test_a_table_that_is_used_densely_too_has_a_dense_gradient(pair: World) -> N
 
 REFUSED = {
     "nothing to reduce": (lambda: ac.overlap_gradients([torch.ones(2)]), "requires_grad"),
+    "not a leaf": (
+        lambda: ac.overlap_gradients([torch.ones(2).requires_grad_() * 1]),
+        "was computed from others",
+    ),
     "op": (lambda: ac.overlap_gradients(network(), op="max"), "'max'"),
     "size": (lambda: ac.overlap_gradients(network(), bucket_bytes=0), "bucket_bytes"),
     "lane": (lambda: ac.overlap_gradients(network(), lane=""), "lane"),

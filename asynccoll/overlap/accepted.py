@@ -108,6 +108,11 @@ def check_initialized(parameters: Iterable[torch.Tensor]) -> None:
 def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:
     if not parameters:
         raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
+    if computed := [list(x.shape) for x in parameters if not x.is_leaf]:
+        raise InvalidArgumentError(
+            f"a tensor of shape {computed[0]} was computed from others (as by .to()), "
+            "so backward leaves no gradient in it: pass those, or x.detach().requires_grad_()"
+        )
     if op not in ("avg", "sum"):
         raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
     if any(not isinstance(size, int) or size <= 0 for size in sizes):
