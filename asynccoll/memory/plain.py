@@ -41,7 +41,8 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
     still fills is refused with ``InvalidArgumentError``.
     """
     try:
-        plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested and not _is_dual(x)
+        plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested
+        plain = plain and (forward_ad._current_level < 0 or not _is_dual(x))
     except RuntimeError:  # no storage: ``_explained`` says why
         plain = False
     if not plain:
@@ -54,7 +55,8 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``plain_tensor`` of each, quickly if all are of ordinary types."""
     if ORDINARY.issuperset(map(type, xs)):
         try:
-            if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)) and not any(map(_is_dual, xs)):
+            duals = forward_ad._current_level >= 0 and any(map(_is_dual, xs))
+            if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)) and not duals:
                 refuse_unfilled(name, xs)
                 return xs
         except RuntimeError:
@@ -80,7 +82,10 @@ def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
 
 def _is_dual(x: torch.Tensor) -> bool:
     """Whether ``x`` carries a forward-mode tangent, which a call would not reduce."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    tangent = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]  # torch's
+    return tangent is not None
 
 
 def _is_wrapper(x: torch.Tensor) -> bool:
@@ -100,8 +105,8 @@ def _what(x: torch.Tensor) -> str:
         )
     if _is_dual(x):
         return (
-            "a dual tensor, and would not differentiate forward; pass its primal and its tangent, as from "
-            "forward_ad.unpack_dual(x)"
+            "a dual tensor of forward-mode differentiation, of which a call has no derivative; pass its "
+            "primal and its tangent, as from forward_ad.unpack_dual(x)"
         )
     if hasattr(x, "to_local"):
         return (
