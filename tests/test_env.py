@@ -141,7 +141,6 @@ def without(environ, *names):
 
 FOUND = {
     "nothing": ({}, LaunchInfo("serial")),
-    "options-of-torchrun-for-one-node": ({"PET_NNODES": "1:1"}, LaunchInfo("serial")),
     "unrelated": ({"PATH": "/bin", "MASTER_ADDR": "h"}, LaunchInfo("serial")),
     "empty-is-unset": ({"RANK": "", "SLURM_JOB_ID": "", "PMI_RANK": ""}, LaunchInfo("serial")),
     "torchrun": (TORCHRUN, TORCHRUN_INFO),
@@ -398,10 +397,6 @@ REFUSED = {
     "pmix-alone": (
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"},
         ["PMIx started this process (PMIX_RANK='0', PMIX_NAMESPACE='job')", "how many", "mpiexec"],
-    ),
-    "options-of-torchrun-without-it": (
-        {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8"},
-        ["PET_NNODES='1:4'", "neither torchrun nor `asynccoll run`", "unset PET_NNODES"],
     ),
     "pals-without-pmi": ({"PALS_RANKID": "0"}, ["PALS started this process", "RANK and WORLD_SIZE"]),
     "aprun": ({"ALPS_APP_PE": "0"}, ["aprun started this process", "ALPS_APP_PE='0'"]),

@@ -259,12 +259,6 @@ def _inner(variables: Variables) -> LaunchInfo | None:
                 " pass rank= and world_size= to ac.initialize, or start the ranks with mpiexec, srun or"
                 " `asynccoll run`"
             )
-    if (nnodes := variables.text("PET_NNODES")) and nnodes.rpartition(":")[2].strip() != "1":
-        raise LaunchEnvironmentError(
-            f"PET_NNODES={nnodes!r} asks torchrun for several nodes, but neither torchrun nor `asynccoll run`"
-            " started this process, which would be alone. Start it with one of them (`asynccoll run"
-            " script.py`), which read the PET_* variables; or unset PET_NNODES"
-        )
     return _from_tpu(variables)
 
 
