@@ -169,7 +169,7 @@ class CollectiveMismatchError(CollectiveError):
     begins: tuple[int, int] | None = None
     #: The place of the call in which it was found, where that is known; else 0.
     place: int = 0
-    #: whether a rank has found it by itself, so that the other ranks have to be told
+    #: Whether a rank has found it by itself, so that the other ranks have to be told
     alone: bool = False
 
 

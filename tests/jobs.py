@@ -29,7 +29,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes i
 class Job:
     """A command line of ours in a session of its own, whose every process can be found again."""
 
-    def __init__(self, directory, *arguments, python=(sys.executable,), **variables):
+    def __init__(self, directory, *arguments, python=(sys.executable,), apart=True, **variables):
+        """Not ``apart``: in this session, so that this process is the shell that could continue it."""
         self.token = uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not INHERITED.search(k)}
         here = str(Path(asynccoll.__file__).parent.parent)
@@ -43,7 +44,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            **({"start_new_session": True} if apart else {"process_group": 0}),
         )
         self._limit = threading.Timer(LIMIT_S, self.kill)
         self._limit.start()

@@ -297,7 +297,7 @@ def test_ctrl_z_stops_the_ranks_as_well(tmp_path, start, script):
         print(os.getpid(), child.pid, flush=True)
         child.wait()
     """)
-    job = start("run", "-n", 2, "program.py")
+    job = start("run", "-n", 2, "program.py", apart=False)
     below = [int(pid) for line in job.lines(2) for pid in line.split()]
     job.process.send_signal(signal.SIGTSTP)
     _, status = os.waitpid(job.process.pid, os.WUNTRACED)
@@ -312,6 +312,22 @@ def test_ctrl_z_stops_the_ranks_as_well(tmp_path, start, script):
         (tmp_path / f"went-on-{rank}").write_text("on\n")
     code, output, errors = job.wait()
     assert (code, output) == (0, "on\non\n"), errors
+
+
+@on_linux
+def test_ctrl_z_stops_nothing_that_no_shell_could_continue(start, script):
+    """As `ssh -t host asynccoll run`: the kernel ignores it there."""
+    script("""
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
+        print("ready", flush=True)
+        signal.sigwait({signal.SIGCONT})  # what the launcher sends to go on
+    """)
+    job = start("run", "-n", 1, "program.py")
+    assert job.lines(1) == ["ready"]
+    job.process.send_signal(signal.SIGTSTP)
+    code, _, errors = job.wait()
+    assert code == 0, errors
 
 
 @on_linux

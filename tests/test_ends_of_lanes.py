@@ -52,7 +52,8 @@ def test_a_lane_whose_communicator_could_not_be_made_makes_it_for_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next call was queued for good."""
-    lane = Context(SerialBackend(), Identity(), check="off").world.lane("again")
+    context = Context(SerialBackend(), Identity(), check="off")
+    lane = context.world.lane("again")
 
     def fails(*_: object) -> None:
         raise OSError("no room")
@@ -62,6 +63,9 @@ def test_a_lane_whose_communicator_could_not_be_made_makes_it_for_the_next_call(
         with pytest.raises(OSError, match="no room"):
             lane.issue(Estimate("first"), lambda _: READY)
     assert lane.issue(Estimate("second"), lambda _: READY).done()
+    recorded = flight.read(context.recorder.buffer)
+    assert recorded is not None
+    assert [(one.operation, one.sequence) for one in recorded.calls] == [("second", 1)]
 
 
 def test_a_call_is_recorded_before_native_code_gets_it() -> None:

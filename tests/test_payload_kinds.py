@@ -337,6 +337,9 @@ async def transformed(me: Rank) -> None:
             await me.refuses(
                 f"tree of a {name}", ac.PayloadTypeError, ac.all_reduce, [x], says=("unpack_dual",)
             )
+        with me.case("sparse"):
+            got = await me.get(ac.all_reduce(torch.eye(2).to_sparse()))
+            assert torch.equal(got.to_dense(), me.size * torch.eye(2))
         primal, tangent = forward_ad.unpack_dual(dual)
         await me.check("its parts", ac.all_reduce, [primal, tangent], expect=[primal * me.size] * 2)
     await me.check("afterwards", ac.all_reduce, me.rank, expect=sum(range(me.size)))

@@ -54,9 +54,10 @@ class Strayed:
 class Parting:
     """The first place of a lane at which ranks part, ``agreed + 1``, with what each rank called there.
 
-    ``calls`` has None for a rank that has called nothing there. ``kind`` is ``"different"`` (in operation,
-    shape, dtype, reduction or root), ``"refused"`` (some rank has refused its own call) or ``"absent"`` (some
-    have called, some have not). ``strayed``: where calls that agreed came from different lines, if some did.
+    ``calls`` has None for a rank that has called nothing there, and lacks those whose call is not known.
+    ``kind`` is ``"different"`` (in operation, shape, dtype, reduction or root), ``"refused"`` (some rank has
+    refused its own call) or ``"absent"`` (some have called, some have not). ``strayed``: where calls that
+    agreed came from different lines, if some did.
     """
 
     kind: str

@@ -158,12 +158,13 @@ class Recorder:
 
     def withdraw(self, ticket: int, lane: int, place: int) -> None:
         """Delete the record of an operation that was not accepted; ``place`` is its lane's latest again."""
-        self._numbers[(ticket & _MASK) * WORDS] = 0
+        if self._newest - ticket < RECORDS:
+            self._numbers[(ticket & _MASK) * WORDS] = 0
         if lane >= 0:
             self._places[lane * _LANE_WORDS] = place
 
     def begun(self, ticket: int, now: float) -> None:
-        """Record that a queued operation is being issued."""
+        """Record that a queued operation is being issued; 0.0: that it is queued after all."""
         self._stamp(ticket, BEGUN, now)
 
     def ended(self, ticket: int, now: float) -> None:

@@ -25,7 +25,7 @@ from asynccoll.plan.tree_texts import differing, shown_part
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
-__all__ = ["checked", "mismatch"]
+__all__ = ["checked", "misfit", "mismatch"]
 
 _DIGEST_BYTES = 16
 _TEXT_BYTES = 8192

@@ -149,8 +149,13 @@ def on_stop_signals(
 def _pause(*_: object) -> None:
     """Stop (Ctrl-Z) and go on with all ranks: they are in sessions of their own, and no shell stops those."""
     processes.signal_descendants(signal.SIGSTOP)
-    signal.raise_signal(signal.SIGSTOP)  # ends once this process is continued, as by ``fg``
-    processes.signal_descendants(signal.SIGCONT)
+    try:
+        # By default, not by SIGSTOP: the kernel ignores it where no shell could continue this process.
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)  # returns once this process is continued, as by ``fg``
+    finally:  # the handler of a signal that came meanwhile may raise here
+        signal.signal(signal.SIGTSTP, _pause)
+        processes.signal_descendants(signal.SIGCONT)
 
 
 def _watch_for_signals(noticed: threading.Event, stuck: Callable[[signal.Signals], None]) -> None:

@@ -182,6 +182,8 @@ class Lane:
             self._admitted_owner(stream).spot = spot
             direct = (program is None or program.driven) and self.queue.is_free(stream)
             upcoming = places.next(what)
+            if not direct:
+                self._connection.open(waits=self.world.open_waits)
             # Recorded before the native call, which may block, or end the process.
             ticket = self.records.note(
                 estimate, line, size_bytes, of, stream or upcoming[1:3], called, begun=direct
@@ -191,15 +193,13 @@ class Lane:
                     found = None if stream else self.announcing.call(line, *upcoming)
                     completion = self._made_unless(found, start)
                 except BaseException as error:  # from the backend, which may have sent something already
-                    self.records.withdraw(ticket, places.latest)
+                    self.records.withdraw(ticket, places.latest, message=stream is not None)
                     self._failing.not_taken(error, estimate.name, message=stream is not None)
                     raise
             if completion is not None:
                 ends, job = completion, program
             else:
-                if direct:
-                    self.records.held(ticket)
-                self._connection.open(waits=self.world.open_waits)
+                self.records.held(ticket)
                 job = program or Job(as_called(start), None)
                 ends = job.promise
             sequence = 0 if stream else places.take()  # messages have no place in the order

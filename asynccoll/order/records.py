@@ -64,12 +64,12 @@ class Records:
         parts = (*self._names, estimate.name, said, str(spot.place))
         return self._recorder.learn(key, parts, (estimate, spot, of and of.plan))
 
-    def withdraw(self, ticket: int, latest: int) -> None:
+    def withdraw(self, ticket: int, latest: int, *, message: bool) -> None:
         """Delete the record of an operation that was not accepted; ``latest`` is the lane's latest place."""
-        self._recorder.withdraw(ticket, self.number, latest)
+        self._recorder.withdraw(ticket, -1 if message else self.number, latest)
 
     def held(self, ticket: int) -> None:
-        """Record that an operation that was begun has not started after all, and is queued."""
+        """Record that an operation is queued, also if it was recorded as begun."""
         self._recorder.begun(ticket, 0.0)
 
     def begun(self, ticket: int) -> None:

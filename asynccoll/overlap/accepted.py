@@ -110,8 +110,8 @@ def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> Non
         raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
     if computed := [list(x.shape) for x in parameters if not x.is_leaf]:
         raise InvalidArgumentError(
-            f"a tensor of shape {computed[0]} was computed from others (as by .to()), "
-            "so backward leaves no gradient in it: pass those, or x.detach().requires_grad_()"
+            f"a tensor of shape {computed[0]} was computed from others (as by .to()), so backward leaves no "
+            "gradient in it: pass the original parameters, or x.detach().requires_grad_()"
         )
     if op not in ("avg", "sum"):
         raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
