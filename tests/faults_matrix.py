@@ -36,7 +36,7 @@ CULPRIT = 1
 #: What a call can be of: elements, dtype, reduction, root, a key of a tree, rows for each rank, characters.
 USUAL = {"n": 4, "dtype": torch.float32, "op": "sum", "root": 0, "key": "b", "rows": 2, "text": 1}
 #: A text that does not fit into what is left to a rank that is short of memory.
-LONG, SHORT_OF_BYTES = {"text": 96 << 20}, 32 << 20
+LONG, SHORT_OF_BYTES = {"text": 96 << 20}, 64 << 20
 
 
 def _ones(said: dict[str, Any], times: int = 1) -> torch.Tensor:
@@ -249,12 +249,12 @@ async def _calls_another_operation(me: Rank, operation: str) -> Heard:
 
 async def _has_no_memory(me: Rank, operation: str) -> Heard:
     """Its own text is short; there is no room for what arrives."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    before = resource.getrlimit(resource.RLIMIT_DATA)  # not RLIMIT_AS, of which threads reserve much
     with open("/proc/self/statm") as pages:
-        used = int(pages.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + SHORT_OF_BYTES, before[1]))
+        used = int(pages.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + SHORT_OF_BYTES, before[1]))
     heard = await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(resource.RLIMIT_DATA, before)
     return heard
 
 
