@@ -82,7 +82,7 @@ def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
 
 def _is_dual(x: torch.Tensor) -> bool:
     """Whether ``x`` carries a forward-mode tangent, which a call would not reduce."""
-    if forward_ad._current_level < 0 or x.layout is not torch.strided:
+    if x.layout is not torch.strided:
         return False
     tangent = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]  # torch's
     return tangent is not None

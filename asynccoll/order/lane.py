@@ -181,12 +181,12 @@ class Lane:
         with self._lock:
             self._admitted_owner(stream).spot = spot
             direct = (program is None or program.driven) and self.queue.is_free(stream)
-            upcoming = places.next(what)
+            upcoming = _, place, part, _ = places.next(what)
             if not direct:
                 self._connection.open(waits=self.world.open_waits)
             # Recorded before the native call, which may block, or end the process.
             ticket = self.records.note(
-                estimate, line, size_bytes, of, stream or upcoming[1:3], called, begun=direct
+                estimate, line, size_bytes, of, place, part, stream, called, begun=direct
             )
             if direct:
                 try:

@@ -37,17 +37,20 @@ class Records:
         spot: Spot,
         size_bytes: int,
         of: Subject | None,
-        where: tuple[int, int] | Stream,
+        place: int,
+        part: int,
+        stream: Stream | None,
         called: float,
         *,
         begun: bool,
     ) -> int:
         """Record an operation that was called at ``spot`` and is being started; not ``begun``: queued.
 
-        ``where``: its place and part; or the stream that a message belongs to. Returns its ticket.
+        A message has no ``place`` and ``part``, but the ``stream`` that it belongs to. Returns its ticket.
         """
-        place, part, peer = (*where, -1) if len(where) == 2 else (0, where[2], where[1])
-        recorder = self._recorder
+        recorder, peer = self._recorder, -1
+        if stream is not None:
+            place, (_, peer, part) = 0, stream
         # Ids stand for objects that take longer to compare; ``learn`` keeps these alive as long as the key.
         key = (
             (estimate, id(spot[0]), spot[1])

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from asynccoll.health.checks import misfit
-from asynccoll.host.call_site import called_at, caller
+from asynccoll.host.call_site import NOWHERE, Spot, called_at, caller
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op
@@ -62,11 +62,11 @@ def all_to_all_call(
         return done
 
     given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
-    line = str((called_at.get() or caller(0)).place) if given else ""
+    spot = called_at.get() or caller(0) if given else NOWHERE
 
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
         counts = yield from _counts(communicator, in_splits)
-        _check_fits(lane, counts, out_splits, line)
+        _check_fits(lane, counts, out_splits, spot)
         return start(communicator)
 
     return Call(
@@ -99,10 +99,10 @@ def _counts(communicator: Communicator, in_splits: Sequence[int]) -> Generator[C
     return found
 
 
-def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], line: str) -> None:
+def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], spot: Spot) -> None:
     for rank, sent, expected in zip(lane.group.ranks, counts, out_splits, strict=True):
         if sent != expected:
-            error = misfit(lane, (rank, lane.world.rank), sent, expected, ("", line))
+            error = misfit(lane, (rank, lane.world.rank), sent, expected, ("", str(spot.place)))
             error.alone = True
             raise error
 
