@@ -249,24 +249,27 @@ async def _calls_another_operation(me: Rank, operation: str) -> Heard:
 
 async def _has_no_memory(me: Rank, operation: str) -> Heard:
     """Its own text is short; there is no room for what arrives."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)  # not RLIMIT_AS, of which threads reserve much
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (used + SHORT_OF_BYTES, before[1]))
-    heard = await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
-    resource.setrlimit(resource.RLIMIT_DATA, before)
-    return heard
+    with _limited(
+        resource.RLIMIT_DATA, used + SHORT_OF_BYTES
+    ):  # not RLIMIT_AS, of which threads reserve much
+        return await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
 
 
 # What befalls the others besides
 
 
 @contextlib.contextmanager
-def _without_disk() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+def _limited(what: int, most: int) -> Iterator[None]:
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
     yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(what, before)
+
+
+def _without_disk() -> AbstractContextManager[None]:
+    return _limited(resource.RLIMIT_FSIZE, 0)
 
 
 @contextlib.contextmanager

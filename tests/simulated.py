@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import asynccoll as ac
 import compositions_run
+from asynccoll import host
 from asynccoll.testing import Cancel, Fail, Fault, Interrupt, Kill, Report, StoreLost, simulate
 from asynccoll.testing.report import leaves
 from compositions import Call, Program
@@ -21,16 +22,24 @@ class SimulatedRank:
 
     backend = "simulated"  # its threads are told by the scheduler whose they are
 
-    def __init__(self, rank: int, size: int, signs: set[str]) -> None:
+    def __init__(self, rank: int, size: int, signs: set[str], runner: str = "asyncio") -> None:
         self.rank = rank
         self.size = size
         self._signs = signs
+        self._runner = runner
+
+    async def get(self, work: Any) -> Any:
+        return work.wait() if self._runner == "blocking" else await work
 
     def at(self, what: str) -> None:
         """Of a simulation the report says where it is."""
 
     def show(self, sign: str) -> None:
         self._signs.add(sign)
+
+    def see(self, sign: str) -> None:
+        while sign not in self._signs:
+            host.sleep(0.005)
 
     def shown(self, sign: str) -> bool:
         return sign in self._signs

@@ -128,31 +128,11 @@ def run(
     return late
 
 
-class Simulated:
-    """A rank of a simulated world, as `Rank` is one of a real world."""
-
-    def __init__(self, rank: int, loop: str, seen: set[str]) -> None:
-        self.rank = rank
-        self.size = ac.get_world_size()
-        self._loop = loop
-        self._seen = seen
-
-    async def get(self, work: Any) -> Any:
-        """Wait for it, as its loop does."""
-        return work.wait() if self._loop == "none" else await work
-
-    def show(self, what: str) -> None:
-        """Let the other ranks see it."""
-        self._seen.add(what)
-
-    def see(self, what: str) -> None:
-        """Wait until a rank shows it."""
-        while what not in self._seen:
-            host.sleep(0.005)
-
-
 def simulated(seed: int, stalls: int = 10) -> list[float]:
     """So many in one world; its size, transport, nodes and loop are drawn, too."""
+    from compositions_waited import driven  # here: the ranks of real worlds need neither
+    from simulated import SimulatedRank
+
     drawn = random.Random(seed)
     transport, nodes, size = drawn.choice(
         (
@@ -161,26 +141,19 @@ def simulated(seed: int, stalls: int = 10) -> list[float]:
             ("gloo", 2, 2 * drawn.randint(1, 3)),
         )
     )
-    loop = drawn.choice(("asyncio", "trio", "none"))
+    runner = drawn.choice(("asyncio", "trio", "blocking"))
     seeds, seen = [drawn.randrange(1 << 32) for _ in range(stalls)], set[str]()
 
     async def waits(rank: int) -> list[float]:
-        me: Any = Simulated(rank, loop, seen)
+        me: Any = SimulatedRank(rank, size, seen, runner)
         return await stall(me, seeds)
 
-    def blocks(rank: int) -> list[float]:
-        try:
-            waits(rank).send(None)
-        except StopIteration as ended:
-            found: list[float] = ended.value
-            return found
-        raise AssertionError("it awaits something")
-
+    blocking = runner == "blocking"
     report = simulate(
-        blocks if loop == "none" else waits,
+        (lambda rank: driven(waits(rank))) if blocking else waits,
         world_size=size,
         seed=seed,
-        loop=loop,
+        loop="none" if blocking else runner,
         transport=transport,
         nodes=nodes,
         schedule=PCT() if drawn.random() < 0.5 else RandomWalk(),

@@ -190,11 +190,11 @@ STORELESS = """
     ac.finalize()
 """
 SERVES = """
-    import time
+    import signal
     import torch.distributed as dist
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     print(store.port, flush=True)
-    time.sleep(1000)
+    signal.pause()
 """
 
 
