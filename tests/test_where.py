@@ -726,14 +726,16 @@ def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str
 
 
 SPAWNS = """
-import multiprocessing, sys
+import multiprocessing, os, sys
+
+def told_until_the_end(receiver):
+    print(os.getpid(), flush=True)  # it: while a process begins, it shows no command
+    receiver.poll(None)
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=receiver.poll, args=(None,))  # until this one has ended
-    child.start()
-    print(child.pid, flush=True)
+    context.Process(target=told_until_the_end, args=(receiver,)).start()
     sys.stdin.read()
 """
 
