@@ -186,7 +186,7 @@ nightly: ## what takes long, the same code with more seeds: drawn data, programs
 		$(HVD) $(PYTEST) $(AT_ONCE) $(HVD_RUN_ALL)
 	@env ASYNCCOLL_TEST_MEETING_RANKS=40 ASYNCCOLL_TEST_PATIENCE=1 $(WHEEL) $(PYTEST) -k name_server $(call TESTS_OF,meeting)
 	@$(MAKE) --no-print-directory explore determined training soak inside
-	@for one in gloo:test mpi:mpich horovod:horovod; do \
+	@for one in gloo:test mpi:mpich horovod:horovod xla-tpu:xla; do \
 		$(MAKE) --no-print-directory faults BACKEND=$${one%:*} ON=$${one#*:} || exit 1; done
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 1000
 	@$(TEST) env PYTHONPATH=$(CURDIR) python $(CURDIR)/tests/stalls.py 100000 1 simulated

@@ -23,6 +23,7 @@ import torch
 
 import asynccoll as ac
 from ranks import Rank
+from worlds import THREADED
 
 #: After which a call that waits in vain gives up, and how much later at most its waiter must have been told.
 TIMEOUT_S = 1.5
@@ -91,6 +92,7 @@ PLACES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "horovod": ("horovod", {}, False),
     "gloo, hosts": ("gloo", {}, True),
     "mpi, hosts": ("mpi", {}, True),
+    "xla": ("xla-tpu", {}, False),
 }
 
 Heard = tuple[str, tuple[int, ...], float, str]
@@ -305,31 +307,41 @@ class Fault:
     after: str = ""
     not_on: str = ""
     """A backend whose launcher ends the job then."""
+    of_process: bool = False
+    """It befalls all of a process, so no single rank where ranks are its threads."""
 
 
 FULL = {"check": "full"}
 _LATE = TIMEOUT_S + TOLD_S
 _LOST, _TIMEOUT, _MISMATCH = "PeerLostError", "CollectiveTimeoutError", "CollectiveMismatchError"
 FAULTS: dict[str, Fault] = {
-    "kill -9": Fault(_is_killed, _LOST, LOST_S, dies=True),
-    "exit 0": Fault(_exits, _LOST, LOST_S, dies=True, not_on="mpi"),
-    "exit 1": Fault(_exits_with_1, _LOST, LOST_S, dies=True),
+    "kill -9": Fault(_is_killed, _LOST, LOST_S, dies=True, of_process=True),
+    "exit 0": Fault(_exits, _LOST, LOST_S, dies=True, not_on="mpi", of_process=True),
+    "exit 1": Fault(_exits_with_1, _LOST, LOST_S, dies=True, of_process=True),
     "finalize": Fault(_leaves, _LOST, LOST_S),
     "exception between calls": Fault(_fails, _LOST, LOST_S),
-    "Ctrl-C": Fault(_is_interrupted, _LOST, LOST_S),
-    "SIGSTOP": Fault(_is_stopped, _TIMEOUT, _LATE, dies=True),
+    "Ctrl-C": Fault(_is_interrupted, _LOST, LOST_S, of_process=True),
+    "SIGSTOP": Fault(_is_stopped, _TIMEOUT, _LATE, dies=True, of_process=True),
     "skipped call": Fault(_is_late, _TIMEOUT, _LATE),
-    "skipped call, disk full": Fault(_is_late, _TIMEOUT, _LATE, besides=_without_disk),
-    "skipped call, no descriptors left": Fault(_is_late, _TIMEOUT, _LATE, besides=_without_descriptors),
-    "stuck in native code": Fault(_is_in_native_code, _TIMEOUT, _LATE),
+    "skipped call, disk full": Fault(_is_late, _TIMEOUT, _LATE, besides=_without_disk, of_process=True),
+    "skipped call, no descriptors left": Fault(
+        _is_late, _TIMEOUT, _LATE, besides=_without_descriptors, of_process=True
+    ),
+    "stuck in native code": Fault(_is_in_native_code, _TIMEOUT, _LATE, of_process=True),
     "other lane": Fault(_calls_another_lane, _TIMEOUT, _LATE, own=_TIMEOUT),
     "extra call": Fault(_calls_once_more, "", LOST_S, own=_TIMEOUT),
     "deadline": Fault(_has_a_deadline, "", LOST_S, own=_TIMEOUT, after="1 gave up"),
     "cancelled": Fault(_is_cancelled, "", LOST_S, after="1 gave up"),
-    "fork": Fault(_forks, "", LOST_S, own=""),
+    "fork": Fault(_forks, "", LOST_S, own="", of_process=True),
     "refused call": Fault(_refuses, "PeerRefusedError", LOST_S, own="PayloadTypeError"),
     "out of memory": Fault(
-        _has_no_memory, "PeerRefusedError", LOST_S, own="CollectiveError", word="text", called=LONG
+        _has_no_memory,
+        "PeerRefusedError",
+        LOST_S,
+        own="CollectiveError",
+        word="text",
+        called=LONG,
+        of_process=True,
     ),
 }
 #: Calls that differ: by what of them does.
@@ -376,7 +388,7 @@ def cells(places: tuple[str, ...] = tuple(PLACES)) -> Iterator[Cell]:
         fitting = [
             one for one, (_, words) in OPERATIONS.items() if not fault.word or fault.word in words.split()
         ]
-        if place not in places or fault.not_on == backend:
+        if place not in places or fault.not_on == backend or (fault.of_process and backend in THREADED):
             continue
         for turn, operation in enumerate(fitting):
             if turn % 2 == at % 2 or len(fitting) == 1:
