@@ -227,6 +227,26 @@ def test_mismatches_raise_on_every_rank_and_the_job_goes_on(pair: worlds.World, 
     pair.run(mismatches, runner=runner)
 
 
+def around_the_result(me: Rank) -> None:
+    under, memory, x = _communicator("around"), torch.zeros(4), torch.full((2,), 1.0 + me.rank)
+    others = [
+        under.all_to_all(memory[:2], torch.ones(2 + 2 * me.rank), [1, 1], [1 + me.rank] * 2),
+        under.gather(None, x, 1 - me.rank),
+    ]
+    fits = under.all_to_all(memory[1:3], x, [1, 1], [1, 1])
+    for call in (*others, fits):
+        while not call.wait(1.0):
+            pass
+        assert isinstance(call.error(), ac.CollectiveMismatchError) is (call is not fits)
+    oracle.same(memory, torch.tensor([0.0, 1.0, 2.0, 0.0]))
+    oracle.same(x, torch.full((2,), 1.0 + me.rank))
+
+
+def test_rows_that_nobody_expects_overwrite_nothing(pair: worlds.World) -> None:
+    """Horovod resizes the result to what arrives: over what follows it in memory, if it is part of more."""
+    pair.run(around_the_result)
+
+
 async def natively(me: Rank) -> None:
     communicator: Any = current().world.lane().communicator
     for op, divisor in ((ac.ReduceOp.SUM, 1), (ac.ReduceOp.AVG, me.size)):

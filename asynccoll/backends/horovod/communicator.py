@@ -236,6 +236,7 @@ class HorovodCommunicator:
         counts = torch.tensor(in_splits, dtype=torch.int32, device="cpu")
         received = torch.empty(len(self._ranks), dtype=torch.int32, device="cpu")
         expected = list(out_splits)
+        into = out if _may_grow(out) else torch.empty_like(out)
 
         def finish() -> None:
             if received.tolist() != expected:
@@ -243,11 +244,13 @@ class HorovodCommunicator:
                     f"rank {self._ranks[self._rank]} expected {expected} rows of each rank and got "
                     f"{received.tolist()}; pass splits that agree on every rank (check='full' tells more)"
                 )
+            if into is not out:
+                out.copy_(into)
             if deliver is not None:
                 deliver()
 
         call, name = _ALL_TO_ALL[x.dtype], self._name()
-        return self._start(call, x, counts, out, received, name, self._set, finish=finish)
+        return self._start(call, x, counts, into, received, name, self._set, finish=finish)
 
     def join(self, last: torch.Tensor) -> Completion:
         """Take part with zeros in whatever the others still reduce, until all have joined.
@@ -297,3 +300,9 @@ class HorovodCommunicator:
     def abort(self) -> None:
         """Give up what is in flight: Horovod cannot take an operation back, and keeps its memory."""
         self._common.abandoned = True
+
+
+def _may_grow(out: torch.Tensor) -> bool:
+    """Whether Horovod, which resizes it to the rows that arrive, overwrites nothing else, and can."""
+    storage = out.untyped_storage()
+    return storage.resizable() and storage.nbytes() == out.nbytes
