@@ -13,6 +13,7 @@ import torch
 
 import asynccoll as ac
 import scripts
+import threads
 import worlds
 from asynccoll.health.liveness import Liveness
 from asynccoll.runtime import process as runtime
@@ -66,6 +67,36 @@ def test_who_has_left_is_not_lost_in_what_it_did(size: int) -> None:
         results = world.run(leaves_after_its_part, runner="blocking", timeout=patient(40))
         world.kill()
     assert results == ["late", "right", *["late"] * (size - 3), "left"]
+
+
+def test_a_thread_that_has_left_is_not_lost_in_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same between threads of one process."""
+    monkeypatch.setattr(Liveness, "lost", Liveness.lost)  # for the spy to go away afterwards
+    results = threads.run(3, leaves_after_its_part, runner="blocking", timeout=patient(10))
+    assert results == ["late", "right", "left"]
+
+
+async def goes_on_without_rank_0(me: Rank) -> None:
+    group = ac.new_group([1, 2])
+    await me.get(ac.all_reduce(1))
+    if me.rank == 0:
+        ac.finalize()
+        me.show("left")
+        return
+    await me.get(ac.all_reduce(1, group=group))  # its lane is open
+    me.see("left")
+    if me.rank == 1:
+        with raising(ac.PeerRefusedError, "rank 2 refused"):
+            await me.get(ac.all_reduce(1, group=group, timeout=patient(5)))
+    else:
+        with raising(ac.PayloadTypeError, "object"):
+            ac.all_reduce(object(), group=group)  # type: ignore[arg-type]
+    assert await me.get(ac.all_reduce(me.rank, group=group, timeout=patient(5))) == 3
+
+
+def test_threads_hear_of_a_refusal_after_rank_0_has_left() -> None:
+    """The store is in their process, whoever has left."""
+    threads.run(3, goes_on_without_rank_0, timeout=patient(20))
 
 
 async def dies_instead_of_opening(me: Rank, victim: int) -> float:

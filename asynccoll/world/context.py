@@ -377,7 +377,7 @@ class Context:
 
         A refused call counts as made if the peers have been told of it, or will be by what is told already.
         """
-        if self.clients is None or self.world_size == 1 or self.thread_rank:
+        if self.clients is None or self.world_size == 1:
             return
         made = {f"{lane.group.key}/{lane.key}": lane.halting.told for lane in self.lanes()}
         with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
@@ -395,7 +395,7 @@ class Context:
 
     def store_answers(self) -> bool:
         """Whether rank 0, which may serve the store, answers: over a cut link a request never ends."""
-        if self.rank == 0:
+        if self.rank == 0 or self.thread_rank:  # ranks that are threads have it in their process
             return True
         return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
 
