@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,16 @@ def fail(local_rank: int, culprit: int) -> None:
     if local_rank == culprit:
         raise LookupError(f"of rank {local_rank}")
     ac.all_reduce(1).wait()
+
+
+def fail_while_others(local_rank: int, culprit: int, do: str, directory: str) -> None:
+    """One rank raises; the others exit, or wait for something else."""
+    if local_rank == culprit:
+        raise LookupError(f"of rank {local_rank}")
+    if do == "exit":
+        sys.exit(0)
+    threading.Event().wait(120)
+    Path(directory, "waited").touch()
 
 
 async def tell_awaited(local_rank: int, directory: str, **kwargs: Any) -> None:

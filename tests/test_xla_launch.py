@@ -66,6 +66,16 @@ def test_the_first_failure_is_raised_with_its_rank(culprit: int) -> None:
     assert "in fail" in str(caught.value)
 
 
+@needs_xla
+@pytest.mark.parametrize("do", ["exit", pytest.param("wait", marks=pytest.mark.slow)])
+def test_a_failure_is_told_whatever_other_replicas_do(do: str, tmp_path: Path) -> None:
+    """They may have ended well before; and one that waits for something else is ended with the process."""
+    with pytest.raises(ac.SpawnError, match="LookupError: of rank 1") as caught:
+        ac.spawn("xla-tpu", spawned.fail_while_others, (1, do, str(tmp_path)), nproc_per_node=2)
+    assert caught.value.rank == 1
+    assert not list(tmp_path.iterdir()), "it was waited for"
+
+
 def said_by(code: str, **variables: str) -> str:
     """What a script prints, which must end well."""
     done = subprocess.run(

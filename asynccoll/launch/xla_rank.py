@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from multiprocessing import spawn as preparing
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,14 @@ def main(plan: str) -> None:
     """Carry the job out on every device; errors are in the job's records."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the main thread waits for replicas that it cannot stop
     _load(plan)
-    try:
-        if os.environ["PJRT_DEVICE"].startswith("TPU"):
-            import torch_xla
+    if os.environ["PJRT_DEVICE"].startswith("TPU"):
+        import torch_xla
 
-            torch_xla.launch(_tpu_rank, (plan,))
-        else:
-            from asynccoll.backends.xla.threads import run_replicas
+        torch_xla.launch(_tpu_rank, (plan,))
+    else:
+        from asynccoll.backends.xla.threads import run_replicas
 
-            run_replicas(lambda rank: _carry_out(plan, rank, rank))
-    except BaseException as error:
-        sys.exit(0 if isinstance(error, SystemExit) and error.code in (None, 0) else 1)
+        run_replicas(lambda rank: _replica(plan, rank))
 
 
 def _load(plan: str) -> Any:
@@ -42,18 +40,46 @@ def _load(plan: str) -> Any:
         return pickle.load(file)  # noqa: S301
 
 
-def _carry_out(plan: str, rank: int, local_rank: int) -> None:
+def _replica(plan: str, rank: int) -> None:
+    """One rank in a thread of this process, which cannot be stopped if another one fails."""
+    from asynccoll.host.exits import EXIT_SECONDS
+
     # Each rank unpickles arguments of its own: threads must not share what a process would not.
     with Path(plan).open("rb") as file:
         pickle.load(file)  # noqa: S301
-        pickle.load(file).carry_out(rank, local_rank, rank=rank)  # noqa: S301
+        task = pickle.load(file)  # noqa: S301
+    try:
+        _carry_out(task, rank, rank, rank=rank)
+    except BaseException:
+        end = threading.Timer(EXIT_SECONDS, _end)
+        end.daemon = True
+        end.start()
+        raise
+
+
+def _end() -> None:
+    """End the process, whatever other replicas still wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _tpu_rank(rank: int, plan: str) -> None:
     """One rank in a process that torch_xla started."""
     import torch_xla.runtime as xr
 
-    _load(plan).carry_out(rank, xr.local_ordinal())
+    _carry_out(_load(plan), rank, xr.local_ordinal())
+
+
+def _carry_out(task: Any, rank: int, local_rank: int, /, **place: object) -> None:
+    """Carry the job out, whose records have its error; ``sys.exit(0)`` is none, and must not hide another."""
+    from asynccoll.host.endings import is_failure
+
+    try:
+        task.carry_out(rank, local_rank, **place)
+    except BaseException as error:
+        if is_failure(error):
+            sys.exit(1)
 
 
 if __name__ == "__main__":
