@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import threading
@@ -16,6 +17,7 @@ import asynccoll as ac
 import needs
 import oracle
 import worlds
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -365,6 +367,19 @@ async def read_on_host(me: Rank) -> None:
 def test_on_host_has_computed_what_is_left_to_do(loop: str) -> None:
     """Trees too; without holding the loop."""
     replicas(2).run(read_on_host, runner=loop)
+
+
+async def read_after_leaving(me: Rank) -> None:
+    work = ac.all_reduce(torch.arange(6.0, device=ac.device()), op="avg")
+    await work
+    ac.finalize()
+    oracle.same((await asyncio.wait_for(work.on_host(), patient(5))).cpu(), torch.arange(6.0))
+
+
+def test_on_host_after_the_world_was_left() -> None:
+    """Its progress thread has ended."""
+    with worlds.fresh("xla-tpu", 2) as world:
+        world.run(read_after_leaving)
 
 
 async def not_for_the_host(me: Rank) -> None:
