@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import asynccoll as ac
 
 
@@ -75,6 +77,11 @@ async def tell_awaited(local_rank: int, directory: str, **kwargs: Any) -> None:
     """Write down what came of an awaited call."""
     total = await ac.all_reduce(ac.get_rank() + 1)
     Path(directory, str(ac.get_rank())).write_text(repr((local_rank, ac.get_rank(), total, kwargs)))
+
+
+def leave_in_flight(local_rank: int) -> None:
+    """A message that nobody sends."""
+    ac.recv(torch.ones(1), src=1 - local_rank).detach()
 
 
 async def fail_awaited(local_rank: int, culprit: int) -> None:

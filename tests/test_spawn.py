@@ -195,6 +195,13 @@ def test_an_error_before_the_function_is_told_too(backend: str) -> None:
         ac.spawn(backend, spawned.fail, (9,), nproc_per_node=2, colour="red")
 
 
+def test_an_error_of_leaving_is_told_too() -> None:
+    with pytest.raises(
+        ac.SpawnError, match="CollectiveTimeoutError: finalize aborted what was still in flight"
+    ):
+        ac.spawn("gloo", spawned.leave_in_flight, nproc_per_node=2, timeout=0.5)
+
+
 def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
     """torch's process context, to be joined later."""
     context = ac.spawn("gloo", spawned.linger, (str(tmp_path),), nproc_per_node=2, join=False)

@@ -47,13 +47,13 @@ class Job:
         try:
             initialize(self.backend, **{**self.options, **place})
             complete(self.function, local_rank, *self.args, **self.kwargs)
+            finalize()
         except BaseException as error:
             if has_failed := is_failure(error):
                 self.record(rank, error)
                 dies_of(error)
             finalize(abort=has_failed)
             raise
-        finalize()
 
     def record(self, rank: int, error: BaseException) -> None:
         """Write down how this rank failed, for ``failed`` to read."""
