@@ -198,7 +198,7 @@ class HorovodCommunicator:
         given = [1 if index == dst else 0 for index in range(size)]
         flat = x.reshape(1, -1)
         if out is None:
-            return self._exchange(flat[:0], flat, [0] * size, given)
+            return self._exchange(flat.new_empty(0, flat.shape[1]), flat, [0] * size, given)
         rows = flat.new_empty(size, flat.shape[1])
 
         def deliver() -> None:
