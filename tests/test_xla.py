@@ -308,6 +308,23 @@ def test_different_calls_are_an_error_on_every_replica(runner: str) -> None:
     replicas(2).run(different, runner=runner)
 
 
+async def on_anothers_device(me: Rank) -> None:
+    x = torch.ones(2, device=torch.device("xla", 0))
+    for call in (ac.all_reduce, ac.all_gather, ac.broadcast):
+        if me.rank == 0:
+            with raising(ac.PeerRefusedError, "another rank's device"):
+                await me.get(call(x))
+        else:
+            with raising(ac.InvalidArgumentError, "on xla:0, another rank's device", "is xla:1"):
+                await me.get(call(x))
+    await me.check("afterwards", ac.all_reduce, torch.ones(2), expect=torch.full((2,), 2.0))
+
+
+def test_a_tensor_on_the_device_of_another_replica_is_refused() -> None:
+    """That device would be given two launches: they wait for each other until the process ends."""
+    replicas(2).run(on_anothers_device)
+
+
 async def crossing(me: Rank) -> None:
     names = [f"lane {k}" for k in range(6)]
     shuffled = random.Random(me.rank).sample(names, len(names))

@@ -85,6 +85,12 @@ def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, nume
                 f"{op.value} of a meta tensor: it has no data to send; materialise it first, as in "
                 "torch.empty_like(x, device='cpu')"
             )
+        home = lane.world.device
+        if x.device.type == home.type == "xla" and x.device != home:  # would be launched there, by two ranks
+            raise InvalidArgumentError(
+                f"{op.value} of a tensor on {x.device}, another rank's device: this rank's is {home} "
+                "(ac.device())"
+            )
         found = lane.routes[key] = Route(lane, op, x, reduce)
     return found
 
