@@ -59,9 +59,11 @@ def _replica(plan: str, rank: int) -> None:
 
 def _end() -> None:
     """End the process, whatever other replicas still wait for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
 
 
 def _tpu_rank(rank: int, plan: str) -> None:
