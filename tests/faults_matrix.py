@@ -253,9 +253,8 @@ async def _has_no_memory(me: Rank, operation: str) -> Heard:
     """Its own text is short; there is no room for what arrives."""
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[5]) * resource.getpagesize()
-    with _limited(
-        resource.RLIMIT_DATA, used + SHORT_OF_BYTES
-    ):  # not RLIMIT_AS, of which threads reserve much
+    # Not RLIMIT_AS, of which threads reserve much.
+    with _limited(resource.RLIMIT_DATA, used + SHORT_OF_BYTES):
         return await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
 
 
