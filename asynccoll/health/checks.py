@@ -16,7 +16,7 @@ import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.host.call_number import CHILD, ROUND, numbered
-from asynccoll.host.call_site import called_at, caller
+from asynccoll.host.call_site import site
 from asynccoll.host.words import by_text, encoded, shortened
 from asynccoll.order.job import Program, Start, What
 from asynccoll.order.lane import Lane
@@ -43,7 +43,7 @@ def checked(lane: Lane, what: What, start: Start | None = None, program: Program
     what, place, *_ = lane.upcoming(what)
     text = encoded(f"{place // CHILD} {shown(what)}")
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
-    line = (called_at.get() or caller()).place
+    line = site().place
 
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
         digests = _rows(lane, _DIGEST_BYTES)

@@ -12,7 +12,7 @@ from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users", "on_behalf_of"]
+__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users", "on_behalf_of", "site"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: torch calls back into this package (autograd, hooks); its frames are not the user's place either
@@ -36,7 +36,7 @@ _OURS, _RUNNER, _USERS = 1, 2, 3
 #: The kind of each file seen: looking up is cheaper than comparing. ``contextlib`` enters and leaves blocks
 #: on behalf of its callers, so it is not the place of a call either.
 _kinds: dict[str, int] = {contextlib.__file__: _OURS, threading.__file__: _RUNNER}
-#: The frames from here to the user's are at least: this one, Lane.issue, Call._begin, Call.begin, _start.
+#: The frames from here to the user's are at least: this one, site, Lane.issue, Call._begin, Call.begin.
 _LEAST_DEPTH = 4
 
 
@@ -72,7 +72,7 @@ class Spot(NamedTuple):
 
 
 NOWHERE = Spot(None, 0)
-#: The place of the user's call, if the operation is issued later from somewhere else.
+#: The place of the public call that is being made, or that was put off and is made now.
 called_at: ContextVar[Spot | None] = ContextVar("asynccoll_called_at", default=None)
 #: The user's line that a hook works for: backward may run in a thread that has none on its stack.
 _on_behalf: ContextVar[Spot | None] = ContextVar("asynccoll_on_behalf", default=None)
@@ -89,8 +89,15 @@ def on_behalf_of(spot: Spot) -> Iterator[None]:
         _on_behalf.reset(before)
 
 
+def site() -> Spot:
+    """The place of the user's call: as noted when it was made (``called_at``), else by the stack."""
+    return called_at.get() or caller()
+
+
 def caller(least_depth: int = _LEAST_DEPTH) -> Spot:
-    """The innermost place outside this package (about 0.2 us: it is called for every operation).
+    """The innermost place outside this package, ``least_depth`` frames above this one or further.
+
+    Each frame that is passed costs about as much as a call.
 
     If all frames are of this package or torch, up to the runner of a pool or task if there is one, it is the
     line that they work for (``on_behalf_of``), or else the outermost of those frames.

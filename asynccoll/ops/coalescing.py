@@ -28,7 +28,7 @@ from asynccoll.errors import (
     PeerRefusedError,
 )
 from asynccoll.host import actors
-from asynccoll.host.call_site import Spot, called_at, caller
+from asynccoll.host.call_site import Spot, called_at, site
 from asynccoll.memory.aliasing import Claims
 from asynccoll.memory.plain import plain_tensor, writable
 from asynccoll.memory.unwritten import Read
@@ -334,7 +334,7 @@ class _Batch:
             parts = self._parts.get(key)
             if parts is None:
                 parts = self._parts[key] = _Parts(lane, fuse, timeout)
-            parts.calls.append(_Call(x, out, Modes.now(), caller(), work))
+            parts.calls.append(_Call(x, out, Modes.now(), site(), work))
         self._reads.append(read := _Read(x, work))
         self._read.add(read)
         if out is not None:

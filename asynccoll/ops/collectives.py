@@ -53,6 +53,7 @@ from asynccoll.errors import (
 )
 from asynccoll.health.refusals import leaves_its_call
 from asynccoll.host import misfits
+from asynccoll.host.call_site import called_at, caller
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.modes.unseen import with_data
@@ -173,14 +174,11 @@ def _start(
 
     ``filled`` is ``out=``, for calls that have it.
     """
-    context = current()
+    context, block = current(), own_block()
+    at: Lane | None = None
+    before = called_at.set(caller(_DEPTH - 1))
     try:
         at = _lane_of(context, group, lane)
-    except AsyncCollError as error:
-        context.note_refused(name_of(start), error)
-        raise
-    block = own_block()
-    try:
         if timeout is not None:
             check_timeout(timeout)
         if filled.get("out") is None and start in _OTHER_IN_TORCH:
@@ -195,15 +193,31 @@ def _start(
             started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled
         )
     except Exception as error:  # of any kind, also a codec's or torch's: the call was not made
-        if start in _MESSAGES:
-            _, place = _MESSAGES[start]
-            payload.refuse_message(at, start.__name__, *args[place : place + 2], error)  # type: ignore[call-arg, arg-type]
-        elif block is None:
-            context.refusals.refuse(at, error, name=name_of(start))
-        else:
-            block.refuse(at, error, name_of(start))
-        leaves_its_call(error)
+        _tell_refused(context, at, start, args, error)
         raise
+    finally:
+        called_at.reset(before)
+
+
+def _tell_refused(
+    context: Context,
+    at: Lane | None,
+    start: Callable[..., Started[Any]],
+    args: Sequence[Any],
+    error: Exception,
+) -> None:
+    """Tell ranks that may wait for a call that it was refused with ``error``; ``at``: its lane, if known."""
+    name = name_of(start)
+    if at is None:
+        context.note_refused(name, error)
+    elif start in _MESSAGES:
+        _, place = _MESSAGES[start]
+        payload.refuse_message(at, start.__name__, *args[place : place + 2], error)  # type: ignore[call-arg]
+    elif (block := own_block()) is None:
+        context.refusals.refuse(at, error, name=name)
+    else:
+        block.refuse(at, error, name)
+    leaves_its_call(error)
 
 
 def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:

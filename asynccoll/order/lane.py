@@ -27,7 +27,7 @@ from asynccoll.errors import (
 )
 from asynccoll.host import profiling
 from asynccoll.host.call_number import ROUND
-from asynccoll.host.call_site import Spot, called_at, caller
+from asynccoll.host.call_site import Spot, site
 from asynccoll.host.words import enumerated
 from asynccoll.modes.captured import as_called
 from asynccoll.order.announcing import Announcing, Objection
@@ -169,8 +169,7 @@ class Lane:
         data for the flight recorder; ``called`` is the time when the user called it, if not now; ``program``
         is the program that ``start`` begins, if it begins one.
         """
-        spot = caller()
-        line = called_at.get() or spot
+        line = site()
         called = host.monotonic() if called is None else called
         what = what or estimate.name
         if self._before is not None:
@@ -179,7 +178,7 @@ class Lane:
         completion: Completion | None = None
         places = self._places
         with self._lock:
-            self._admitted_owner(stream).spot = spot
+            self._admitted_owner(stream).spot = line
             direct = (program is None or program.driven) and self.queue.is_free(stream)
             upcoming = _, place, part, _ = places.next(what)
             if not direct:

@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from asynccoll import host
 from asynccoll.errors import LaneOrderError
 from asynccoll.host import actors, bystanders
-from asynccoll.host.call_site import NOWHERE, Spot, caller
+from asynccoll.host.call_site import NOWHERE, Spot, site
 
 __all__ = ["Owner", "Owners", "Stream"]
 
@@ -119,7 +119,7 @@ def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane
         return
     mine, other = actors.label(node.actor), owner.name
     raise LaneOrderError(
-        f"{mine} issued a collective on {lane} at {caller().place}, but that lane "
+        f"{mine} issued a collective on {lane} at {site().place}, but that lane "
         f"belongs to {'another ' * (mine == other)}{other}, which {how.format(owner.spot.place)}. "
         "Two concurrent tasks on one lane can be scheduled in different order on different "
         "ranks, which gives wrong numbers. Give each task its own lane: start the tasks in "

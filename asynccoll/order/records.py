@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.flight import END
-from asynccoll.host.call_site import Spot, called_at, caller
+from asynccoll.host.call_site import Spot, site
 from asynccoll.order.operation import Estimate
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Records:
 
     def ended(self, place: int, part: int) -> None:
         """Record that the call in parts at ``place`` has no ``part``, for peers that wait for that part."""
-        spot, now = called_at.get() or caller(), host.monotonic()
+        spot, now = site(), host.monotonic()
         key = (END, self, id(spot[0]), spot[1])  # not the row's number: a closed lane may have had that
         text = self._recorder.texts.get(key) or self._describe(key, Estimate(END), spot, None)
         self._recorder.ended(self._recorder.note(text, self.number, place, part, -1, 0, now, now), now)
@@ -89,7 +89,7 @@ class Records:
     def refused(self, name: str, place: int, part: int, peer: int, why: str) -> None:
         """Record that the caller's call is refused and not made, for peers that wait for it and for tools."""
         recorder, now = self._recorder, host.monotonic()
-        text = self._describe(("refused", name), Estimate(name), called_at.get() or caller(), None)
+        text = self._describe(("refused", name), Estimate(name), site(), None)
         recorder.refused(recorder.note(text, self.number, place, part, peer, 0, now, now), why, now)
 
     def forget(self) -> None:

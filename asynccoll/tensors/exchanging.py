@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from asynccoll.health.checks import misfit
-from asynccoll.host.call_site import NOWHERE, Spot, called_at, caller
+from asynccoll.host.call_site import NOWHERE, Spot, site
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op
@@ -62,7 +62,7 @@ def all_to_all_call(
         return done
 
     given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
-    spot = called_at.get() or caller(0) if given else NOWHERE
+    spot = site() if given else NOWHERE
 
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
         counts = yield from _counts(communicator, in_splits)

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from asynccoll.errors import AsyncCollError
-from asynccoll.host.call_site import called_at, caller
+from asynccoll.host.call_site import site
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Estimate
 from asynccoll.plan.spec import Op
@@ -82,7 +82,7 @@ def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseExcept
     if role == "recv":
         lane.records.refused(name, 0, tag, peer, reason)
         return
-    line = (called_at.get() or caller()).place
+    line = site().place
     why = f"rank {lane.world.rank} refused its side ({line}): {reason} (a refused send counts as a message)"
 
     def start(communicator: Communicator) -> Completion:

@@ -33,7 +33,7 @@ from asynccoll.health.stalls import stall_seconds, warn
 from asynccoll.health.waits import Waits
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.call_number import numbered
-from asynccoll.host.call_site import caller
+from asynccoll.host.call_site import site
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import Clients, is_of_store
@@ -282,7 +282,7 @@ class Context:
     def note_refused(self, name: str, error: BaseException) -> None:
         """Record that a call was refused whose lane is not known."""
         now = host.monotonic()
-        said = joined(("", "", "", name, "", str(caller().place)))
+        said = joined(("", "", "", name, "", str(site().place)))
         ticket = self.recorder.note(self.recorder.write(said, None), -1, 0, 1, -1, 0, now, now)
         self.recorder.refused(ticket, f"{type(error).__name__}: {error}", now)
 
