@@ -353,14 +353,21 @@ def _unheard(scheduler: Scheduler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Threads of which one runs at a time hand over to each other twice as fast on one core: this one."""
+    """Threads of which one runs at a time hand over to each other twice as fast on one core: this one.
+
+    And twice as fast again as batch jobs: these do not interrupt who wakes them, and has the interpreter's lock.
+    """
     here = getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
     if here is None:
         yield
         return
-    before = os.sched_getaffinity(0)
+    before, policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
     os.sched_setaffinity(0, before & {here()} or before)
+    if policy == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
+        if policy == os.SCHED_OTHER:
+            os.sched_setscheduler(0, policy, os.sched_param(0))
