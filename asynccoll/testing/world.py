@@ -355,7 +355,7 @@ def _unheard(scheduler: Scheduler) -> Iterator[None]:
 def _on_one_core() -> Iterator[None]:
     """Threads of which one runs at a time hand over to each other twice as fast on one core: this one.
 
-    And twice as fast again as batch jobs: these do not interrupt who wakes them, and has the interpreter's lock.
+    And twice as fast again as batch jobs: these do not interrupt the one that wakes them, which has the GIL.
     """
     here = getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
     if here is None:
