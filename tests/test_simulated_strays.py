@@ -187,9 +187,23 @@ async def _evaluate() -> None:
     await ac.all_reduce(1.0, op="avg")
 
 
+async def _evaluating_apart(rank: int) -> None:
+    """Ranks 0 and 1 have one more child task of that name, which calls in a group of theirs."""
+    pair = ac.new_group([0, 1])
+    for groups in ([pair] if rank < 2 else [], [None]):
+        async with ac.create_task_group() as group:
+            for one in groups:
+                group.start_soon(_evaluate_in, one, name="eval")
+
+
+async def _evaluate_in(group: ac.Group | None) -> None:
+    await ac.all_reduce(1.0, group=group)
+
+
 @pytest.mark.parametrize(
     ("main", "said"),
     [
+        (_evaluating_apart, "some of them have started more child tasks of that name"),
         (_closing, "some of them have closed this lane"),
         (_evaluating, "made no call there, or closed lane 'default/_evaluate' of the world"),
     ],

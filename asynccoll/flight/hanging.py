@@ -19,7 +19,7 @@ from asynccoll.flight.comparing import members, partings
 from asynccoll.flight.leftout import advice
 from asynccoll.flight.messages import refused_side, unmet
 from asynccoll.flight.reading import Call, Flight
-from asynccoll.host.call_number import call_name
+from asynccoll.host.call_number import CHILD, call_name
 from asynccoll.host.words import duration, listed, ranks_of
 
 __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
@@ -41,6 +41,10 @@ _START_FIRST = (
 _CLOSED = (
     "some of them have closed this lane and opened it again, and others have not: call ac.close_lane(name) "
     "on every rank, between the same calls"
+)
+_CHILDREN = (
+    "some of them have started more child tasks of that name than others: start equally many on every rank, "
+    "also those that call in another group, or nothing"
 )
 
 
@@ -149,13 +153,15 @@ class Hang:
         """What to do about the circle.
 
         Calls on one lane cannot form a circle, as a rank at a later call has made the earlier ones. So if all
-        have one lane's name, ranks have closed and opened it differently. Messages have no common order.
+        have one lane's name, ranks have closed and opened it differently: they, or what closes the lanes of
+        child tasks. Messages have no common order.
         """
         if not self.sequence:
             return _START_FIRST
         lanes = {turn.lane for turn in self.circle}
         if len(lanes) == 1:
-            return _CLOSED
+            children = {turn.sequence // CHILD for turn in self.circle}
+            return _CLOSED if len(children) == 1 else _CHILDREN
         return advice(lanes) or self._of_backward() or _SAME_ORDER
 
     def _of_backward(self) -> str:
