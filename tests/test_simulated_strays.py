@@ -200,9 +200,16 @@ async def _evaluate_in(group: ac.Group | None) -> None:
     await ac.all_reduce(1.0, group=group)
 
 
+async def _recording(rank: int) -> None:
+    """Autograd records the call on rank 0 only, which alone sends in its backward."""
+    total = await ac.all_reduce(torch.ones(2, requires_grad=rank == 0))
+    (total * torch.ones(2, requires_grad=True)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("main", "said"),
     [
+        (_recording, "on inputs that require grad on all or on none"),
         (_evaluating_apart, "some of them have started more child tasks of that name"),
         (_closing, "some of them have closed this lane"),
         (_evaluating, "made no call there, or closed lane 'default/_evaluate' of the world"),

@@ -213,8 +213,8 @@ def hung(size: int = 3) -> dict[int, Flight]:
 SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 SKIPPED_OR_FEWER = (
     "either rank 1 left out all_reduce #6 on lane 'metrics', as under an `if` that is not true on every "
-    "rank, or ranks 0, 2 had fewer batches: leave no call out; without data for a step, a rank awaits the "
-    "gradients (or optimizer.step()) all the same"
+    "rank, or ranks 0, 2 had fewer batches, or inputs that do not require grad: leave no call out; without "
+    "data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
 )
 
 

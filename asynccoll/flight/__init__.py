@@ -14,7 +14,7 @@ from asynccoll.flight.comparing import Parting, Strayed, by_line, parting, parti
 from asynccoll.flight.hanging import LATELY_SECONDS, Hang, Unfinished, hang, hang_of
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
-from asynccoll.flight.leftout import FULL_STATE, advice
+from asynccoll.flight.leftout import FULL_STATE, advice, reason
 from asynccoll.flight.messages import Unmet, is_answered, latest_side, refused_send, refused_side, unmet
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
@@ -54,6 +54,7 @@ __all__ = [
     "parting",
     "partings",
     "read",
+    "reason",
     "refused_send",
     "refused_side",
     "said",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from asynccoll.flight.comparing import members, partings
-from asynccoll.flight.leftout import advice
+from asynccoll.flight.leftout import OF_BACKWARD, advice
 from asynccoll.flight.messages import refused_side, unmet
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import CHILD, call_name
@@ -31,8 +31,6 @@ _SAME_ORDER = "await lanes in the same order on every rank, and leave no call ou
 _WITHOUT_DATA = "without data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
 #: Of a circle of more waits than this, only these are shown.
 _MOST_TURNS = 8
-#: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
-_OF_BACKWARD = "/backward"
 
 _START_FIRST = (
     "start sends and receives before any of them is awaited (`sent = ac.send(...)`, `await ac.recv(...)`, "
@@ -169,14 +167,15 @@ class Hang:
 
         From the calls alone it cannot be told whether those have left out the other call, or these a step.
         """
-        sending = next((turn for turn in self.circle if _OF_BACKWARD in turn.lane), None)
-        other = next((turn for turn in self.circle if _OF_BACKWARD not in turn.lane), None)
+        sending = next((turn for turn in self.circle if OF_BACKWARD in turn.lane), None)
+        other = next((turn for turn in self.circle if OF_BACKWARD not in turn.lane), None)
         if sending is None or other is None:
             return ""
         call = f"{call_name(other.operation, other.sequence)} on lane {other.lane!r}"
         return (
             f"either {listed(other.ranks)} left out {call}, as under an `if` that is not true on every rank, "
-            f"or {listed(sending.ranks)} had fewer batches: leave no call out; {_WITHOUT_DATA}"
+            f"or {listed(sending.ranks)} had fewer batches, or inputs that do not require grad: leave no "
+            f"call out; {_WITHOUT_DATA}"
         )
 
     @property

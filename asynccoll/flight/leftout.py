@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["FULL_STATE", "advice"]
+__all__ = ["FULL_STATE", "OF_BACKWARD", "advice", "reason"]
 
 #: In the names of lanes on which the state of a sharded model or optimizer is gathered, on every rank.
 FULL_STATE = "/full_state"
+#: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
+OF_BACKWARD = "/backward"
 _ON_EVERY_RANK = (
     "the whole state is gathered from all ranks: call full_state_dict() (or full_optimizer_state()) on every "
     "rank, and only save what it returns under `if rank == 0`"
@@ -20,3 +22,10 @@ _ON_EVERY_RANK = (
 def advice(lanes: Iterable[str]) -> str:
     """What to do about missing calls on one of these lanes; "" if the names give no hint."""
     return _ON_EVERY_RANK if any(FULL_STATE in lane for lane in lanes) else ""
+
+
+def reason(lane: str) -> str:
+    """Why a rank may have made no call on this lane, and what to do about it."""
+    if OF_BACKWARD in lane:
+        return "backward() calls there: run it on every rank, on inputs that require grad on all or on none"
+    return advice([lane]) or "every rank has to make each call (is this one under `if rank == 0`?)"

@@ -23,6 +23,7 @@ from asynccoll.modes.isolation import Steps
 from asynccoll.ops.coalescing import own_block
 from asynccoll.order.lane import BACKWARD, DEFAULT
 from asynccoll.runtime.process import current, existing
+from asynccoll.waiting.together import FirstError
 from asynccoll.waiting.work import Members, scope_members
 from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
@@ -187,18 +188,12 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         members = self._left()
-        told = members.errors()
-        first: BaseException | None = None
-        late = False
+        first = FirstError(members.errors())
         for work in members.outstanding():
-            if late and work.is_late_too():
-                continue
-            try:
-                work.wait()
-            except Exception as failed:
-                first = first or _unless_told(failed, told)
-                late = late or isinstance(failed, CollectiveTimeoutError)
-        _raise_first(error, first)
+            if not first.is_late_too(work):
+                with first:
+                    work.wait()
+        _raise_first(error, first.error)
 
     async def __aenter__(self) -> scope:
         return self.__enter__()
@@ -209,25 +204,21 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         import anyio
 
         members = self._left()
-        told = members.errors()
-        first: BaseException | None = None
-        late = False
+        first = FirstError(members.errors())
         cancelled: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):
             for work in members.outstanding():
-                while not (late and work.is_late_too()):
+                while not first.is_late_too(work):
                     try:
-                        await work
+                        with first:
+                            await work
                     except asyncio.CancelledError as by_task:  # a shield does not stop task.cancel()
                         cancelled = by_task
                         continue
-                    except Exception as failed:
-                        first = first or _unless_told(failed, told)
-                        late = late or isinstance(failed, CollectiveTimeoutError)
                     break
         if cancelled is not None and not isinstance(error, asyncio.CancelledError):
-            raise cancelled from first
-        _raise_first(error, first)
+            raise cancelled from first.error
+        _raise_first(error, first.error)
 
     def _left(self) -> Members:
         """Forget the entry of the block that ends here, and return its works."""
@@ -253,11 +244,6 @@ def _raise_first(error: BaseException | None, first: BaseException | None) -> No
         raise first
     if isinstance(first, CollectiveTimeoutError):
         warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
-
-
-def _unless_told(error: Exception, told: list[BaseException]) -> Exception | None:
-    """Return ``error``, or None if the user got it from another work of the same operation (by ``map``)."""
-    return None if any(error is one for one in told) else error
 
 
 class TaskGroup:

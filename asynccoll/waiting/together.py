@@ -16,7 +16,7 @@ from asynccoll.host.timeouts import check_patience
 from asynccoll.waiting.forgotten import NotItsResult
 from asynccoll.waiting.work import Work
 
-__all__ = ["Together", "listed_works", "wait_all"]
+__all__ = ["FirstError", "Together", "listed_works", "wait_all"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -29,6 +29,37 @@ _NO_WORK = (
     "coroutines, gradients and the steps of optimizers are awaited one by one, or by asyncio.gather; the "
     "last two have a wait(), too"
 )
+
+
+class FirstError:
+    """The first error of the waits for several works, each of which is made inside ``with``.
+
+    After a wait that timed out, works that are late as well end at once: the other ranks are asked only once.
+    """
+
+    __slots__ = ("_late", "_told", "error")
+
+    def __init__(self, told: Sequence[BaseException] = ()) -> None:
+        """``told``: errors that the user has received already, which do not count."""
+        self.error: Exception | None = None
+        self._told = told
+        self._late = False
+
+    def is_late_too(self, work: Work[Any], until: float = math.inf) -> bool:
+        """Whether ``work`` need not be waited for (up to ``until``), as a wait before it has timed out."""
+        return self._late and work.is_late_too(until)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> bool:
+        """Keep an error; one that is no ``Exception`` (a cancellation, Ctrl-C) goes on."""
+        if not isinstance(error, Exception):
+            return False
+        if self.error is None and not any(error is one for one in self._told):
+            self.error = error
+        self._late = self._late or isinstance(error, CollectiveTimeoutError)
+        return True
 
 
 class Together(NotItsResult, Generic[T_co]):
@@ -49,18 +80,13 @@ class Together(NotItsResult, Generic[T_co]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T_co:
-        first: Exception | None = None
-        late = False
+        first = FirstError()
         with _waiting_for(self._works):
             for work in self._works:
-                if late and work.is_late_too():
-                    continue
-                try:
-                    await work
-                except Exception as error:
-                    first = first or error
-                    late = late or isinstance(error, CollectiveTimeoutError)
-        return self._results(first)
+                if not first.is_late_too(work):
+                    with first:
+                        await work
+        return self._results(first.error)
 
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait, without an event loop, up to ``timeout`` seconds in total, and return the results.
@@ -70,19 +96,14 @@ class Together(NotItsResult, Generic[T_co]):
         """
         check_patience(timeout)
         deadline = host.monotonic() + (math.inf if timeout is None else timeout)
-        first: Exception | None = None
-        late = False
+        first = FirstError()
         with _waiting_for(self._works):
             for work in self._works:
-                if late and work.is_late_too(deadline):
-                    continue
                 left = deadline - host.monotonic()
-                try:
-                    work.wait(max(0.0, left) if left < math.inf else None)
-                except Exception as error:
-                    first = first or error
-                    late = late or isinstance(error, CollectiveTimeoutError)
-        return self._results(first)
+                if not first.is_late_too(work, deadline):
+                    with first:
+                        work.wait(max(0.0, left) if left < math.inf else None)
+        return self._results(first.error)
 
     def _told(self) -> None:
         for work in self._works:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.environment import node_name
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, advice, dumps, joined, lane_id, parting, read, strayed
+from asynccoll.flight import Recorder, dumps, joined, lane_id, parting, read, reason, strayed
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
 from asynccoll.health.checks import mismatch
@@ -549,10 +549,7 @@ class Context:
         if rank is None:
             none = [rank for rank in lost if lane.sequence and made.get(rank) == 0]
             closed = "" if lane.name == DEFAULT else f", or closed {lane}"
-            told = (
-                advice([lane.name]) or "every rank has to make each call (is this one under `if rank == 0`?)"
-            )
-            return f"; {listed(none)} made no call there{closed}: {told}" if none else ""
+            return f"; {listed(none)} made no call there{closed}: {reason(lane.name)}" if none else ""
         recorded = self.liveness.recorded()
         both = {one: recorded[one] for one in (self.rank, rank) if one in recorded}
         where = strayed(both, *lane_id(lane.group.key, lane.key))
