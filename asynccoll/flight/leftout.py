@@ -26,6 +26,8 @@ def advice(lanes: Iterable[str]) -> str:
 
 def reason(lane: str) -> str:
     """Why a rank may have made no call on this lane, and what to do about it."""
+    if told := advice([lane]):
+        return told
     if OF_BACKWARD in lane:
         return "backward() calls there: run it on every rank, on inputs that require grad on all or on none"
-    return advice([lane]) or "every rank has to make each call (is this one under `if rank == 0`?)"
+    return "every rank has to make each call (is this one under `if rank == 0`?)"
