@@ -15,7 +15,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import PCT, Interrupt, Kill, Report
+from asynccoll.testing import PCT, Fail, Interrupt, Kill, Report
 from simulated_memory import ENGINE, check, drawn, expected, flat, run, started, told
 
 TIMES = int(os.environ.get("TIMES", "1"))
@@ -202,3 +202,28 @@ def judge(report: Report) -> None:
     for error in report.errors.values():
         assert isinstance(error, ac.CollectiveError), error
     assert report.virtual_seconds < QUICK_SECONDS, report.virtual_seconds
+
+
+def test_who_only_polls_is_told_that_a_rank_cannot_go_on() -> None:
+    """Rank 1 fails in its first call, before rank 0 makes it, and waits for rank 0 elsewhere."""
+
+    def main(rank: int) -> str:
+        ac.all_reduce(torch.ones(1), lane="other").wait()
+        if rank == 0:
+            host.sleep(0.01)
+        work = ac.all_reduce(torch.ones(1))
+        while rank == 0 and not work.done():
+            host.sleep(1e-3)
+        try:
+            work.wait()
+        except ac.CollectiveError as error:
+            ac.all_reduce(torch.ones(1), lane="other").wait()
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    for seed in SEEDS:
+        report = run(main, seed, world_size=2, loop="none", faults=[Fail(1, after_call=2)])
+        report.check()
+        assert report.virtual_seconds < 10 * QUICK_SECONDS, (seed, report.virtual_seconds)
+        assert report.results[0].startswith("PeerLostError"), report.results
+        assert "out of resources" in report.results[1], report.results

@@ -107,9 +107,13 @@ class Mover(ABC):
 
     @unseen
     def poke(self) -> None:
-        """Move what can be moved, unless another thread is moving. The watcher calls the callbacks."""
+        """Move what can be moved, unless another thread is moving. The watcher calls the callbacks.
+
+        Who only polls sleeps nowhere, so it also looks whether the others are still there.
+        """
         try:
-            self._move_on()
+            if not self._move_on():
+                self._lost()
             if self._untold:
                 self._bells.ring(self.region.index)
         except BaseException:
