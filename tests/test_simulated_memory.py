@@ -205,10 +205,11 @@ def judge(report: Report) -> None:
 
 
 def test_who_only_polls_is_told_that_a_rank_cannot_go_on() -> None:
-    """Rank 1 fails in its first call, before rank 0 makes it, and waits for rank 0 elsewhere."""
+    """Rank 1 fails in its second call, before rank 0 makes it, and waits for rank 0 elsewhere."""
 
     def main(rank: int) -> str:
-        ac.all_reduce(torch.ones(1), lane="other").wait()
+        for lane in ("default", "other"):
+            _ = ac.all_reduce(torch.ones(1), lane=lane).wait()
         if rank == 0:
             host.sleep(0.01)
         work = ac.all_reduce(torch.ones(1))
@@ -217,12 +218,12 @@ def test_who_only_polls_is_told_that_a_rank_cannot_go_on() -> None:
         try:
             work.wait()
         except ac.CollectiveError as error:
-            ac.all_reduce(torch.ones(1), lane="other").wait()
+            _ = ac.all_reduce(torch.ones(1), lane="other").wait()
             return f"{type(error).__name__}: {error}"
         return ""
 
     for seed in SEEDS:
-        report = run(main, seed, world_size=2, loop="none", faults=[Fail(1, after_call=2)])
+        report = run(main, seed, world_size=2, loop="none", faults=[Fail(1, after_call=3)])
         report.check()
         assert report.virtual_seconds < 10 * QUICK_SECONDS, (seed, report.virtual_seconds)
         assert report.results[0].startswith("PeerLostError"), report.results
