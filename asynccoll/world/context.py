@@ -7,47 +7,44 @@ threads of one process, each with a context of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.environment import node_name
-from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, dumps, joined, lane_id, parting, read, reason, strayed
-from asynccoll.health.accounts import SECRET_VARIABLE, Account, Accounts
-from asynccoll.health.blame import Awaited, Blame, blame, ended_before
-from asynccoll.health.checks import mismatch
+from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.flight import Recorder, joined
+from asynccoll.health.accounts import SECRET_VARIABLE, Accounts
+from asynccoll.health.blame import Blame
 from asynccoll.health.compared import Compared
 from asynccoll.health.confirming import Confirmations, Confirming
 from asynccoll.health.liveness import Liveness
 from asynccoll.health.refusals import Refusals
 from asynccoll.health.shifts import Shifts
-from asynccoll.health.stalls import stall_seconds, warn
+from asynccoll.health.stalls import stall_seconds
 from asynccoll.health.waits import Waits
 from asynccoll.health.watchdog import Watch
-from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import site
 from asynccoll.host.endings import in_a_line
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import Clients, is_of_store
-from asynccoll.host.words import listed
-from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
+from asynccoll.order.lane import BACKWARD, Lane
 from asynccoll.plan.spec import Policy
 from asynccoll.waiting.children import Children
+from asynccoll.world.failures import Failures
+from asynccoll.world.farewells import Farewells
 from asynccoll.world.group import Group
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from asynccoll.flight import Call, Flight
     from asynccoll.order.operation import Operation
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
@@ -63,15 +60,8 @@ LEAVE_SECONDS = 30.0
 ABORT_SECONDS = 2.0
 #: How long a rank that leaves waits until other ranks have been told of its calls (``confirming``).
 TELL_SECONDS = 2.0
-LEAVE_POLL_SECONDS = 0.005
-#: How long to ask whether rank 0 is gone after the store, which it may have served.
-STORE_SECONDS = 0.3
-#: Errors within this time share the records that were saved for the first of them.
-DUMP_SECONDS = 10.0
 #: The pauses between two looks at whether the device is done too, or the peers have been told.
 LAND_POLL_SECONDS = 0.001
-#: How ``ending`` begins for a rank that has left, which the error says already.
-_LEFT = "it left its world (finalize), "
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +122,6 @@ class Context:
         self._lock = host.Lock()
         self._helpers = Helpers()
         self.world: Group = self.add_group(tuple(range(self.world_size)))
-        self._dumped = -math.inf  # when records were last saved
-        self._kept = False  # whether that has saved any
         self.stall_seconds: float = stall_seconds()
         self.watch: Watch = Watch(self)
         self.waits: Waits = Waits(shared, self.rank, self.refusals)
@@ -147,6 +135,10 @@ class Context:
         self._shifts = Shifts(self.rank, self.recorder, self.liveness.seen)
         self.confirmations: Confirmations = Confirmations(self.rank, self.liveness.tell)
         self.liveness.hear_by(self.confirmations.hear)
+        self.farewells: Farewells = Farewells(
+            self.rank, self.world_size, self.clients, self.liveness, self.lanes
+        )
+        self.failures: Failures = Failures(self)
 
     def observe(self, accepted: Callable[[Operation, int], object]) -> Callable[[], None]:
         """Call ``accepted`` with each operation and its size, until the returned function is called.
@@ -213,7 +205,7 @@ class Context:
         except Exception as error:
             if not is_of_store(error):
                 raise
-            raise self._without_store(lane, error) from None
+            raise self.failures.without_store(lane, error) from None
         # If opening has waited for all members, the addresses of all beacons are in the store by now. They
         # are read here, so that a lost rank can be named even when the store is gone with it.
         self.liveness.learn(group.ranks)
@@ -222,21 +214,6 @@ class Context:
         if lane.announcing.compared is None:
             lane.announcing.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
         return opened
-
-    def _without_store(self, lane: Lane, error: BaseException) -> CollectiveError:
-        """Return the error for ``lane`` if it cannot connect its ranks because the store is gone."""
-        if self.closed or self.clients is None:
-            return collective_error(error, f"opening {lane}")
-        lost = self.liveness.lost((0,), patience=STORE_SECONDS) if self.rank > 0 else ()
-        by = f", and so is {self.liveness.describe(0)}, which may have served it" if lost else ""
-        named = PeerLostError(
-            f"{lane} cannot connect its ranks: the store where they would meet ({self.clients.address}) is "
-            f"gone{by}. Existing connections keep working. To survive this, use groups and lanes of the "
-            "survivors beforehand, or have the ranks meet at a file (init_method='file:///...')",
-            lost,
-        )
-        named.__cause__ = error
-        return named
 
     def _compared(self, lane: Lane, *, by_itself: bool) -> Compared | None:
         """Return the object that compares the lane's calls with those of other ranks; None if none is needed.
@@ -351,17 +328,18 @@ class Context:
         leave. If a step raises (by Ctrl-C, say), the others are taken all the same.
         """
         self.closed = True
+        leaving = min(patience, ABORT_SECONDS) if abort else patience
         steps: list[Callable[[], object]] = [
             partial(self.say_ended, "finalized", in_a_line(error) if error is not None else ""),
             self.watch.stop,
             *([partial(self.look_for_shifts, at_all=True)] if self.stall_seconds else ()),
             self.refusals.close,
             self.confirmations.close,
-            *(() if abort else [self._say_how_far]),
+            *(() if abort else [self.farewells.say]),
             partial(self._helpers.join, ABORT_SECONDS),
             lambda: host.call_each(partial(group.close, abort=abort) for group in self._sorted_groups()),
             partial(self.backend.close, abort=abort),
-            partial(self._leave, min(patience, ABORT_SECONDS) if abort else patience),
+            *([] if self.thread_rank else [partial(self.farewells.leave, leaving)]),
             self.liveness.close,
             *([self.clients.close] if self.clients is not None else ()),
             self.recorder.close,
@@ -372,57 +350,11 @@ class Context:
         """Record how this rank leaves (``layout.ENDINGS``) in memory that peers on its node can read."""
         self.recorder.end(how, why, code)
 
-    def _say_how_far(self) -> None:
-        """Publish how many calls this rank has made on each lane: for those it does not count as lost.
-
-        A refused call counts as made if the peers have been told of it, or will be by what is told already.
-        """
-        if self.clients is None or self.world_size == 1:
-            return
-        made = {f"{lane.group.key}/{lane.key}": lane.halting.told for lane in self.lanes()}
-        with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
-            store.set(_farewell(self.rank), json.dumps(made))
-
-    def _farewells(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
-        """Return, for each of ``ranks`` that left with ``finalize``, how many calls it made, by lane."""
-        said: dict[int, dict[str, int]] = {}
-        if self.clients is not None:
-            with contextlib.suppress(RuntimeError), self.clients.borrow() as store:
-                for rank in ranks:
-                    if store.check([_farewell(rank)]):
-                        said[rank] = json.loads(store.get(_farewell(rank)))
-        return said
-
     def store_answers(self) -> bool:
         """Whether rank 0, which may serve the store, answers: over a cut link a request never ends."""
         if self.rank == 0 or self.thread_rank:  # ranks that are threads have it in their process
             return True
         return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
-
-    def _leave(self, patience: float) -> None:
-        """Note in the store that this rank leaves; rank 0, which may serve it, waits for the others to.
-
-        It stops waiting after ``patience`` seconds, or when all that have not left are dead.
-        """
-        if self.clients is None or self.world_size == 1 or self.thread_rank:
-            return
-        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
-            if self.rank > 0:
-                if not self.liveness.lost((0,)):
-                    with self.clients.borrow() as store:
-                        store.set(f"left/{self.rank}", "")
-                return
-            deadline = host.monotonic() + patience
-            while (staying := self._staying()) and host.monotonic() < deadline:
-                if set(staying) <= set(self.liveness.lost(staying)):
-                    return
-                host.sleep(LEAVE_POLL_SECONDS)
-
-    def _staying(self) -> tuple[int, ...]:
-        """Return the ranks that have not left yet."""
-        assert self.clients is not None
-        with self.clients.borrow() as store:
-            return tuple(r for r in range(1, self.world_size) if not store.check([f"left/{r}"]))
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child, keep only the rank's identity: operations and lanes are the parent's.
@@ -444,206 +376,31 @@ class Context:
 
     def diagnose(self, lane: Lane, error: CollectiveError) -> CollectiveError:
         """Return the same failure with its culprit named: a dead rank, or a refusal that a peer published."""
-        if isinstance(error, CollectiveMismatchError):
-            return self._strayed(lane, error)
-        storeless = self.clients is not None and self.clients.is_gone and is_of_store(error.__cause__)
-        if storeless and not error.ranks:
-            return self._without_store(lane, error)
-        if error.ranks or type(error) not in (PeerLostError, CollectiveError):
-            return error
-        # A rank that has refused this call may have ended on account of that: the refusal says why, if the
-        # store is not gone with it.
-        refused = self.refusals.published(lane) if self.store_answers() else None
-        if refused is not None:
-            refused.__cause__ = error
-            return refused
-        lost = self.loss(lane, error)
-        if lost is not None or type(error) is CollectiveError:  # its text tells of no peer
-            return lost or error
-        return self.loss(lane, error, leaving=True) or error
+        return self.failures.diagnose(lane, error)
 
-    def _strayed(self, lane: Lane, error: CollectiveMismatchError) -> CollectiveMismatchError:
-        """Return the same mismatch, with the call at which a rank seems to have skipped one before."""
-        found = parting(self.liveness.recorded(), *lane_id(lane.group.key, lane.key), lane.name)
-        if found is None or found.strayed is None or not found.strayed.comes_late:
-            return error
-        if error.place not in (0, found.agreed + 1):
-            return error  # the program has caught an earlier mismatch, of which this tells
-        if len({call.place for call in found.calls.values() if call is not None}) < 2:
-            return error  # it is of one line: those that differed before were no sign of it
-        told = CollectiveMismatchError(f"{error}\n({found.strayed})")
-        told.begins, told.place, told.__cause__ = error.begins, error.place, error.__cause__
-        return told
-
-    def loss(
-        self, lane: Lane, error: CollectiveError | None = None, *, leaving: bool = False
-    ) -> PeerLostError | None:
-        """Return the error that names the ranks that the lane's group needs and that are gone, or None.
-
-        ``error``: a failure that a rank which has just gone may explain; then ask for a short while. Without
-        one, a rank that has left is named only if the lane still needs it. ``leaving``: also name ranks whose
-        record says that they have begun to leave.
-        """
-        members = lane.group.ranks
-        ranks = self.world.ranks if self.backend.leaves_together else members
-        lost = (
-            self.liveness.lost(ranks, routine=True)
-            if error is None
-            else self.liveness.leaving(ranks)
-            if leaving
-            else self.liveness.lost(ranks, patience=0.3)
-        )
-        # Rank 0 may stay for the store after it has left, and a rank that has closed its connections may live
-        # a little longer: they have left, although their beacons answer.
-        may_stay = self.backend.leaves_together or (error is not None and not lost)
-        staying = members if may_stay else {0}.intersection(members)
-        left = self._farewells({*lost, *staying} - {self.rank}) if self.store_answers() else {}
-        lost = self._guilty(lane, tuple(sorted({*lost, *left})), left, error)
-        if not lost:
-            return None
-        # An error without a cause is ours, not a library's, and says only that these ranks have left.
-        heard = f"; {error if error is not None and error.__cause__ else f'{lane} cannot go on'}"
-        named = PeerLostError(
-            f"{self._ended(lost, left)}{heard}{self._skipped(lane, lost, left)}{self.dump()}",
-            lost,
-            left=tuple(rank for rank in lost if rank in left),
-        )
-        named.__cause__ = error.__cause__ if error is not None else None
-        return named
-
-    def _ended(self, lost: tuple[int, ...], left: Iterable[int]) -> str:
-        """Return which of ``lost`` have ``left``, and which are gone; of the first, if it is alone, how."""
-        leavers = tuple(rank for rank in lost if rank in left)
-        others = tuple(rank for rank in lost if rank not in leavers)
-        told = [
-            f"{', '.join(map(self.liveness.describe, ranks))} {how}"
-            for ranks, how in ((leavers, "has left its world (finalize)"), (others, "is gone"))
-            if ranks
-        ]
-        first = leavers or others
-        if len(first) == 1 and (words := self.liveness.last_words(first[0])):
-            told[0] += f" ({words.removeprefix(_LEFT)})"
-        return ", and ".join(told)
-
-    def _guilty(
-        self,
-        lane: Lane,
-        lost: tuple[int, ...],
-        left: Mapping[int, Mapping[str, int]],
-        error: CollectiveError | None,
-    ) -> tuple[int, ...]:
-        """Return those of ``lost`` that may explain ``error``: not ranks that left after all their calls."""
-        made = _made(lane, left)
-        if error is None:  # operations in flight may still end
-            guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
-        else:  # a call has failed: because of the ranks that never made it, if there are any
-            guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
-        # If a rank was killed, the others that have left did so because they learned of that.
-        return self.liveness.killed(guilty) or guilty
-
-    def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
-        """Return where one of ``lost`` may have skipped a call, if it made fewer than this rank; else ""."""
-        made = _made(lane, left)
-        fewer = {rank: number for rank, number in made.items() if 0 < number < lane.sequence}
-        rank = next((rank for rank in lost if rank in fewer), None)
-        if rank is None:
-            none = [rank for rank in lost if lane.sequence and made.get(rank) == 0]
-            closed = "" if lane.name == DEFAULT else f", or closed {lane}"
-            return f"; {listed(none)} made no call there{closed}: {reason(lane.name)}" if none else ""
-        recorded = self.liveness.recorded()
-        both = {one: recorded[one] for one in (self.rank, rank) if one in recorded}
-        where = strayed(both, *lane_id(lane.group.key, lane.key))
-        likely = where is not None and where.comes_late
-        why = where if likely else "here or before, or had fewer to make (a loop that ends earlier, say)"
-        said = f"skipped a call, {why}"
-        if (refused := _refused_after(fewer[rank], lane, recorded.get(rank))) is not None:
-            said = f"{refused.refusal(refused.operation)} (it left before it could tell others)"
-        return (
-            f"; rank {rank}'s last call there was {numbered(fewer[rank])}, and this rank is at "
-            f"{numbered(lane.sequence)}: rank {rank} {said}"
-        )
+    def loss(self, lane: Lane) -> PeerLostError | None:
+        """Return the error that names the ranks that the lane still needs and that are gone, or None."""
+        return self.failures.loss(lane)
 
     def blame(self, operation: Operation) -> Blame:
         """Ask the ranks, within a bounded time, which of them keep ``operation`` from ending, and why."""
-        awaited = self._awaited(operation)
-        others = tuple(rank for rank in operation.lane.group.ranks if rank != self.rank)
-        if self.clients is None or not others or self.closed:
-            return blame(awaited, {}, (), self.liveness.describe)
-        lost: tuple[int, ...] = ()
-        accounts: dict[int, Account] = {}
-        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: report what is known
-            accounts = self.liveness.accounts(others)
-            lost = self.liveness.lost(tuple(accounts), routine=True)
-        return blame(awaited, accounts, lost, self.liveness.describe, self._own_account())
-
-    def _awaited(self, operation: Operation) -> Awaited:
-        """Describe ``operation`` as the other ranks have to call it."""
-        lane = operation.lane
-        peer = lane.group.ranks[operation.peer] if operation.peer >= 0 else -1
-        group, key = lane_id(lane.group.key, lane.key)
-        return Awaited(
-            operation.name,
-            group,
-            key,
-            lane.name,
-            operation.sequence,
-            operation.part,
-            peer,
-            self.rank,
-            operation.tag,
-            lane.communicator is None,
-        )
-
-    def _own_account(self) -> Account:
-        return Account(self.rank, read(self.recorder.buffer), host.monotonic())
+        return self.failures.blame(operation)
 
     def look_for_ends(self, parts: Sequence[Operation]) -> None:
-        """Refuse those ``parts`` of calls that another rank's call does not have and so will never make.
-
-        All ranks are asked only once for all parts, since a silent rank holds up each question.
-        """
-        members = {rank for part in parts for rank in part.lane.group.ranks} - {self.rank}
-        accounts = self.liveness.accounts(tuple(sorted(members))) | {self.rank: self._own_account()}
-        for part in parts:
-            lane: Any = part.lane
-            own = {rank: accounts[rank] for rank in lane.group.ranks if rank in accounts}
-            texts = ended_before(self._awaited(part), own)
-            if texts:
-                error = mismatch(lane, list(texts), list(texts.values()), place=part.sequence)
-                self.refuse(lane, error, part.sequence, part=part.part)
+        """Refuse those ``parts`` of calls that another rank's call does not have and so will never make."""
+        self.failures.look_for_ends(parts)
 
     def tell_of_stall(self, operation: Operation) -> None:
-        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault.
+        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault."""
+        self.failures.tell_of_stall(operation)
 
-        What the whole job waits for is told by the first rank that finds it.
-        """
-        found = self.blame(operation)
-        why = str(found) if self._tells_first(found.verdict_key) else found.without_verdict
-        warn(self.rank, operation, host.monotonic() - operation.started, why)
-
-    def _tells_first(self, verdict: str) -> bool:
-        """Whether no other rank has told ``verdict``, as far as is known; from now on this one has."""
-        if verdict and self.clients is not None and self.store_answers():
-            with contextlib.suppress(RuntimeError), self.clients.borrow() as store:  # it may go with rank 0
-                return store.add(f"asynccoll/told/{verdict}", 1) == 1
-        return True
+    def dump(self) -> str:
+        """Save what the ranks have recorded. Returns a text to append to an error's; "" if none was saved."""
+        return self.failures.dump()
 
     def look_for_shifts(self, *, at_all: bool = False) -> None:
         """Warn of lanes on which this rank and the next one are a call apart (``Shifts.look``)."""
         self._shifts.look(self._sorted_groups(), at_all=at_all)
-
-    def dump(self) -> str:
-        """Save what the ranks have recorded. Returns a text to append to an error's; "" if none was saved."""
-        now = host.monotonic()
-        if self.clients is None or self.thread_rank or self.closed:
-            return ""
-        directory = dumps.directory_for(self.liveness.job())
-        if directory is None:
-            return ""
-        if now - self._dumped >= DUMP_SECONDS:
-            self._dumped = now
-            self._kept = dumps.write_dumps(directory, self.liveness.recorded())
-        return f" (asynccoll trace diff {directory} shows where the ranks part)" if self._kept else ""
 
     def pass_on(self, lane: Lane) -> None:
         """Tear down the lane's connections, so that ranks that wait for this one learn of the loss too."""
@@ -673,20 +430,3 @@ class Context:
                 action()
 
         self._helpers.start(name, run)
-
-
-def _farewell(rank: int) -> str:
-    return f"farewell/{rank}"
-
-
-def _refused_after(place: int, lane: Lane, flight: Flight | None) -> Call | None:
-    """Return a rank's first call after ``place`` on the lane, if it has refused that."""
-    calls = () if flight is None else flight.on_lane(*lane_id(lane.group.key, lane.key))
-    after = next((call for call in calls if call.sequence > place), None)
-    return after if after is not None and after.was_refused else None
-
-
-def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
-    """Return, by member that has ``left``, how many calls it had made on the lane."""
-    key, members = f"{lane.group.key}/{lane.key}", lane.group.ranks
-    return {rank: told.get(key, 0) for rank, told in left.items() if rank in members}

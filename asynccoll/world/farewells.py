@@ -1,0 +1,89 @@
+"""How a rank leaves its world: what it leaves in the store, and what those before it have left there.
+
+A rank that has left in order is no lost one: the others may go on without it, up to the calls that it never
+made. This module must not know what is done about a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable
+
+from asynccoll import host
+from asynccoll.health.liveness import Liveness
+from asynccoll.host.store import Clients
+from asynccoll.order.lane import Lane
+
+__all__ = ["Farewells"]
+
+LEAVE_POLL_SECONDS = 0.005
+
+
+class Farewells:
+    """The farewells of the ranks of one world, in its store."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        clients: Clients | None,
+        liveness: Liveness,
+        lanes: Callable[[], Iterable[Lane]],
+    ) -> None:
+        """``lanes`` returns all lanes that are open."""
+        self._rank = rank
+        self._others = range(1, world_size)  # than the one that may serve the store
+        self._clients = clients if world_size > 1 else None
+        self._liveness = liveness
+        self._lanes = lanes
+
+    def say(self) -> None:
+        """Publish how many calls this rank has made on each lane: for those it does not count as lost.
+
+        A refused call counts as made if the peers have been told of it, or will be by what is told already.
+        """
+        if self._clients is None:
+            return
+        made = {f"{lane.group.key}/{lane.key}": lane.halting.told for lane in self._lanes()}
+        with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
+            store.set(_farewell(self._rank), json.dumps(made))
+
+    def of(self, ranks: Iterable[int]) -> dict[int, dict[str, int]]:
+        """Return, for each of ``ranks`` that left with ``finalize``, how many calls it made, by lane."""
+        said: dict[int, dict[str, int]] = {}
+        if self._clients is not None:
+            with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
+                for rank in ranks:
+                    if store.check([_farewell(rank)]):
+                        said[rank] = json.loads(store.get(_farewell(rank)))
+        return said
+
+    def leave(self, patience: float) -> None:
+        """Note in the store that this rank leaves; rank 0, which may serve it, waits for the others to.
+
+        It stops waiting after ``patience`` seconds, or when all that have not left are dead.
+        """
+        if self._clients is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that served it
+            if self._rank > 0:
+                if not self._liveness.lost((0,)):
+                    with self._clients.borrow() as store:
+                        store.set(f"left/{self._rank}", "")
+                return
+            deadline = host.monotonic() + patience
+            while (staying := self._staying()) and host.monotonic() < deadline:
+                if set(staying) <= set(self._liveness.lost(staying)):
+                    return
+                host.sleep(LEAVE_POLL_SECONDS)
+
+    def _staying(self) -> tuple[int, ...]:
+        """Return the ranks that have not left yet."""
+        assert self._clients is not None
+        with self._clients.borrow() as store:
+            return tuple(r for r in self._others if not store.check([f"left/{r}"]))
+
+
+def _farewell(rank: int) -> str:
+    return f"farewell/{rank}"
