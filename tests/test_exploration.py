@@ -35,6 +35,7 @@ from asynccoll.testing import (
     Link,
     RandomWalk,
     Replay,
+    Report,
     Stall,
     Stop,
     StoreLost,
@@ -573,3 +574,46 @@ def test_what_is_made_smaller_shows_no_warning_again() -> None:
     assert found.world_size == 1
     dropped = [one for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
     assert len(dropped) == 4  # of each rank, as it was found, and once more before it is made smaller
+
+
+async def _reading_early(rank: int) -> float:
+    """Looks at what a call fills before it has waited for it."""
+    await ac.barrier()  # opens the lane: a call that is queued would fill nothing yet
+    gradient = torch.full((4,), float(rank))
+    work = ac.all_reduce(gradient, out=gradient)
+    seen = float(gradient.sum())
+    await work
+    return seen
+
+
+def _is_own(report: Report) -> None:
+    report.check()
+    assert report.results == {rank: 4.0 * rank for rank in report.results}
+
+
+@pytest.mark.parametrize("transport", ["mpi", "nccl", "memory"])
+def test_reading_what_a_call_fills_before_its_end_is_found(transport: str) -> None:
+    found = explore(
+        _reading_early, seeds=range(40), world_size=3, expect=_is_own, transport=transport, shrink_seconds=1.0
+    )
+    assert found.wrong is not None
+    assert str(found).endswith(found.wrong.partition("\n")[0])
+
+
+async def _in_a_scope(rank: int) -> int:
+    async with ac.scope():
+        for _ in range(5):
+            ac.all_reduce(torch.ones(2))
+            await ac.barrier()
+    return rank
+
+
+def test_of_a_rank_that_is_killed_nothing_is_heard_and_the_others_may_say_so() -> None:
+    for seed in range(10):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            report = simulate(_in_a_scope, world_size=2, seed=seed, faults=[Kill(1, after_call=4)])
+        assert [str(one.message) for one in heard] == []
+        report.check(faults=True)
+        with pytest.raises(AssertionError, match="PeerLostError"):
+            report.check()

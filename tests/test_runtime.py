@@ -544,7 +544,7 @@ def test_initialize_that_fails_midway_leaves_nothing(bare: World, tmp_path: Path
 
 
 #: Steps of ``finalize``, as attributes of a context.
-STEPS = ["drain", "watch.stop", "world.close", "backend.close", "_leave"]
+STEPS = ["drain", "watch.stop", "world.close", "backend.close", "farewells.leave"]
 
 
 def interrupted(me: Rank, path: str, step: str) -> None:

@@ -193,9 +193,11 @@ def left(actor: Actor, file: str) -> bool:
 
 
 def label(actor: Actor) -> str:
-    """``task 'Task-3'`` or ``thread 'MainThread'``, for messages."""
+    """``task 'Task-3' (main)`` or ``thread 'MainThread'``, for messages."""
     if isinstance(actor, _ThreadActor):
         return f"thread {actor.name!r}"
     task = task_of(actor)
-    name = task.get_name() if hasattr(task, "get_name") else getattr(task, "name", "?")
-    return f"task {name!r}"
+    if not hasattr(task, "get_name"):
+        return f"task {getattr(task, 'name', '?')!r}"
+    runs = getattr(task.get_coro(), "__qualname__", "").replace("<locals>.", "")
+    return f"task {task.get_name()!r}{f' ({runs})' if runs else ''}"

@@ -26,6 +26,16 @@ __all__ = ["Owner", "Owners", "Stream"]
 #: The order of messages: ("send" or "recv", the peer's index in the group, the tag).
 Stream = tuple[str, int, int]
 
+_OWN_LANES = (
+    "Give each task its own lane: start the tasks in `ac.create_task_group()`, pass lane='name' to the call, "
+    "or write `with ac.lane('name'):` around it (and start the task by `ac.isolated(...)` if it uses no_grad "
+    "or autocast, which leak at an await)"
+)
+_OF_ONE_LINE = (
+    "This line runs in several tasks at a time: issue its calls in one task, or wait for each task before "
+    "the next is started; or give each its own lane: start the tasks in `ac.create_task_group()`, or pass "
+    "another lane= in each"
+)
 #: The owners of this many streams are kept.
 _MOST_STREAMS = 4096
 
@@ -117,12 +127,10 @@ def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane
         how = "issued there at {} when this one was running already, and has ended since"
     else:
         return
-    mine, other = actors.label(node.actor), owner.name
+    mine, other, here, there = actors.label(node.actor), owner.name, site().place, owner.spot.place
     raise LaneOrderError(
-        f"{mine} issued a collective on {lane} at {site().place}, but that lane "
-        f"belongs to {'another ' * (mine == other)}{other}, which {how.format(owner.spot.place)}. "
+        f"{mine} issued a collective on {lane} at {here}, but that lane "
+        f"belongs to {'another ' * (mine == other)}{other}, which {how.format(there)}. "
         "Two concurrent tasks on one lane can be scheduled in different order on different "
-        "ranks, which gives wrong numbers. Give each task its own lane: start the tasks in "
-        "`ac.create_task_group()`, pass lane='name' to the call, or write `with ac.lane('name'):` around it "
-        "(and start the task by `ac.isolated(...)` if it uses no_grad or autocast, which leak at an await)"
+        f"ranks, which gives wrong numbers. {_OF_ONE_LINE if here == there else _OWN_LANES}"
     )

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from io import StringIO
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from asynccoll.errors import CollectiveError, InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.testing.faults import Fault
 from asynccoll.testing.report import Report, leaves
@@ -75,9 +76,9 @@ class Exploration:
             raise AssertionError(f"{self}\n{self.wrong}\n\n{self.script}")
 
     def __str__(self) -> str:
-        tried = f"{schedules(self.schedules)} in {self.seconds:.0f} s"
+        tried = f"{schedules(self.schedules)} in {self.seconds:.{0 if self.seconds >= 10 else 1}f} s"
         if self.wrong is not None:
-            return f"{tried}: seed {self.seed} goes wrong"
+            return f"{tried}: seed {self.seed} goes wrong: {self.wrong.partition(chr(10))[0]}"
         return f"{tried}: nothing was found{'' if self.results_checked else _NOT_CHECKED}"
 
 
@@ -213,7 +214,7 @@ class _Looking:
         except TimeoutError as error:
             return Tried(f"seed {case.seed}: {error}", "waits for what is not simulated", {})
         strays = tuple(report.strays)
-        expect = self.expect or (_expect_with_faults if case.faults else Report.check)
+        expect = self.expect or partial(Report.check, faults=bool(case.faults))
         try:
             expect(report)
         except AssertionError as error:
@@ -233,18 +234,6 @@ def _kind(report: Report, error: AssertionError) -> str:
         return "mismatch"
     cause = leaves(report.first_cause()[1])[0] if report.errors else error
     return type(cause).__name__
-
-
-def _expect_with_faults(report: Report) -> None:
-    rest = {rank: error for rank, error in report.errors.items() if not all(map(_is_told, leaves(error)))}
-    replace(report, errors=rest).check()
-
-
-def _is_told(error: BaseException) -> bool:
-    """Whether it is what a rank gets where another, or its user, has ended its work."""
-    return isinstance(error, (CollectiveError, KeyboardInterrupt)) or type(error).__name__.startswith(
-        "Cancel"
-    )
 
 
 def _first_here(target: Target, look: _Looking, seeds: Iterable[int], told: _Told) -> int | None:
@@ -386,9 +375,7 @@ def _judged(expected: Sequence[Target], case: Case) -> str:
     """How a script judges the report as ``explore`` did."""
     if expected:
         return f"{expected[0].name}(report)"
-    if case.faults:  # what ``check`` raises for may be right
-        return 'print(report.deadlock, report.errors, report.mismatches, sep="\\n")'
-    return "report.check()"
+    return "report.check(faults=True)" if case.faults else "report.check()"
 
 
 def _told(fault: Fault) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError, PeerRefusedError
+from asynccoll.errors import (
+    AbortedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    PeerRefusedError,
+)
 from asynccoll.testing.strays import Stray, told
 from asynccoll.testing.threads import Event
 from asynccoll.trace import Timeline
@@ -70,13 +76,20 @@ class Report:
     #: equal for equal simulations
     digest: str = ""
 
-    def check(self) -> None:
+    def check(self, *, faults: bool = False) -> None:
         """Raise AssertionError if a rank raised, nobody could go on, or calls did not match.
+
+        ``faults``: a rank may raise what a fault causes: ``CollectiveError``, a cancellation, Ctrl-C.
 
         It tells what each rank raised, the cause first; of many ranks the first of them. Calls that were
         paired at different lines come last.
         """
-        if wrong := self._wrong():
+        if faults:
+            rest = {
+                rank: error for rank, error in self.errors.items() if not all(map(_is_told, leaves(error)))
+            }
+            replace(self, errors=rest).check()
+        elif wrong := self._wrong():
             raise AssertionError(self._told(wrong)) from (self.first_cause()[1] if self.errors else None)
 
     def __str__(self) -> str:
@@ -107,3 +120,10 @@ class Report:
     def _from_the_cause(self) -> list[int]:
         """The ranks that raised, in that order; last those that did because of another one."""
         return sorted(self.errors, key=lambda rank: all(map(_follows, leaves(self.errors[rank]))))
+
+
+def _is_told(error: BaseException) -> bool:
+    """Whether it is what a rank gets where another, or its user, has ended its work."""
+    return isinstance(error, (CollectiveError, KeyboardInterrupt)) or type(error).__name__.startswith(
+        "Cancel"
+    )

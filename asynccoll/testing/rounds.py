@@ -1,8 +1,10 @@
 """One simulated communicator: calls in rounds, each over on a rank once all that it needs has come there.
 
-What a rank sends is read at the last moment at which it may be, and what it will fill holds garbage until
-then. A lost rank fails the calls of its neighbours, as the ring of gloo does; the others wait until somebody
-tells them. What is written goes by ``data``, which autograd does not see, as it does not see native code.
+What a rank will fill holds garbage until the call is over, and what it sends is read at the last moment at
+which it may be. If it fills the memory that it sends, both cannot be: by chance it is read at once, and then
+garbage, or late. A lost rank fails the calls of its neighbours, as the ring of gloo does; the others wait
+until somebody tells them. What is written goes by ``data``, which autograd does not see, as it does not see
+native code.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from functools import partial
 import torch
 
 from asynccoll.backends.api import Promise
+from asynccoll.memory.aliasing import may_overlap
 from asynccoll.testing.delivery import CLOSED, Delivery
 
 __all__ = ["Call", "Wire", "fill", "spoil"]
 
 #: How many rounds behind the last rank are remembered.
 _KEPT_ROUNDS = 64
+#: Below the numbers of ranks: a chance of its own, so that those of a rank's messages stay what they are.
+_READS_AT_ONCE = -1
 _ABORTED = "the communicator was aborted"
 
 
@@ -41,6 +46,11 @@ class Call:
     at: float = -math.inf  # when all that it needs will have come
     came: set[int] = field(default_factory=set)
     _read: list[torch.Tensor] | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it fills memory that it sends."""
+        return any(may_overlap(x, y) for x in self.sent for y in self.filled)
 
     def read(self) -> list[torch.Tensor]:
         """What it sends; its own memory is garbage from then on, where it will be filled."""
@@ -92,8 +102,10 @@ class Wire:
         self._rounds.pop(min(self._made) - 2 * _KEPT_ROUNDS, None)
         peers = self._rounds[number]
         peers[call.index] = call
-        if not call.sent:
+        if not call.in_place:
             call.spoil()
+        elif self._delivery.scheduler.chance(_READS_AT_ONCE - rank).random() < 0.5:
+            call.read()
         other = next((one for one in peers.values() if one.signature != call.signature), None)
         if other is not None:
             self._mismatch(call, other, peers)

@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -336,19 +337,26 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unheard(scheduler: Scheduler) -> Iterator[None]:
-    """What finalizers say of ranks that are gone is not told."""
-    before = sys.unraisablehook
+    """What finalizers say of ranks that are gone is not told: a process that was killed warns of nothing."""
+    before, shown = sys.unraisablehook, warnings.showwarning
+
+    def counts() -> bool:
+        current = scheduler.current if scheduling.running() else None
+        return current is not None and not scheduler.is_gone(current)
 
     def hear(unraisable: Any) -> None:
-        current = scheduler.current if scheduling.running() else None
-        if current is not None and not scheduler.is_gone(current):
+        if counts():
             before(unraisable)
 
-    sys.unraisablehook = hear
+    def show(*warning: Any, **where: Any) -> None:
+        if counts():
+            shown(*warning, **where)
+
+    sys.unraisablehook, warnings.showwarning = hear, show
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook, warnings.showwarning = before, shown
 
 
 @contextlib.contextmanager
