@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -232,3 +233,19 @@ def test_lanes_that_children_have_never_opened_are_in_step(seed: int, check: str
         1: [[], lost, REFUSED, *fine[:2]],
         2: [[], [], lost, *fine[:2]],
     }
+
+
+async def _one_line_in_two_tasks(rank: int) -> None:
+    async def metric() -> None:
+        await ac.all_reduce(1.0, lane="metrics")
+
+    await asyncio.gather(metric(), metric())
+
+
+def test_a_line_that_runs_in_two_tasks_at_a_time_is_told_apart_from_two_lines() -> None:
+    report = simulate(_one_line_in_two_tasks, world_size=2)
+    for error in report.errors.values():
+        assert isinstance(error, ac.LaneOrderError)
+        assert "This line runs in several tasks at a time" in str(error)
+        assert "(_one_line_in_two_tasks.metric) issued" in str(error)
+    assert report.errors
