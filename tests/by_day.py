@@ -3,8 +3,8 @@
 By day, so that it takes no hour:
 
 - with one, three or four ranks one waits on asyncio: how one waits has nothing to do with their number;
-- gloo and memory do each thing in two numbers of ranks and ways to wait, others in one, which differ from test
-  to test; and nothing with five ranks, but for memory;
+- gloo and memory do each thing in two numbers of ranks and ways to wait, others in one, which differ from
+  test to test; and nothing with five ranks, but for memory;
 - what depends little on either has two ranks and asyncio on all backends but gloo;
 - a test marked ``nightly`` is left out: another one of the day goes the same way through the library.
 

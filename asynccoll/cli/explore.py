@@ -159,7 +159,7 @@ def _tell(found: Exploration, left: Sequence[str]) -> None:
 
     wrong = found.wrong or ""
     parts = [wrong, told(found.strays, wrong), _told_of_files(left)]
-    print(found)
+    print(found.verdict)
     for part in filter(None, parts):
         print()
         show(part)

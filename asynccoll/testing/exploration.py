@@ -76,9 +76,14 @@ class Exploration:
             raise AssertionError(f"{self}\n{self.wrong}\n\n{self.script}")
 
     def __str__(self) -> str:
+        return "\n".join(filter(None, [self.verdict, self.wrong]))
+
+    @property
+    def verdict(self) -> str:
+        """How many schedules were tried, and whether one went wrong: one line."""
         tried = f"{schedules(self.schedules)} in {self.seconds:.{0 if self.seconds >= 10 else 1}f} s"
         if self.wrong is not None:
-            return f"{tried}: seed {self.seed} goes wrong: {self.wrong.partition(chr(10))[0]}"
+            return f"{tried}: seed {self.seed} goes wrong"
         return f"{tried}: nothing was found{'' if self.results_checked else _NOT_CHECKED}"
 
 
