@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
-#: How long to wait for the opening thread when the lane is closed.
+#: How long to wait for opening threads when the lane is closed.
 _GIVE_UP_SECONDS = 5.0
 
 
@@ -50,7 +50,7 @@ class Connection:
         self._failed = failed
         self._epoch = 0
         self._opened_once = Promise()
-        self._opener: host.Thread | None = None
+        self._openers: list[host.Thread] = []  # the latest, and those before it that may still be opening
         self._previous: Communicator | None = None  # the latest one, whose messages the next takes over
         self._retired: list[Communicator] = []  # replaced, but not closed yet
         self._begun = self._given_up = False
@@ -77,7 +77,8 @@ class Connection:
         start_once(opener, self._opens_by)
 
     def _opens_by(self, opener: host.Thread | None) -> None:
-        self._opener, self._begun = opener, opener is not None
+        running = [one for one in self._openers if one.is_alive()]
+        self._openers, self._begun = running if opener is None else [*running, opener], opener is not None
 
     def _open_here(self, epoch: int) -> None:
         made: list[Communicator] = []
@@ -133,9 +134,10 @@ class Connection:
         self._opened_once.settle()
 
     def join(self) -> None:
-        """Wait a bounded time for the opening thread, lest the program ends while that is in native code."""
-        if self._opener is not None:
-            self._opener.join(_GIVE_UP_SECONDS)
+        """Wait a bounded time for opening threads, lest the program ends while one is in native code."""
+        until = host.monotonic() + _GIVE_UP_SECONDS
+        for opener in self._openers:
+            opener.join(max(0.0, until - host.monotonic()))
 
     def close(self, *, abort: bool) -> None:
         """Close all communicators. Abort all but the latest first, as they have half-matched calls.
