@@ -14,6 +14,9 @@ from typing import Any
 
 #: What a block can put a task's torch into.
 MODES = ("no_grad", "inference", "autocast", "default device")
+SHORTEST_REST_SECONDS = 1e-4
+#: So many shortest rests outlast what looks after waiting calls, which sleeps after a second without any.
+LONG_RESTS = 12_000
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Call:
     waited_in: str = ""
     #: How often the task lets others run, before the call and after it.
     pauses: int = 0
-    #: For how many shortest rests, or 3, 9, 27 times as long on other ranks, it sleeps before the call.
+    #: For how many shortest rests it sleeps before the call, or several times as long (``rest_seconds``).
     rests: int = 0
     #: Whether the root makes it only once all others have got what their threads wait for. None waits there.
     told: bool = False
@@ -47,13 +50,18 @@ class Call:
     root: int = 0
     seed: int = 0
 
+    def rest_seconds(self, rank: int) -> float:
+        """For how long this rank rests before the call: others rest for a time of their own."""
+        longer = 3.0 if self.rests < LONG_RESTS else 1.4
+        return self.rests * SHORTEST_REST_SECONDS * longer ** ((rank + self.seed) % 4)
+
     @property
     def refusable(self) -> bool:
         """Whether some rank may refuse it."""
         return (
             self.one_sided
             or self.form == "in place twice"
-            or self.payload.startswith(("wrong", "keyed", "no leaf", "differing"))
+            or self.payload.startswith(("wrong", "keyed", "no leaf", "differing", "refused", "overwritten"))
         )
 
     @property
@@ -65,7 +73,8 @@ class Call:
     def one_sided(self) -> bool:
         """Whether only some of the ranks may refuse it, or it may take along those in flight behind it."""
         return (
-            self.payload in ("wrong on one", "differing")
+            self.payload == "wrong on one"
+            or self.payload.startswith("differing")
             or self.payload.endswith("None elsewhere")
             or self.detached_first
             or (self.form == "out" and self.payload.startswith("tracked"))

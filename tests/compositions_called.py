@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
     if call.operation == "permute":
         function = partial(_permute, keywords.pop("pairs"))
     if call.operation.startswith("recv"):
-        function = partial(_ring, call.group or tuple(range(ranks)), record.rank)
+        function = partial(_ring, call, record, call.group or tuple(range(ranks)))
     if call.operation == "barrier":
         return ac.barrier(**keywords)
     if call.form == "in place twice":
@@ -38,6 +39,8 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
     finally:
         if call.form == "in place twice":
             first.detach()
+    if call.payload == "overwritten":
+        x.add_(1)
     return work.map(_boxed) if call.form == "mapped" else work
 
 
@@ -45,15 +48,39 @@ def _permute(pairs: Any, x: Any, **keywords: Any) -> Any:
     return ac.permute(x, pairs, **keywords)
 
 
-def _ring(members: tuple[int, ...], rank: int, x: Any, **keywords: Any) -> Any:
-    """Each rank of the group sends to the next, and hears from the one before."""
-    place = members.index(rank)
+#: The tags of messages, by seed: most have the same one.
+_TAGS = (0, 0, 0, 0, 1, 2)
+
+
+def _ring(call: Call, record: Record, members: tuple[int, ...], x: Any, **keywords: Any) -> Any:
+    """Each rank of the group sends to the next, and hears from the one before; some hear first."""
+    place = members.index(record.rank)
     following, before = members[(place + 1) % len(members)], members[place - 1]
-    if not isinstance(x, torch.Tensor):
-        ac.send_object(x, dst=following, **keywords).detach()
-        return ac.recv_object(src=before, **keywords)
-    ac.send(x, dst=following, **keywords).detach()
-    return ac.recv(x, src=before, **keywords)
+    keywords |= {"tag": _TAGS[call.seed % len(_TAGS)]}
+    send: Callable[..., Any]
+    receive: Callable[..., Any]
+    if isinstance(x, torch.Tensor):
+        sent_x: Any = "a text" if call.payload == "refused message" and place == call.root else x
+        send, receive = partial(ac.send, sent_x), partial(ac.recv, x)
+    else:
+        send, receive = partial(ac.send_object, x), ac.recv_object
+    first = receive(src=before, **keywords) if (place + call.seed) % 2 else None
+    if call.payload == "refused message" and place == call.root:
+        _refused(send, dst=following, **keywords)
+    else:
+        sent = send(dst=following, **keywords)
+        sent.detach()
+        record.sent = sent if call.seed % 2 else None
+    return receive(src=before, **keywords) if first is None else first
+
+
+def _refused(send: Callable[..., object], **keywords: Any) -> None:
+    """Send what cannot be sent, of which the receiver is told."""
+    try:
+        send(**keywords)
+    except expected.REFUSED:
+        return
+    raise AssertionError("it was sent")
 
 
 def _uneven(call: Call, place: int, size: int) -> dict[str, Any]:
@@ -96,6 +123,6 @@ def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
         said["dim"] = call.dim
     if call.wait == "deadline":
         said["timeout"] = TIMEOUTS[call.seed % len(TIMEOUTS)]
-    if call.payload.endswith("uneven"):
+    if call.payload.endswith(("uneven", "splits")):
         said |= _uneven(call, members.index(record.rank), len(members))
     return said

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import oracle
-from compositions import MODES, Call, Program, Task
+from compositions import LONG_RESTS, MODES, Call, Program, Task
 
 _TENSORS = (
     "all_reduce",
@@ -53,21 +53,29 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "keyed by tuples": ("all_reduce", "broadcast"),
     "wrong": ("all_reduce",),
     "wrong on one": ("all_reduce",),
+    "refused message": ("recv",),
+    "overwritten": ("all_reduce",),
     "long": _TENSORS,
     "long uneven": ("all_to_all", "all_gather"),
     "long message": ("recv",),
     "differing": ("all_reduce",),
+    "differing splits": ("all_to_all",),
 }
-#: Of which bursts are made: small calls, and such as are larger than a slot of simulated memory.
-_IN_BURSTS = (
-    *("tensor", "tensor", "number", "nothing", "uneven", "message", "message object"),
-    *("long", "long", "long uneven", "long uneven", "long message"),
+#: Of which bursts are made: small calls, such as are larger than a slot of simulated memory, and messages; of
+#: one kind, or of any.
+_KINDS_IN_BURSTS = (
+    ("tensor", "tensor", "number", "nothing", "uneven"),
+    ("long", "long", "long uneven", "long uneven"),
+    ("message", "message object", "long message"),
 )
+_IN_BURSTS = (*_KINDS_IN_BURSTS, sum(_KINDS_IN_BURSTS, ()), sum(_KINDS_IN_BURSTS, ()))
 #: Plain ones are drawn more often than those with a name of their own.
 _PAYLOADS = (
     *("tensor", "tracked", "tree", "tree of tensors") * 3,
     *(one for one in OPERATIONS if not one.startswith(("long", "differing"))),
 )
+#: Drawn for simulated worlds only, of which there are more, and where no process is hurt by them.
+_SIMULATED = ("refused message", "overwritten")
 _BLOCKS = [*MODES, "scope", "scope", "lane", "closed lane", "shared lane", "shared scope"]
 #: What several threads may enter: a scope object belongs to the tasks of one.
 _BLOCKS_IN_THREADS = [block for block in _BLOCKS if block != "shared scope"]
@@ -125,7 +133,7 @@ def _reductions(payload: str, dtype: str, form: str) -> list[str]:
 
 
 @st.composite
-def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str) -> Call:
+def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str, simulated: bool) -> Call:
     """One call of a task of such a program, with one of these payloads."""
     payload = draw(st.sampled_from(payloads))
     known = OPERATIONS[payload]
@@ -139,7 +147,8 @@ def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str)
     strided = payload in ("tensor", "tracked") and form != "prepared"
     if strided:
         layouts += ["transposed", "strided", "offset"]
-    group = draw(st.sampled_from(_groups(ranks)))
+    groups = _groups(ranks) if payload not in _SIMULATED else [()]
+    group = draw(st.sampled_from([*groups, (ranks - 1,)] if simulated else groups))
     size = len(group) or ranks
     threaded = start == "threads" or loop == "none"
     held = start in ("alone", "task group", "threads")
@@ -152,7 +161,7 @@ def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str)
         op=op,
         layout=draw(st.sampled_from(layouts)),
         dim=draw(st.integers(0, 1)) if strided and operation in _ALONG else 0,
-        coalesced=start != "crossed" and draw(st.integers(0, 3)) == 0,
+        coalesced=start != "crossed" and draw(st.integers(0, 3)) == 0 and payload not in _SIMULATED,
         around=draw(_arounds(threaded, closes=not group)) if start != "crossed" else (),
         wait=draw(st.sampled_from(waits)),
         waited_in=draw(st.sampled_from(["", "", *MODES])) if held else "",
@@ -165,13 +174,15 @@ def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str)
         call = replace(call, form="in place twice")
     if call.wait == "scope cancelled" and call.coalesced:
         call = replace(call, wait="twice")
-    if call.wait == "deadline" and (call.coalesced or payload.startswith(("message", "tracked"))):
+    if call.wait == "deadline" and (call.coalesced or "message" in payload or tracked):
         # Backward has the deadline of its call: it would have to be gone through again, too.
         call = replace(call, wait="cut short")
     if call.wait.endswith("cancelled") and (size == 1 or call.refusable):
         call = replace(call, wait="later")
-    if size == 1 and payload.startswith("message"):
+    if size == 1 and "message" in payload:
         call = replace(call, payload="tensor", operation="permute")
+    if size == 1 and payload == "overwritten":
+        call = replace(call, payload="tensor")
     if size == 1 and payload == "wrong on one":
         call = replace(call, payload="wrong")
     return call
@@ -196,8 +207,11 @@ def _groups(ranks: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
-    """A program of two to eight calls by one to three tasks; messages between two ranks among them."""
+def programs(draw: Any, ranks: int, messages: bool = True, simulated: bool = False) -> Program:
+    """A program of two to eight calls by one to three tasks; messages between two ranks among them.
+
+    ``simulated``: in some of them the ranks do something else for some seconds, which take no time there.
+    """
     loop = draw(st.sampled_from(["asyncio", "asyncio", "asyncio", "trio", "trio", "none"]))
     starts = ["alone", "threads"]
     if loop != "none":
@@ -211,9 +225,10 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
     blocks = [block for block in known if block != "closed lane" and (held or block not in MODES)]
     # Half of the programs have nothing that is refused, and so must be over as soon as messages are.
     calm = draw(st.booleans())
-    payloads = [one for one in _PAYLOADS if messages or not one.startswith("message")]
+    payloads = [one for one in _PAYLOADS if messages or "message" not in one]
+    payloads = [one for one in payloads if simulated or one not in _SIMULATED]
     payloads = [one for one in payloads if not (calm and Call(payload=one).refusable)]
-    one = calls(ranks, start, payloads, loop)
+    one = calls(ranks, start, payloads, loop, simulated)
     one = one.map(lambda call: replace(call, form="plain") if calm and call.refusable else call)
     tasks = []
     for _ in range(count):
@@ -224,6 +239,8 @@ def programs(draw: Any, ranks: int, messages: bool = True) -> Program:
         tasks.append(Task(tuple(own), tuple(around)))
     if start == "crossed":
         tasks = [_on_the_world(task) for task in tasks]
+    elif simulated and draw(st.integers(0, 4)) == 0:
+        tasks[0] = _resting(tasks[0], draw(st.integers(0, len(tasks[0].calls) - 1)))
     program = Program(
         ranks=ranks,
         tasks=tuple(tasks),
@@ -245,7 +262,7 @@ def bursts(chance: random.Random, ranks: int) -> Program:
     """
     loop = chance.choice(["asyncio", "trio", "none", "none"])
     start = chance.choice(["alone", "alone", "threads", "threads" if loop == "none" else "lanes"])
-    payloads = chance.choices(_IN_BURSTS, k=2)
+    payloads = chance.choices(chance.choice(_IN_BURSTS), k=2)
     count = 1 if start == "alone" else chance.randint(2, 3)
     around = ("closed lane",) if start == "alone" and chance.random() < 0.2 else ()
     most = max(4, chance.choice([6, 12, 20, 30]) // count)
@@ -285,8 +302,10 @@ def _burst(
     begun = chance.choice([0, 1, 2, 2])
     calls[:begun] = [replace(call, wait="now", rests=number) for number, call in enumerate(calls[:begun])]
     calls[begun] = replace(calls[begun], rests=int(begun > 0))
-    if chance.random() < 0.1:
-        calls[count // 2] = replace(_DIFFERING, wait=calls[count // 2].wait)
+    if chance.random() < 0.2:
+        place, root = chance.randrange(count // 2, count), chance.randrange(ranks)
+        refused = replace(chance.choice(_REFUSED), wait=calls[place].wait, root=root)
+        calls[place] = replace(refused, seed=chance.randrange(6))
     elif waits[0] == "threaded" and count > begun + 1 and chance.random() < 0.7:
         root = chance.randrange(ranks)
         told = min(chance.choice([1, 2, 5]), count - begun - 1)
@@ -296,7 +315,13 @@ def _burst(
     return tuple(calls)
 
 
-_DIFFERING = Call(payload="differing")
+_REFUSED = (
+    Call(payload="differing"),
+    Call("all_to_all", "differing splits"),
+    Call(payload="wrong on one"),
+    Call("recv", "refused message"),
+    Call(payload="overwritten"),
+)
 
 
 def _small(chance: random.Random, payload: str, ranks: int) -> Call:
@@ -323,6 +348,12 @@ def _in_a_row(calls: list[Call]) -> list[Call]:
         )
         for number, call in enumerate(calls)
     ]
+
+
+def _resting(task: Task, number: int) -> Task:
+    """The same, but ranks rest for long before that call."""
+    calls = [replace(call, rests=LONG_RESTS * (place == number)) for place, call in enumerate(task.calls)]
+    return replace(task, calls=tuple(calls))
 
 
 def _calmer(task: Task) -> Task:

@@ -143,6 +143,9 @@ def _uneven(call: Call, rank: int, size: int) -> Tensor:
 def splits(call: Call, rank: int, size: int) -> tuple[list[int], list[int] | None]:
     """What ``all_to_all`` is told: how many rows go to each, and (not always) how many come."""
     coming = [_splits(call, other, size)[rank] for other in range(size)]
+    if call.payload == "differing splits":
+        coming[rank - 1] += rank == call.root
+        return _splits(call, rank, size), coming
     return _splits(call, rank, size), coming if call.seed % 2 else None
 
 
@@ -173,12 +176,15 @@ _MAKERS: dict[str, Callable[[Call, int, int], Any]] = {
     "uneven": _uneven,
     "long uneven": _uneven,
     "message": _tensor,
+    "refused message": _tensor,
+    "overwritten": lambda call, rank, size: torch.ones(3 + call.seed),
     "long message": _long,
     "message object": lambda call, rank, size: {"rank": rank, "text": "é" * (rank + 600 * (call.seed % 2))},
     "nothing": lambda call, rank, size: None,
     "object": _object,
     **dict.fromkeys(_KEYS, _keyed),
     "differing": lambda call, rank, size: torch.ones(3 + rank),
+    "differing splits": _uneven,
     "wrong": lambda call, rank, size: torch.ones(3, dtype=torch.int32),
     "wrong on one": lambda call, rank, size: torch.ones(3, dtype=torch.int32),
 }
@@ -305,8 +311,12 @@ def _errors(
 ) -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
     """What must be raised on this rank, and what may be instead of the value."""
     kind = call.payload
-    if kind == "differing":
+    if kind.startswith("differing"):
         return (ac.CollectiveMismatchError,), (ac.PeerRefusedError,)
+    if kind == "overwritten":
+        return (ac.InvalidArgumentError,), ()
+    if kind == "refused message" and (call.root + 1) % size == rank:
+        return (ac.PeerRefusedError,), ()
     if kind == "wrong" or (kind == "wrong on one" and rank == call.root):
         return REFUSED, ()
     if kind == "wrong on one":

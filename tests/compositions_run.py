@@ -50,7 +50,6 @@ with contextlib.suppress(ImportError):
 #: A program takes milliseconds; but a peer's refusal is looked for once a second.
 HANG_SECONDS = 10.0
 REFUSAL_SECONDS = 3.0
-_SHORTEST_REST_SECONDS = 1e-4
 #: How calls are waited for of which a task issues more before it waits.
 _LATER = ("later", "dropped", "gathered", "threaded")
 
@@ -288,7 +287,7 @@ class Run:
         try:
             async with state.ways.scoped(block):
                 yield
-        except ac.PeerRefusedError:  # of a call that nobody else waited for
+        except REFUSALS:  # of a call that nobody else waited for
             if not any(call.refusable for call in self.program.calls):
                 raise
         state.scopes.pop()
@@ -337,8 +336,7 @@ class Run:
         async def body(state: State) -> None:
             await self._pause(state, call, "before the call")
             if call.rests:
-                longer = 3 ** ((self.me.rank + call.seed) % 4)
-                await state.ways.rest(call.rests * _SHORTEST_REST_SECONDS * longer)
+                await state.ways.rest(call.rest_seconds(self.me.rank))
             if record is not None:
                 await self._make(state, call, record, brief)
                 self._wait_by_thread(call, record, self.program.tasks[index].calls[number + 1 :])
@@ -425,7 +423,8 @@ class Run:
         elsewhere = any(one.told and self._is_root(one) for one in following)
         if call.wait == "threaded" and not record.outcome and not elsewhere:
             sign = f"{self._sign(record)} got by {self.me.rank}"
-            record.waiter = Waiter(record.work, lambda: self.me.show(sign))
+            works = [record.work] if record.sent is None else [record.work, record.sent]
+            record.waiter = Waiter(works, lambda: self.me.show(sign))
 
     async def _wait_to_be_told(self, state: State, call: Call) -> None:
         """Of all others that their threads have got what they wait for: they need nobody to wait here."""
@@ -508,6 +507,8 @@ class Run:
                 stack.enter_context(self._mode(state, call.waited_in))
             try:
                 result = await self._result(state, call, record)
+                if record.sent is not None:
+                    await state.ways.got(record.sent)
             except Exception as error:
                 self._raised(record, error)
                 return

@@ -117,11 +117,11 @@ class Looped:
             case "both":
                 return _one(complain, record, await self._twice(work))
             case "plain thread":
-                waiters = [Waiter(work)]
+                waiters = [Waiter([work])]
                 await self.until(waiters[0].ended)
                 return waiters[0].outcome()
             case "threads":
-                waiters = [Waiter(work), Waiter(work)]
+                waiters = [Waiter([work]), Waiter([work])]
                 with contextlib.suppress(Exception):  # it comes again, below
                     await work
                 for one in waiters:
@@ -193,7 +193,7 @@ class Threaded:
             pause = min(2 * pause, longest)
 
     async def got(self, work: Any) -> Any:
-        return work.wait()
+        return _waited(work)
 
     @contextlib.asynccontextmanager
     async def scoped(self, scope: ac.scope) -> AsyncIterator[None]:
@@ -207,34 +207,43 @@ class Threaded:
             return record.waiter.outcome()
         match call.wait:
             case "thread" | "plain thread":
-                waiter = Waiter(work)
+                waiter = Waiter([work])
                 await self.until(waiter.ended)
                 return waiter.outcome()
             case "both" | "threads":
-                waiters = [Waiter(work), Waiter(work)]
+                waiters = [Waiter([work]), Waiter([work])]
                 with contextlib.suppress(Exception):  # as above
-                    work.wait()
+                    _waited(work)
                 for one in waiters:
                     await self.until(one.ended)
-                return _one(complain, record, [*(one.outcome() for one in waiters), work.wait()])
+                return _one(complain, record, [*(one.outcome() for one in waiters), _waited(work)])
             case "cut short":
                 with contextlib.suppress(ac.CollectiveTimeoutError):
-                    return work.wait(TIMEOUTS[call.seed % len(TIMEOUTS)])
+                    return _waited(work, TIMEOUTS[call.seed % len(TIMEOUTS)])
             case "deadline":
                 pause, longest = _PAUSES
                 while not work.done():
                     with contextlib.suppress(ac.CollectiveTimeoutError):
-                        return work.wait()
+                        return _waited(work)
                     host.sleep(pause)
                     pause = min(2 * pause, longest)
             case _:
                 await _looked_at(self.until, call, work)
-        return work.wait()
+        return _waited(work)
 
     async def results(self, call: Call, records: Sequence[Record]) -> None:
         for work in _turned(records):
             with contextlib.suppress(Exception):  # as above
-                work.wait()
+                _waited(work)
+
+
+def _waited(work: Any, *seconds: float) -> Any:
+    """The result; who presses Ctrl-C meanwhile thinks better of it."""
+    while True:
+        try:
+            return work.wait(*seconds)
+        except KeyboardInterrupt:
+            continue
 
 
 def _turned(records: Sequence[Record]) -> list[Any]:
@@ -288,18 +297,18 @@ def _one(complain: Complain, record: Record, results: Sequence[Any]) -> Any:
 
 
 class Waiter:
-    """A plain thread that waits for a work, and calls ``then`` once it has its result."""
+    """A plain thread that waits for works, and calls ``then`` once it has the result, that of the first."""
 
-    def __init__(self, work: Any, then: Callable[[], object] = bool) -> None:
+    def __init__(self, works: Sequence[Any], then: Callable[[], object] = bool) -> None:
         self._then = then
         self._value: Any = None
         self._error: Exception | None = None
-        self._thread = host.Thread(target=self._wait, args=(work,), daemon=True)
+        self._thread = host.Thread(target=self._wait, args=(works,), daemon=True)
         self._thread.start()
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, works: Sequence[Any]) -> None:
         try:
-            self._value = work.wait()
+            self._value, *_ = [work.wait() for work in works]
             self._then()
         except Exception as error:
             self._error = error

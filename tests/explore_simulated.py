@@ -2,10 +2,11 @@
 
 ``python tests/explore_simulated.py SECONDS [RANKS,RANKS...]``; the seed is drawn and said (``SEED`` repeats
 one). ``SCHEDULES`` orders of each program are tried, on the transports in ``TRANSPORTS`` in turn, every third
-with a fault of those in ``FAULTS``, every fourth in two worlds one after the other. ``STATEMENTS`` are
-modules before whose statements others may go on, too; ``each``: every eighth with one of ours. ``JOBS``
-processes do it at once. What is found is made smaller, and said as a script that replays it. ``STATE`` is a
-file in which stands how far it is, and from which it goes on; ``MOST`` ends it after so many schedules.
+with a fault of those in ``FAULTS``, every fourth in two worlds one after the other, some without warnings.
+``STATEMENTS`` are modules before whose statements others may go on, too; ``each``: every eighth with one of
+ours. ``JOBS`` processes do it at once. What is found is made smaller, and said as a script that replays it.
+``STATE`` is a file in which stands how far it is, and from which it goes on; ``MOST`` ends it after so many
+schedules.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,24 @@ SPREAD = True
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 REAL_SECONDS = patient(60)
 _TOLD_EVERY_SECONDS = 60.0
+#: When a fault strikes: after the world was joined, and before most programs are over.
+_STRIKES_SECONDS = (1e-3, 8e-3)
 #: Programs of one seed. Of more, most would be made of those before: half as many calls are different ones.
 _EACH_SEED = 12
 #: Of so many seeds one draws bursts, fewer programs, since they are longer.
 _BURSTS_EVERY = 4
 _BURSTS_EACH_SEED = 4
-_MESSAGES = {"message", "message object", "long message"}
+_MESSAGES = {one for one in OPERATIONS if "message" in one}
+_DIFFERING = {one for one in OPERATIONS if one.startswith("differing")}
 #: What the backends that a transport stands for do not carry: messages; of nccl all that gloo, which is
 #: beside it, does; and calls that differ, where nothing but the memory of the ranks notices it.
 _NOT_CARRIED = {
-    "gloo": {"differing"},
-    "mpi": {"differing"},
-    "horovod": {"differing", *_MESSAGES},
-    "xla": {"differing", *_MESSAGES},
-    "nccl": OPERATIONS.keys() - {"tensor", "tracked", "large", "long"},
+    "gloo": _DIFFERING,
+    "mpi": _DIFFERING,
+    "horovod": _DIFFERING | _MESSAGES,
+    "xla": _DIFFERING | _MESSAGES,
+    "nccl": OPERATIONS.keys()
+    - {"tensor", "tracked", "large", "long", "wrong", "wrong on one", "overwritten"},
 }
 
 
@@ -93,13 +98,20 @@ class Order:
         kinds = [kind for kind in FAULTS if self.transport != "nccl" or kind != "silence"]
         if self.program.loop == "none":  # there is no task that could be cancelled
             kinds = [kind for kind in kinds if kind != "cancel"]
-        return tuple(drawn_faults(*kinds)(random.Random(self.number), self.program.ranks)) if kinds else ()
+        if not kinds:
+            return ()
+        chance = random.Random(self.number)
+        found = drawn_faults(*kinds)(chance, self.program.ranks)
+        if self.number // 3 % 2:  # not when a call is made: while it is waited for, or in between
+            least, most = _STRIKES_SECONDS
+            found = [replace(one, after_call=None, at=chance.uniform(least, most)) for one in found]
+        return tuple(found)
 
     @property
     def nodes(self) -> int:
         """Each rank on a node of its own, two on each, or all on one."""
         every = self.program.ranks
-        if not SPREAD or any(call.payload == "differing" for call in self.program.calls):
+        if not SPREAD or any(call.payload in _DIFFERING for call in self.program.calls):
             return 1
         return {2: every, 5: every // 2 if every % 2 == 0 else every}.get(self.number % 7, 1)
 
@@ -118,6 +130,7 @@ class Order:
             "faults": self.faults,
             "schedule": PCT(max(3, len(self.program.calls) // 2)) if self.number % 2 else RandomWalk(),
             "again": self.number % 4 == 2,
+            "warned": self.number % 11 > 3,
             "check": "full" if self.number % 5 == 3 else "local",
             "statements": self.statements,
             "real_seconds": REAL_SECONDS,
@@ -149,9 +162,12 @@ def wrong(program: Program, number: int) -> list[str]:
 class Exploration:
     """What was tried so far, and what was found."""
 
-    def __init__(self, seconds: float, most: float = math.inf) -> None:
-        """For so long, and so many schedules."""
-        self.begun = self._told = time.monotonic()
+    def __init__(
+        self, seconds: float, most: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """For so long by ``clock``, and so many schedules."""
+        self._clock = clock
+        self.begun = self._told = clock()
         self.deadline = self.begun + seconds
         self._most = most
         self.programs = self.schedules = 0
@@ -159,13 +175,13 @@ class Exploration:
 
     @property
     def over(self) -> bool:
-        return bool(self.found) or self.schedules >= self._most or time.monotonic() > self.deadline
+        return bool(self.found) or self.schedules >= self._most or self._clock() > self.deadline
 
     def keep(self, state: Path, number: int) -> None:
         """Note down how far it is: a round begins, with the seed ``number``."""
         beside = state.with_suffix(".new")
         kept = {"programs": self.programs, "schedules": self.schedules, "number": number}
-        beside.write_text(json.dumps(kept | {"seconds": time.monotonic() - self.begun}))
+        beside.write_text(json.dumps(kept | {"seconds": self._clock() - self.begun}))
         beside.replace(state)  # at once, or not at all: it may be ended at any moment
 
     def resume(self, state: Path) -> int:
@@ -186,8 +202,8 @@ class Exploration:
                 number += 1
                 if state is not None and not self.over:
                     self.keep(state, number)
-                if time.monotonic() - self._told > _TOLD_EVERY_SECONDS:
-                    self._told = time.monotonic()
+                if self._clock() - self._told > _TOLD_EVERY_SECONDS:
+                    self._told = self._clock()
                     print(f"{self}; to go on from here: SEED={number}", flush=True)
 
     def round(self, size: int, number: int) -> None:
@@ -196,9 +212,7 @@ class Exploration:
             self.look_at(program)
 
     def __str__(self) -> str:
-        return (
-            f"{self.schedules} schedules of {self.programs} programs in {time.monotonic() - self.begun:.0f} s"
-        )
+        return f"{self.schedules} schedules of {self.programs} programs in {self._clock() - self.begun:.0f} s"
 
     def look_at(self, program: Program) -> None:
         if self.over:
@@ -216,9 +230,7 @@ class Exploration:
                 self._tell(program, number)
 
     def _tell(self, program: Program, number: int) -> None:
-        print(
-            f"=== program {self.programs}, schedule {self.schedules}, {time.monotonic() - self.begun:.0f} s"
-        )
+        print(f"=== program {self.programs}, schedule {self.schedules}, {self._clock() - self.begun:.0f} s")
         print("\n".join(self.found[:4]))
         wanted = kinds(self.found)
         same = lambda candidate: not wanted.isdisjoint(kinds(wrong(candidate, number)))  # noqa: E731  # what it says
@@ -271,7 +283,7 @@ def drawn(size: int, number: int, *, in_bursts: bool | None = None) -> list[Prog
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(size))
+    @given(programs(size, simulated=True))
     def one(program: Program) -> None:
         found[program] = None
 

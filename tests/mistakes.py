@@ -393,6 +393,20 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "other comparison in on_asyncio: 'loop is None' -> '(loop is not None)'",
     ): "an await on asyncio then goes the longer way to the same end; off asyncio trio has been imported",
     (
+        _PAIR,
+        "one less asked for in _knock: {!r} -> '(self._replies)'".format(
+            "self._replies and self._knocked != self._posted"
+        ),
+    ): "a rank whose ring is full rings the other at each look, not only once; it has nothing new to read",
+    (
+        _MOVING,
+        "other truth in _lost: 'return False' -> 'return True'",
+    ): "of two: where nothing is in flight only _watch asks, and rings its own watcher once, for nothing",
+    (
+        "waiting/suspending.py",
+        "other comparison in _inline: 'left < 0.0' -> '(left <= 0.0)'",
+    ): "differs at one instant, at which a call that is over is asked by another way whether it is",
+    (
         "transport/progress.py",
         "other comparison in left: 'now < self._rests' -> '(now <= self._rests)'",
     ): "differs at one instant, by a rest of no length",

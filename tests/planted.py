@@ -1,8 +1,8 @@
 """Plants one mistake after the other into a copy of the library, and tells how soon simulated worlds find it.
 
-``python tests/planted.py SECONDS [COUNT [SEED] | training [NUMBER]]``: so long for each at most; those that
-were thought of, ``COUNT`` mechanical ones, or those of training (or one of them, from 1 on), which drawn
-trainings look for.
+``python tests/planted.py SECONDS [COUNT [SEED] | training [NUMBER]]``: so many seconds of processor time for
+each at most (in trainings: of time), so that a busy machine finds as much; those that were thought of,
+``COUNT`` mechanical ones, or those of training (or one of them, from 1 on), which drawn trainings look for.
 ``SCHEDULES_EACH`` is the most schedules that are tried, ``JOBS`` mistakes are looked for at a time.
 What is not found is to be argued (``mistakes.EQUIVALENT``), or to be drawn by programs.
 """
@@ -13,6 +13,7 @@ import contextlib
 import io
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -30,8 +31,9 @@ HERE = Path(__file__).parent
 #: What the simulated worlds stand on, but for the library: imported once, and then there in every child.
 STAND_ON = ("torch", "torch.distributed", "hypothesis", "anyio", "trio", "numpy", "outcome", "sniffio")
 MOST_SCHEDULES = int(os.environ.get("SCHEDULES_EACH", "100000"))
-#: So much longer than it may take: what never comes back hangs where no simulation can see it.
-STUCK_SECONDS = 60.0
+#: So much more processor time than it may take, and so much time for each second of it: what never comes back
+#: hangs where no simulation can see it.
+STUCK_SECONDS, STUCK_TIMES = 60.0, 20.0
 
 
 #: Explores the library, of which one module has a mistake, for so long, and prints what it finds.
@@ -47,10 +49,12 @@ def found(mistake: Mistake, seconds: float, explore: Explore) -> str:
         told = Path(directory) / "told"
         child = os.fork()
         if child == 0:
+            most = round(seconds + STUCK_SECONDS)
+            resource.setrlimit(resource.RLIMIT_CPU, (most, most))
             with contextlib.suppress(BaseException):
                 told.write_text(_explored(directory, partial(explore, _module(mistake.file), seconds)))
             os._exit(0)
-        return _outcome(child, told, time.monotonic() + seconds + STUCK_SECONDS)
+        return _outcome(child, told, time.monotonic() + STUCK_TIMES * (seconds + STUCK_SECONDS))
 
 
 def _module(file: str) -> str:
@@ -58,13 +62,15 @@ def _module(file: str) -> str:
 
 
 def _outcome(child: int, told: Path, deadline: float) -> str:
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return "stuck"
         time.sleep(0.05)
-    return told.read_text() if told.exists() else "crash"
+    if told.exists():
+        return told.read_text()
+    return "stuck" if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) == signal.SIGKILL else "crash"
 
 
 def _explored(directory: str, explore: Callable[[], object]) -> str:
@@ -82,24 +88,26 @@ def _explored(directory: str, explore: Callable[[], object]) -> str:
 
 
 def schedules(module: str, seconds: float) -> object:
-    """Programs of collectives. Every other one has points before the module's statements, where a schedule
-    takes many times as long: but in memory, where each look at a word is one already. There three of four
-    seeds draw bursts, in which nothing else goes wrong."""
+    """Programs of collectives. Two of four seeds have points before the module's statements, where a schedule
+    takes twice as long: but in memory, where each look at a word is one already. There three of four seeds
+    draw bursts, in two of which nothing else goes wrong."""
     os.environ |= {"REDUCING": "0"}
-    explorer = import_module("explore_simulated")
+    explorer, statements = map(import_module, ("explore_simulated", "asynccoll.testing.statements"))
     explorer.SCHEDULES = 4  # a program that finds it is rarer than an order
     in_memory = module.startswith("asynccoll.backends.memory.")
     if in_memory:
         explorer.TRANSPORTS, explorer.SPREAD = ("memory",), False
     faults = explorer.FAULTS
-    exploration = explorer.Exploration(seconds, MOST_SCHEDULES)
+    in_turn = (faults, (), ("interrupt",), ()) if in_memory else (faults,)
+    exploration = explorer.Exploration(seconds, MOST_SCHEDULES, clock=time.process_time)
     number = 1
     while not exploration.over:
         in_bursts = number % 4 > 0 if in_memory else number % 2 == 0
-        explorer.FAULTS = () if in_memory and in_bursts else faults
-        for program in explorer.drawn(3 if number % 3 else 2, number, in_bursts=in_bursts):
-            explorer.STATEMENTS = () if in_memory or exploration.programs % 2 else (module,)
-            exploration.look_at(program)
+        explorer.FAULTS = in_turn[number % len(in_turn)]
+        pointed = () if in_memory or number % 4 > 1 else statements.sources((module,))
+        with statements.instrumented(pointed):  # once for all of them: it looks at each function there is
+            for program in explorer.drawn(3 if number % 3 else 2, number, in_bursts=in_bursts):
+                exploration.look_at(program)
         number += 1
     return exploration
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,11 @@ from unittest.mock import patch
 import asynccoll as ac
 import compositions_run
 from asynccoll import host
-from asynccoll.testing import Cancel, Fail, Fault, Interrupt, Kill, Report, StoreLost, simulate
+from asynccoll.health import stalls
+from asynccoll.testing import Cancel, Fail, Fault, Interrupt, Kill, Report, StoreLost, network, simulate
 from asynccoll.testing.report import leaves
-from compositions import Call, Program
+from asynccoll.testing.scheduler import running
+from compositions import LONG_RESTS, Call, Program
 
 
 class SimulatedRank:
@@ -65,12 +68,14 @@ def complaints(
     if any(isinstance(fault, StoreLost) for fault in faults):
         program = all_waiting(program)
     told: dict[int, list[Exception]] = {}
+    left: list[str] = []
 
     def lives(rank: int) -> Iterator[compositions_run.Run]:
         """Of one world after the other."""
         for life in range(2 if options.get("again") and not hurt else 1):
             if life:
                 ac.finalize()
+                left.extend([] if faults else _left_by(rank))
                 ac.initialize(timeout=20.0)
             me: Any = SimulatedRank(rank, program.ranks, signs[life])
             one = compositions_run.Run(me, program, hurt)
@@ -84,8 +89,13 @@ def complaints(
         return [found for one in lives(rank) for found in one.blocking()]
 
     noticed: list[str] = []
-    given = {name: value for name, value in options.items() if name != "again"} | {"timeout": 200.0}
-    with patch.object(threading, "excepthook", lambda args: noticed.append(_thrown(args))):
+    ours = ("again", "warned")
+    given = {name: value for name, value in options.items() if name not in ours} | {"timeout": 200.0}
+    environ = {} if options.get("warned", True) else {stalls.VARIABLE: "0"}
+    with (
+        patch.object(threading, "excepthook", lambda args: noticed.append(_thrown(args))),
+        patch.dict(os.environ, environ),
+    ):
         report = simulate(
             blocking if program.loop == "none" else main,
             world_size=program.ranks,
@@ -94,7 +104,7 @@ def complaints(
             faults=faults,
             **given,
         )
-    found = noticed
+    found = noticed + left
     found += [one for each in report.results.values() for one in each]
     found += [
         f"[crash] rank {rank}: {error!r}"
@@ -106,10 +116,27 @@ def complaints(
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
-    if not faults and not any(call.refusable for call in program.calls):
+    calm = not faults and not any(call.refusable for call in program.calls)
+    worlds = 2 if options.get("again") else 1
+    found += busy(program, report, worlds, calm=calm)
+    if calm and not any(call.rests >= LONG_RESTS for call in program.calls):
         in_memory = options.get("transport") == "memory" and options.get("nodes", 1) == 1
-        found += late(program, report, lives=2 if options.get("again") else 1, in_memory=in_memory)
+        found += late(program, report, worlds, in_memory=in_memory)
     return found, report
+
+
+#: The threads that a process keeps for its next world.
+_KEPT = ("asynccoll-progress", "asynccoll-future")
+
+
+def _left_by(rank: int) -> list[str]:
+    """What it has not ended of a world that it has left."""
+    scheduler = running()
+    assert scheduler is not None
+    threads = [one.name for one in scheduler.threads if one.rank == rank]
+    left = [name for name in threads if name.startswith("asynccoll-") and not name.startswith(_KEPT)]
+    left += ["its beacon"] * network.current.network.is_lit(rank)
+    return [f"[left] rank {rank} has left a world, and not ended {', '.join(left)}"] if left else []
 
 
 #: What a message takes at most, of the links between simulated ranks; a request at the store takes less.
@@ -119,8 +146,18 @@ _LONGEST_MESSAGE_SECONDS = 2e-3
 _IN_VAIN_SECONDS = 15 * _LONGEST_MESSAGE_SECONDS
 #: How calls are waited for that wait until the task has issued all of them.
 _AT_THE_END = ("later", "gathered", "dropped", "threaded")
+#: For each call of a rank, the switch points at most, and where something goes wrong, which lasts seconds.
+#: Most calls have 100, and three times as many with points before the statements of a module.
+_CALL_STEPS, _WORST_STEPS = 2500, 50_000
 #: For each call: its messages, one or two lanes to open, and pauses of who asks again and again.
 _CALL_SECONDS = 25 * _LONGEST_MESSAGE_SECONDS
+
+
+def busy(program: Program, report: Report, lives: int, *, calm: bool) -> list[str]:
+    """What took more turns than it has to: somebody looks again and again, and does not sleep."""
+    steps = _CALL_STEPS if calm else _WORST_STEPS
+    most = lives * (len(program.calls) + 1) * program.ranks * steps
+    return [f"[busy] it took {report.steps} steps; at most {most} were due"] if report.steps > most else []
 
 
 def late(program: Program, report: Report, lives: int, *, in_memory: bool) -> list[str]:

@@ -11,6 +11,7 @@ import datetime as dt
 import pytest
 
 from asynccoll.backends.memory.engine import Engine
+from asynccoll.testing import network
 from asynccoll.testing.shared_memory import Parking
 from compositions import Program, from_json
 from explore_simulated import Exploration
@@ -57,6 +58,21 @@ def test_what_a_rank_owes_while_it_waits_elsewhere_is_noticed(monkeypatch: pytes
     monkeypatch.setattr(Engine, "_goes_on_by_itself", lambda self: bool(self._listened))
     told = found(program)
     assert told and all(one.startswith("[late]") for one in told), told
+
+
+def test_who_looks_again_and_again_and_does_not_sleep_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are right, and not late: only a processor is busy, for as long as rank 1 rests."""
+    program = from_json('{"ranks": 2, "tasks": [{"calls": [{}, {"rests": 8, "seed": 2}]}], "loop": "none"}')
+    monkeypatch.setattr(Engine, "_wait", lambda self, call, deadline: None)
+    told = found(program)
+    assert any(one.startswith("[busy]") for one in told), told
+
+
+def test_what_is_left_of_a_world_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beacon tells the others that a rank is there."""
+    monkeypatch.setattr(network.Beacon, "close", lambda self: None)
+    told, _ = complaints(from_json('{"ranks": 2, "tasks": [{"calls": [{}]}]}'), 1, again=True)
+    assert told and all(one.startswith("[left]") for one in told), told
 
 
 def found(program: Program) -> set[str]:

@@ -298,3 +298,13 @@ def test_who_leaves_before_its_second_refusal_is_told_has_left() -> None:
         found, report = complaints(program, seed)
         assert not found, found
         assert report.virtual_seconds < 5.0
+
+
+def test_a_lane_that_was_opened_anew_waits_at_its_end_for_all_threads_that_open_it() -> None:
+    """Of two, one for each epoch, only the latest was waited for: the other outlived its world."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "tree, None elsewhere"}]}]}'
+    )
+    for seed in range(40):
+        found, _ = complaints(program, seed, transport="memory", again=True)
+        assert not found, found

@@ -74,6 +74,10 @@ class Network:
         """That at this port."""
         return self._beacons[port - 1]
 
+    def is_lit(self, rank: int) -> bool:
+        """Whether one of this rank's is there."""
+        return any(beacon.lit for beacon in self._beacons if beacon.rank == rank)
+
     def kill(self, rank: int, *, silent: bool = False, now: float = 0.0) -> None:
         """The kernel closes what the process had; of a ``silent`` one nothing is heard any more."""
         self.dead.add(rank)
