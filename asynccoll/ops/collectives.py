@@ -417,7 +417,7 @@ def all_reduce(
     """
     if is_compiling():
         plain = is_one(prescale) and is_one(postscale) and compression is None
-        return compiled.all_reduce(x, op, group, out=out, plain=plain)
+        return compiled.all_reduce(x, op, group, lane=lane, out=out, plain=plain)
     if isinstance(op, dist.ReduceOp) and (factor := premul_factor(op)) is not None:
         op, prescale = "sum", prescale * factor
     if compression is not None or not (is_one(prescale) and is_one(postscale)):
@@ -480,7 +480,7 @@ def broadcast(
     """
     src = _root("src", src, group_src, group, lane)
     if is_compiling():
-        return compiled.broadcast(x, src, group, safe_mode=safe_mode, out=out)
+        return compiled.broadcast(x, src, group, lane=lane, safe_mode=safe_mode, out=out)
     return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out=out)
 
 
@@ -541,7 +541,7 @@ def all_gather(
     ``torch.distributed.all_gather_single``, ``MPI_Iallgather``.
     """
     if is_compiling():
-        return compiled.all_gather(x, dim, group, uneven=uneven, out=out)
+        return compiled.all_gather(x, dim, group, lane=lane, uneven=uneven, out=out)
     return _start(group, lane, timeout, payload.all_gather, x, dim, uneven, out=out)
 
 
@@ -681,7 +681,7 @@ def reduce_scatter(
     Source: ``torch.distributed.reduce_scatter_tensor``, ``MPI_Ireduce_scatter_block``.
     """
     if is_compiling():
-        return compiled.reduce_scatter(x, op, dim, group, out=out)
+        return compiled.reduce_scatter(x, op, dim, group, lane=lane, out=out)
     return _start(group, lane, timeout, payload.reduce_scatter, x, op, dim, out=out)
 
 
@@ -734,7 +734,7 @@ def all_to_all(
     The gradient is the reverse exchange. Source: ``torch.distributed.all_to_all_single``, ``MPI_Ialltoallv``.
     """
     if is_compiling():
-        return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, out=out)
+        return compiled.all_to_all(x, input_split_sizes, output_split_sizes, group, lane=lane, out=out)
     return _start(group, lane, timeout, payload.all_to_all, x, input_split_sizes, output_split_sizes, out=out)
 
 

@@ -10,13 +10,16 @@ it. The result's ``wait()`` orders the graph; dynamo itself refuses ``await`` th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from asynccoll import host
-from asynccoll.errors import UnsupportedOpError
+from asynccoll.errors import AsyncCollError, UnsupportedOpError
+from asynccoll.health.refusals import leaves_its_call
+from asynccoll.ops.scopes import checked_name, current_lane
 from asynccoll.payload.common import normal_dim
 from asynccoll.payload.exchanging import check_splits, splits_of
 from asynccoll.payload.reducing import even_dim
@@ -25,6 +28,7 @@ from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec, Wi
 from asynccoll.plan.wire import ON_BOOL, arithmetic
 from asynccoll.runtime.process import current, when_joined
 from asynccoll.world.group import GroupLike
+from asynccoll.world.resolving import resolve_group
 
 if TYPE_CHECKING:
     from asynccoll.waiting.work import Work
@@ -51,10 +55,31 @@ F = TypeVar("F", bound=Callable[..., object])
 def constant_in_graphs(function: F) -> F:
     """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, which would import the compiler.
 
-    That import takes seconds.
+    That import takes seconds. An error of ours that it raises reaches the user as one of its type.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by dynamo, since 2.0
-    return function
+
+    @wraps(function)
+    def constant(*args: object, **given: object) -> object:
+        try:
+            return function(*args, **given)
+        except AsyncCollError as error:
+            twin = _passed_on(type(error))
+            passed = twin.__new__(twin, *error.args)
+            passed.__dict__.update(error.__dict__)
+            raise passed from error.__cause__
+
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by dynamo, since 2.0
+    return cast("F", constant)
+
+
+def _passed_on(kind: type[AsyncCollError]) -> type[AsyncCollError]:
+    """A subclass of ``kind`` whose errors dynamo passes on to the user, as it does with an AssertionError.
+
+    Others it replaces by an ``InternalTorchDynamoError`` with their text.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    # Pickled as ``kind``, and without what dynamo has attached.
+    return type(kind.__name__, (kind, AssertionError), {**names, "__reduce__": lambda e: (kind, e.args)})
 
 
 @cache
@@ -94,6 +119,30 @@ when_joined(_renew)
 def _world() -> str:
     """Return the registered name of the world's process group. The first graph makes the group."""
     return str(current().world.process_group().group_name)
+
+
+@constant_in_graphs
+def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> None:
+    """Refuse a call of ``name`` where torch has no process group to make it on.
+
+    Other ranks are told on the ``lane`` of the group of ``ranks``, where they may be making it outside of a
+    graph: inside of one nobody does.
+    """
+    context = current()
+    if context.world_size == 1:
+        return
+    try:
+        context.world.process_group()
+    except UnsupportedOpError as error:
+        refused = UnsupportedOpError(
+            f"{name} cannot be a part of a graph of torch.compile here ({error}): call it outside of what is "
+            "compiled, or in a function of its own under @torch.compiler.disable, without fullgraph=True"
+        )
+        with suppress(AsyncCollError):  # no such group or lane, and so nobody to tell
+            at = resolve_group(context, ranks).lane(current_lane() if lane is None else checked_name(lane))
+            context.refusals.refuse(at, refused, name=name)
+            leaves_its_call(refused)
+        raise refused from None
 
 
 @constant_in_graphs
@@ -148,7 +197,7 @@ def _is_source(src: Any) -> bool:
 
 
 @constant_in_graphs
-def _require(plain: bool, tracked: bool) -> None:
+def _require_plain(plain: bool, tracked: bool) -> None:
     """Refuse calls that torch's functional ops do not support.
 
     ``plain`` says that the arguments are supported, ``tracked`` that the call needs a gradient.
@@ -164,6 +213,11 @@ def _require(plain: bool, tracked: bool) -> None:
             "leave out group=, out=, uneven=, safe_mode=, factors and compression=, or call them outside of "
             "the graph"
         )
+
+
+def _require(name: str, group: Any, lane: str | None, plain: bool, tracked: bool) -> None:
+    _require_world(name, getattr(group, "ranks", group), lane)
+    _require_plain(group is None and plain, tracked)
 
 
 def _tracked(x: torch.Tensor) -> bool:
@@ -258,25 +312,33 @@ def _started(
 
 
 def all_reduce(
-    x: Any, op: ReduceOpLike, group: GroupLike, *, out: object = None, plain: bool = True
+    x: Any, op: ReduceOpLike, group: GroupLike, *, lane: str | None, out: object, plain: bool
 ) -> Work[Any]:
-    _require(group is None and out is None and plain, _tracked(x))
+    _require("all_reduce", group, lane, out is None and plain, _tracked(x))
+    return _all_reduce(x, op)
+
+
+def _all_reduce(x: Any, op: ReduceOpLike) -> Work[Any]:
     name, divisor, sent = _reduction("all_reduce", op, x.dtype, x.device.type)
     return _started(torch.ops._c10d_functional.all_reduce, x, name, divisor=divisor, sent=sent)
 
 
-def broadcast(x: Any, src: int, group: GroupLike, *, safe_mode: bool, out: Any) -> Work[Any]:
-    _require(group is None and out is None and not safe_mode, _tracked(x))
+def broadcast(
+    x: Any, src: int, group: GroupLike, *, lane: str | None, safe_mode: bool, out: Any
+) -> Work[Any]:
+    _require("broadcast", group, lane, out is None and not safe_mode, _tracked(x))
     ours = _is_source(src)
     if _tracked(x):
         # torch's broadcast has no gradient, and only warns. So sum instead, with zeros on all ranks but src.
         silent = torch.full((), not ours, dtype=torch.bool, device=x.device)
-        return all_reduce(x.masked_fill(silent, 0), "sum", None)
+        return _all_reduce(x.masked_fill(silent, 0), "sum")
     return _started(torch.ops._c10d_functional.broadcast, x, src)
 
 
-def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object) -> Work[object]:
-    _require(group is None and out is None and not uneven, _tracked(x))
+def all_gather(
+    x: Any, dim: int, group: GroupLike, *, lane: str | None, uneven: bool, out: object
+) -> Work[object]:
+    _require("all_gather", group, lane, out is None and not uneven, _tracked(x))
     gather = torch.ops._c10d_functional.all_gather_into_tensor
     size = _size()
     if x.dim() == 0 and dim in (0, -1):
@@ -284,8 +346,10 @@ def all_gather(x: Any, dim: int, group: GroupLike, *, uneven: bool, out: object)
     return _started(gather, x, size, dim=_dim("all_gather", x, dim), parts=size)
 
 
-def reduce_scatter(x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, out: object) -> Work[Any]:
-    _require(group is None and out is None, _tracked(x))
+def reduce_scatter(
+    x: Any, op: ReduceOpLike, dim: int, group: GroupLike, *, lane: str | None, out: object
+) -> Work[Any]:
+    _require("reduce_scatter", group, lane, out is None, _tracked(x))
     reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
     size = _size()
     name, divisor, sent = _reduction("reduce_scatter", op, x.dtype, x.device.type)
@@ -303,9 +367,10 @@ def all_to_all(
     out_splits: Sequence[int] | None,
     group: GroupLike,
     *,
+    lane: str | None,
     out: object,
 ) -> Work[object]:
-    _require(group is None and out is None, _tracked(x))
+    _require("all_to_all", group, lane, out is None, _tracked(x))
     size = _size()
     if in_splits is not None and out_splits is None:
         _refuse_counted()
