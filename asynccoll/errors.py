@@ -66,11 +66,16 @@ class AsyncCollError(Exception):
         """
         raised = None if self._raised is None else self._raised()
         if raised is None:
-            raised = copy.copy(self)
-            raised.__dict__.pop("_raised", None)  # or it could not be pickled
-            raised.__cause__ = self.__cause__
+            raised = self.copied()
             self._raised = weakref.ref(raised)
         return raised
+
+    def copied(self) -> AsyncCollError:
+        """A copy, with the same cause."""
+        copied = copy.copy(self)
+        copied.__dict__.pop("_raised", None)  # or it could not be pickled
+        copied.__cause__ = self.__cause__
+        return copied
 
 
 class NotInitializedError(AsyncCollError, RuntimeError):

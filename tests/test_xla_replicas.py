@@ -12,7 +12,7 @@ import asynccoll as ac
 from asynccoll.backends.xla import replicas as xla_replicas
 from asynccoll.backends.xla.backend import ON_CPU, ON_TPU
 from asynccoll.backends.xla.progress import Progress
-from asynccoll.backends.xla.replicas import Room, join
+from asynccoll.backends.xla.replicas import Replicas, Room, join
 from asynccoll.plan.dispatch import plan
 from asynccoll.plan.spec import Op, ReduceOp, TensorSpec, Topology, Wire
 
@@ -58,6 +58,18 @@ def test_who_gives_up_fails_those_that_wait_and_those_that_come() -> None:
     assert not room.arrive(2, 0, late)
     assert taken(room) == []
     assert (waiting.error, late.error) == (first, first)
+
+
+def test_a_communicator_that_all_have_left_is_forgotten() -> None:
+    """Not before: who comes late has to hear that another gave up."""
+    world = Replicas(2)
+    room = world.room("lane", 2)
+    world.leave("lane", 0)
+    world.leave("lane", 0)
+    assert world.room("lane", 2) is room
+    world.leave("lane", 1)
+    world.leave("lane", 1)
+    assert world.room("lane", 2) is not room
 
 
 def _joined(size: int, absent: int = 0, timeout: float = 30.0) -> list[Any]:
@@ -118,6 +130,15 @@ def test_jobs_run_in_order_in_one_thread_which_ends() -> None:
     progress.close()
     assert seen == ["begin", *((index, "test-progress") for index in range(100))]
     assert all(thread.name != "test-progress" for thread in threading.enumerate())
+
+
+def test_a_job_for_a_thread_that_has_ended_runs_in_the_callers() -> None:
+    """Who waits for it, waits for what would never come: another replica may launch for one that leaves."""
+    progress = Progress("test-progress", lambda: None)
+    progress.close()
+    ran: list[threading.Thread] = []
+    progress.submit(lambda: ran.append(threading.current_thread()))
+    assert ran == [threading.current_thread()]
 
 
 @pytest.mark.parametrize(

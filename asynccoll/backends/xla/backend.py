@@ -91,7 +91,6 @@ class XlaBackend(Backend):
         self.ad_hoc_groups: bool = replicas is not None
         self._size = size
         self._replicas = replicas
-        self._closed = False
 
     def capabilities(self, device: str) -> Capabilities:
         return _platform_row()
@@ -130,10 +129,7 @@ class XlaBackend(Backend):
                 failed.append(error)
             computed.set()
 
-        if self._closed:
-            compute()  # here: the progress thread has ended with the world
-        else:
-            self.progress.submit(compute)
+        self.progress.submit(compute)
         await computed.wait()
         if failed:
             raise collective_error(failed[0], "computing the result")
@@ -143,7 +139,6 @@ class XlaBackend(Backend):
         return self.xla.is_of_this_thread()
 
     def close(self, *, abort: bool) -> None:
-        self._closed = True
         self.progress.close()
 
 

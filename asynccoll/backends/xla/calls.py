@@ -10,7 +10,7 @@ import torch
 
 from asynccoll.backends.api import Promise, mismatch
 from asynccoll.backends.xla.collectives import Collective, Matrix
-from asynccoll.errors import CollectiveError, CollectiveMismatchError
+from asynccoll.errors import AsyncCollError, CollectiveError, CollectiveMismatchError
 
 if TYPE_CHECKING:
     from asynccoll.backends.xla.device import Device
@@ -31,6 +31,15 @@ class Replica(Protocol):
     progress: Progress
 
 
+class _Ending(Promise):
+    """Settled once nothing of a call writes any more: until then a launch may, even if nobody waits."""
+
+    __slots__ = ()
+
+    def writing(self) -> bool:
+        return not self.done()
+
+
 class Call:
     """One rank's side of a collective, from the caller's hand to the result.
 
@@ -41,6 +50,7 @@ class Call:
         "collective",
         "deliver",
         "error",
+        "failed_alone",
         "inferring",
         "matrix",
         "promise",
@@ -60,7 +70,9 @@ class Call:
         deliver: Deliver,
         shape: Shape | None,
         splits: tuple[Sequence[int], Sequence[int]] | None,
+        failed_alone: Callable[[BaseException], object],
     ) -> None:
+        """``failed_alone`` is called with a failure that the other ranks do not have: theirs was launched."""
         self.replica: Replica = replica
         self.collective: Collective = collective
         self.x: torch.Tensor = x
@@ -72,7 +84,8 @@ class Call:
         self.text: str = collective.text(x) if shape is None else ""  # else once it has it
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None  # of the computation of its input
-        self.promise: Promise = Promise()
+        self.failed_alone: Callable[[BaseException], object] = failed_alone
+        self.promise: Promise = _Ending()
         # As is the memory that the result is delivered to, which can be written to so alone (``modes``).
         self.inferring: bool = torch.is_inference_mode_enabled()
 
@@ -118,12 +131,14 @@ class Call:
                     with torch.inference_mode(self.inferring), device.lock:
                         rest()
         except BaseException as error:
+            self.failed_alone(error)
             self.promise.settle(error)
         else:
             self.promise.settle()
 
     def fail(self, error: BaseException) -> None:
-        self.promise.settle(error)
+        """End without a launch; with a copy of ``error``, since the calls of several ranks get the same."""
+        self.promise.settle(error.copied() if isinstance(error, AsyncCollError) else error)
 
 
 def launch(calls: Sequence[Call], where: str) -> None:

@@ -51,6 +51,7 @@ class XlaCommunicator:
         self._replica = replica
         self._members = members
         self._launcher = launcher
+        self._failure: BaseException | None = None  # the first that the other ranks did not have
 
     def _start(
         self,
@@ -60,13 +61,16 @@ class XlaCommunicator:
         shape: Shape | None = None,
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Completion:
-        call = Call(self._replica, collective, x, deliver, shape, splits)
+        call = Call(self._replica, collective, x, deliver, shape, splits, self._failed_alone)
         arrive = self._launcher.enter(call)
         if shape is None and take_settled(x):
             arrive()
         else:
             self._replica.progress.submit(partial(_bring, call, arrive))
         return call.promise
+
+    def _failed_alone(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
     # Arithmetic
 
@@ -133,17 +137,24 @@ class XlaCommunicator:
 
     def retire(self) -> bool:
         self.abort()
+        self.close()
         return True
 
     def inherit(self, previous: XlaCommunicator) -> None:
         """XLA has no messages between two ranks."""
 
     def close(self) -> None:
-        """Nothing is held outside of the launcher."""
+        self._launcher.leave()
 
     def abort(self) -> None:
-        # Who aborts may itself have heard of another that is lost: the watchdog says who.
-        self._launcher.give_up(PeerLostError("a rank has aborted"))
+        rank, failure = self._members.ranks[self._members.index], self._failure
+        if failure is None:
+            # Who aborts may itself have heard of another that is lost: the watchdog says who.
+            error = PeerLostError(f"rank {rank} has aborted")
+        else:
+            why = f"where a call has failed on it alone: {type(failure).__name__}: {failure}"
+            error = PeerLostError(f"rank {rank} has given up this lane, {why}", (rank,))
+        self._launcher.give_up(error)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

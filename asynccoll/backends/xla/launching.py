@@ -37,12 +37,16 @@ class Launcher(Protocol):
         """This rank makes no more calls: those that wait for it on other ranks fail with ``error``."""
         ...
 
+    def leave(self) -> None:
+        """This rank is done with the communicator."""
+        ...
+
 
 class ThreadLauncher:
     """For replicas that are threads: their calls wait off the device until the last rank arrives."""
 
     def __init__(self, world: Replicas, name: str, index: int, size: int) -> None:
-        self._launching = world.launching
+        self._world = world
         self._room = world.room(name, size)
         self._name = name
         self._index = index
@@ -60,12 +64,15 @@ class ThreadLauncher:
     def _launch(self) -> None:
         """Launch what all ranks have arrived at, in order; another thread may have done so already."""
         # One lock for all communicators: every device gets its launches in the same order.
-        with self._launching:
+        with self._world.launching:
             while (calls := self._room.take()) is not None:
                 launch(cast("list[Call]", calls), self._name)
 
     def give_up(self, error: CollectiveError) -> None:
         self._room.give_up(error)
+
+    def leave(self) -> None:
+        self._world.leave(self._name, self._index)
 
 
 class ProcessLauncher:
@@ -127,3 +134,6 @@ class ProcessLauncher:
 
     def give_up(self, error: CollectiveError) -> None:
         """Nothing to do: the other ranks wait on their devices, where they cannot be told."""
+
+    def leave(self) -> None:
+        """Nothing to do: no rank but this one knows of the communicator."""

@@ -20,8 +20,16 @@ class Progress:
         self._begin = begin
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        #: Hand over a job, which must not raise.
-        self.submit: Callable[[Callable[[], object]], object] = self._jobs.put
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Hand over a job, which must not raise. Once the thread is to end, it runs in the caller's."""
+        with self._lock:
+            if not self._closed:
+                self._jobs.put(job)
+                return
+        job()
 
     def _run(self) -> None:
         self._begin()
@@ -30,6 +38,8 @@ class Progress:
 
     def close(self) -> None:
         """End the thread after what it was given."""
-        self._jobs.put(None)
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)

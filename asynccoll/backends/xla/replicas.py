@@ -44,6 +44,13 @@ class Replicas:
         with self._lock:
             return self._rooms.setdefault(name, Room(size))
 
+    def leave(self, name: str, index: int) -> None:
+        """Member ``index`` is done with the communicator ``name``; once all are, their room is forgotten."""
+        with self._lock:
+            room = self._rooms.get(name)
+            if room is not None and room.leave(index):
+                del self._rooms[name]
+
 
 class Room:
     """The calls of one communicator, by place in its order."""
@@ -53,6 +60,7 @@ class Room:
         self._lock = threading.Lock()
         self._places: dict[int, dict[int, Arrival]] = {}
         self._next = 1
+        self._left: set[int] = set()
         self._error: CollectiveError | None = None
 
     def arrive(self, place: int, index: int, call: Arrival) -> bool:
@@ -75,6 +83,11 @@ class Room:
             del self._places[self._next]
             self._next += 1
             return [here[index] for index in range(self._size)]
+
+    def leave(self, index: int) -> bool:
+        """A rank neither calls nor comes any more; whether this is so of all."""
+        self._left.add(index)
+        return len(self._left) == self._size
 
     def give_up(self, error: CollectiveError) -> None:
         """A rank will not come any more: those that wait for it fail, and those that come."""
