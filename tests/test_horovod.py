@@ -11,17 +11,20 @@ import signal
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from anyio.lowlevel import checkpoint
 
 import asynccoll as ac
 import needs
 import oracle
 import worlds
+from asynccoll.host.store import Clients
 from asynccoll.runtime.process import current
 from patience import patient
 from ranks import Rank
@@ -247,6 +250,26 @@ def test_rows_that_nobody_expects_overwrite_nothing(pair: worlds.World) -> None:
     pair.run(around_the_result)
 
 
+async def fits_not(me: Rank) -> None:
+    context = current()
+    context.checks_order, before = False, context.checks_order
+    try:
+        sent = [1, 1 + me.rank]
+        work = ac.all_to_all(torch.ones(sum(sent)), input_split_sizes=sent, output_split_sizes=[1, 1])
+        if me.rank == 0:
+            oracle.same(await me.get(work), torch.ones(2))
+        else:
+            with pytest.raises(ac.CollectiveMismatchError, match=r"all_to_all #\d+ on .* got \[1, 2\]"):
+                await me.get(work)
+    finally:
+        context.checks_order = before
+
+
+def test_a_mismatch_that_horovod_reports_says_of_which_call(pair: worlds.World, runner: str) -> None:
+    """Where the calls are not compared."""
+    pair.run(fits_not, runner=runner)
+
+
 async def natively(me: Rank) -> None:
     communicator: Any = current().world.lane().communicator
     for op, divisor in ((ac.ReduceOp.SUM, 1), (ac.ReduceOp.AVG, me.size)):
@@ -314,13 +337,34 @@ async def sets(me: Rank) -> None:
         assert native.process_set_id == theirs.process_set_id
     await me.check("the world", ac.all_reduce, 1, expect=me.size)
     await me.refuses("not made", ac.UnsupportedOpError, ac.all_reduce, 1, group=[0, 1], says=("new_group",))
-    first, second = ac.new_group([0, 1]), ac.new_group([1, 2])  # two at once, in one order everywhere
-    if me.rank == 1:
-        works = [ac.all_reduce(1, group=second), ac.all_reduce(1, group=first)]
-    else:
-        works = [ac.all_reduce(1, group=first if me.rank == 0 else second)]
+    await made_late(me)
+
+
+async def made_late(me: Rank) -> None:
+    """Two groups at once, which rank 2 makes in the other order, and only when it is missed."""
+    lists = [[0, 1], [1, 2]]
+    if me.rank == 2:
+        me.see("told")
+        lists.reverse()
+    made = [ac.new_group(one) for one in lists]
+    works = [ac.all_reduce(1, group=group, timeout=1) for group in reversed(made) if me.rank in group.ranks]
+    if me.rank == 0:
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await me.get(works[0])
+        assert caught.value.ranks == (2,)
+        assert "rank 2" in str(caught.value)
+        assert "has not called new_group([0, 1]), as every rank has to" in str(caught.value)
+        me.show("told")
     for work in works:
-        assert await me.get(work) == 2
+        assert await until_ready(me, work) == 2
+
+
+async def until_ready(me: Rank, work: Any) -> Any:
+    while True:
+        try:
+            return await me.get(work)
+        except ac.CollectiveTimeoutError:
+            continue
 
 
 def test_groups_are_process_sets() -> None:
@@ -419,24 +463,55 @@ def test_a_killed_rank_is_named_in_calls_of_a_group_that_it_is_no_member_of() ->
         assert "made no call" not in text
 
 
-def test_a_wait_for_a_process_set_ends_with_its_lane() -> None:
-    from asynccoll.backends.horovod.backend import ProcessSets
+def process_sets(rank: int, made: list[list[int]]) -> Any:
+    """Those of a rank of two, whose Horovod notes in ``made`` what it is asked to make."""
+    from asynccoll.backends.horovod.process_sets import ProcessSets
 
-    asked = threading.Event()
-
-    class Hvd(types.ModuleType):
-        @staticmethod
-        def add_process_set(ranks: list[int]) -> None:
-            asked.wait()  # for a rank that does not come
-
-    sets = ProcessSets(Hvd("hvd"))
+    hvd: Any = types.SimpleNamespace(rank=lambda: rank, size=lambda: 2, add_process_set=made.append)
+    sets = ProcessSets(hvd)
     sets._known = lambda ranks: None  # type: ignore[method-assign]
-    sets.register((0, 1))
-    try:
-        with pytest.raises(ac.CollectiveError, match=r"\[0, 1\] was given up"):
-            sets.wait((0, 1), iter([False, True]).__next__)
-    finally:
-        asked.set()
+    return sets
+
+
+def wanted(ranks: tuple[int, ...], clients: Clients, given_up: Callable[[], bool]) -> Any:
+    key = "-".join(map(str, ranks))
+    return types.SimpleNamespace(ranks=ranks, group=key, clients=clients, given_up=given_up)
+
+
+def never() -> bool:
+    return False
+
+
+def test_process_sets_are_made_in_one_order_once_all_ranks_have_asked_for_them() -> None:
+    clients = Clients(dist.HashStore())
+    made: list[list[list[int]]] = [[], []]
+    one, other = map(process_sets, range(2), made)
+    one.register(wanted((0,), clients, never))
+    one.register(wanted((1,), clients, never))
+    with pytest.raises(ac.CollectiveError, match=r"\[0\] was given up"):
+        one.wait((0,), iter([False, True]).__next__)
+    assert one.absent((0,)) == (1,)
+    assert made == [[], []]
+    for ranks in ((1,), (0,)):
+        other.register(wanted(ranks, clients, never))
+    for sets in (one, other):
+        for ranks in ((0,), (1,)):
+            sets.wait(ranks, never)
+            assert sets.absent(ranks) == ()
+        sets.close()
+    assert made[0] == made[1]
+    assert sorted(made[0]) == [[0], [1]]
+
+
+def test_a_world_that_is_left_makes_no_more_process_sets() -> None:
+    left = threading.Event()
+    sets = process_sets(0, made := [])
+    sets.register(wanted((0,), Clients(dist.HashStore()), left.is_set))
+    left.set()
+    with pytest.raises(ac.AbortedError, match="its world was left"):
+        sets.wait((0,), never)
+    sets.close()
+    assert made == []
 
 
 # ---------------------------------------------------------------- a rank that stands still

@@ -54,6 +54,7 @@ class Awaited:
 
     ``peer`` is the global rank that a message of ``rank`` is to or from, with ``tag``; else -1.
     ``opens``: its lane is not open yet. That takes a call of every rank of the group, even for a message.
+    ``unprepared``: the ranks, perhaps outside of the group, of which it takes a call of ``prepares`` first.
     """
 
     operation: str
@@ -66,6 +67,8 @@ class Awaited:
     rank: int = -1
     tag: int = 0
     opens: bool = False
+    unprepared: tuple[int, ...] = ()
+    prepares: str = ""
 
     def __str__(self) -> str:
         if self.peer >= 0:
@@ -114,7 +117,9 @@ def blame(
     """
     found: dict[int, str] = {}
     for rank, account in sorted(accounts.items()):
-        if awaited.peer in (-1, rank):
+        if rank in awaited.unprepared:
+            why = _unprepared(awaited, account, rank in lost)
+        elif awaited.peer in (-1, rank):
             why = _why(awaited, account, rank in lost)
         else:
             why = _unopened(awaited, account)
@@ -188,6 +193,13 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
         said += f" again, after its {failed.operation} at {failed.place} failed: {failed.failure}"
         last = "" if failed is flight.calls[-1] else last
     return "; ".join(filter(None, [said, last, _now(account, gone)]))
+
+
+def _unprepared(awaited: Awaited, account: Account, lost: bool) -> str:
+    """That this rank has not prepared the group, which is known whether or not the rank answers."""
+    gone = lost or (account.near and account.state in ("", "Z"))
+    last = "" if account.flight is None else last_words(account.flight, account.now)
+    return "; ".join(filter(None, [f"has not called {awaited.prepares}", last, _now(account, gone)]))
 
 
 def _unopened(awaited: Awaited, account: Account) -> str:

@@ -466,13 +466,13 @@ def available_backends() -> tuple[str, ...]:
 def new_group(ranks: object) -> Group:
     """The group of the global ``ranks`` (sorted, as torch does).
 
-    Only its members need to call it; on Horovod every rank does, in the same order. Nothing is sent: a group
-    connects in its first call. Members pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking
-    again for the same ranks gives the same group.
+    Only its members need to call it; on Horovod every rank does. Nothing is sent: a group connects in its
+    first call. Members pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same
+    ranks gives the same group.
     """
     context = current()
     group = context.add_group(check_ranks(context, ranks))
-    context.backend.prepare_group(group.ranks)
+    group.prepare()
     return group
 
 

@@ -80,8 +80,15 @@ class Backend:
         """The native library's object for a group; ``communicator``: that of its default lane, once open."""
         return None
 
-    def prepare_group(self, ranks: tuple[int, ...]) -> None:
-        """Register a group of these ranks, for backends that need it; called by ``new_group``."""
+    def prepare_group(self, opening: Opening) -> None:
+        """Register a group, for backends where every rank has to; called by ``new_group``.
+
+        ``opening``: that of the group's first communicator; on a rank that is no member, ``rank`` is -1.
+        """
+
+    def unprepared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that have yet to register the group of ``ranks``, for which its members wait."""
+        return ()
 
     def disown(self) -> None:
         """Drop what only the parent may use; called in a forked child."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asynccoll import host
@@ -22,7 +23,7 @@ from asynccoll.health.refusals import Refusals
 from asynccoll.health.stalls import warn
 from asynccoll.host.call_number import numbered
 from asynccoll.host.store import Clients, is_of_store
-from asynccoll.host.words import listed
+from asynccoll.host.words import enumerated, listed
 from asynccoll.order.lane import DEFAULT, Lane
 from asynccoll.world.farewells import Farewells
 from asynccoll.world.group import Group
@@ -216,11 +217,15 @@ class Failures:
         """Ask the ranks, within a bounded time, which of them keep ``operation`` from ending, and why."""
         awaited = self._awaited(operation)
         others = tuple(rank for rank in operation.lane.group.ranks if rank != self._rank)
-        if self._clients is None or not others or self._context.closed:
+        if self._clients is None or self._context.closed:
             return blame(awaited, {}, (), self._liveness.describe)
         lost: tuple[int, ...] = ()
         accounts: dict[int, Account] = {}
         with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: report what is known
+            if awaited.opens and self._context.store_answers():
+                unprepared = self._context.backend.unprepared(operation.lane.group.ranks)
+                awaited = replace(awaited, unprepared=unprepared)
+                others = tuple(sorted({*others, *unprepared} - {self._rank}))
             accounts = self._liveness.accounts(others)
             lost = self._liveness.lost(tuple(accounts), routine=True)
         return blame(awaited, accounts, lost, self._liveness.describe, self._own_account())
@@ -241,6 +246,7 @@ class Failures:
             self._rank,
             operation.tag,
             lane.communicator is None,
+            prepares=f"new_group([{enumerated(lane.group.ranks)}]), as every rank has to",
         )
 
     def _own_account(self) -> Account:

@@ -174,6 +174,11 @@ class Group:
             self.place,
         )
 
+    def prepare(self) -> None:
+        """Register it with the backend, if there every rank has to."""
+        context = self.context
+        context.backend.prepare_group(self.opening(DEFAULT, 0, lambda: context.closed))
+
     def start_order(self, lane: str) -> StartOrder | None:
         """Return what decides when ``lane`` may start an operation; None if any order will do."""
         context = self.context

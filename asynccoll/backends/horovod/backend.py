@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
-from collections import deque
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
@@ -26,21 +24,18 @@ from asynccoll.backends.api import (
     Identity,
     Op,
     Opening,
-    Promise,
     ReduceOp,
     Request,
     agree_on_store,
     make_default_group,
     own_device,
 )
-from asynccoll.backends.horovod.failures import typed
 from asynccoll.backends.horovod.library import load, start
+from asynccoll.backends.horovod.process_sets import ProcessSets
 from asynccoll.backends.horovod.training import HorovodTraining
-from asynccoll.errors import AbortedError, InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asynccoll.backends.horovod.communicator import HorovodCommunicator
 
 __all__ = ["HorovodBackend"]
@@ -70,8 +65,6 @@ WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
 
 #: How long a rank that leaves waits for the others to have finished what they do.
 _LEAVE_SECONDS = 30.0
-#: How often a lane that waits for a process set looks whether it is still wanted.
-_LOOK_SECONDS = 0.1
 
 
 class HorovodBackend(Backend):
@@ -101,10 +94,13 @@ class HorovodBackend(Backend):
     def capabilities(self, device: str) -> Capabilities:
         return self._row
 
-    def prepare_group(self, ranks: tuple[int, ...]) -> None:
+    def prepare_group(self, opening: Opening) -> None:
         """Register their process set, which every rank does; members wait for it when they use it."""
-        if len(ranks) < self.hvd.size():
-            self._sets.register(ranks)
+        if not opening.is_world:
+            self._sets.register(opening)
+
+    def unprepared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return self._sets.absent(ranks)
 
     def open(self, opening: Opening) -> HorovodCommunicator:
         prefix = f"{self._token}/{opening.lane}@{opening.epoch}"
@@ -130,79 +126,13 @@ class HorovodBackend(Backend):
 
     def close(self, *, abort: bool) -> None:
         """Leave together: the first rank to end shuts Horovod down for all of them."""
+        self._sets.close()
         if not abort and self.hvd.size() > 1 and self.hvd.is_initialized():
             with contextlib.suppress(Exception):  # a peer that has failed does not come
                 self._in_world(f"{self._token} leaves").barrier().wait(_LEAVE_SECONDS)
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-
-
-class ProcessSets:
-    """Process sets by their ranks, registered one after the other by a thread of their own.
-
-    Registering waits for all ranks; the caller of ``new_group`` does not.
-    """
-
-    def __init__(self, hvd: ModuleType) -> None:
-        self._hvd = hvd
-        self._lock = threading.Lock()
-        self._made: dict[tuple[int, ...], Promise] = {}
-        self._sets: dict[tuple[int, ...], object] = {}
-        self._queue: deque[tuple[int, ...]] = deque()
-        self._busy = False
-
-    def register(self, ranks: tuple[int, ...]) -> None:
-        """Have the process set of ``ranks`` made, after those that were asked for before."""
-        with self._lock:
-            if ranks in self._made:
-                return
-            self._made[ranks] = Promise()
-            self._queue.append(ranks)
-            if self._busy:
-                return
-            self._busy = True
-        threading.Thread(target=self._run, name="asynccoll-groups", daemon=True).start()
-
-    def wait(self, ranks: tuple[int, ...], given_up: Callable[[], bool]) -> object:
-        """The process set, once every rank has asked for it.
-
-        Raises:
-            AbortedError: ``given_up()`` turned true.
-        """
-        made = self._made[ranks]
-        while not made.wait(_LOOK_SECONDS):
-            if given_up():
-                raise AbortedError(f"waiting for the process set {list(ranks)} was given up")
-        error = made.error()
-        if error is not None:
-            raise error
-        return self._sets[ranks]
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._busy = False
-                    return
-                ranks = self._queue.popleft()
-            try:
-                self._sets[ranks] = self._known(ranks) or self._hvd.add_process_set(list(ranks))
-            except Exception as error:
-                self._made[ranks].settle(typed(error, f"making the process set {list(ranks)}"))
-            else:
-                self._made[ranks].settle()
-
-    def _known(self, ranks: tuple[int, ...]) -> object:
-        """The process set of these ranks, if the user has made one: Horovod refuses a second."""
-        from horovod.common import process_sets
-
-        for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
-            if tuple(members) == ranks and number:
-                found = process_sets.ProcessSet(list(ranks))
-                found.process_set_id = number
-                return found
-        return None
 
 
 def capabilities(name: str, device: str) -> Capabilities:

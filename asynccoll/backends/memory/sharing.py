@@ -192,8 +192,11 @@ class Sharing(Backend):
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
         return self._inner.native_group(opening, communicator)
 
-    def prepare_group(self, ranks: tuple[int, ...]) -> None:
-        self._inner.prepare_group(ranks)
+    def prepare_group(self, opening: Opening) -> None:
+        self._inner.prepare_group(opening)
+
+    def unprepared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return self._inner.unprepared(ranks)
 
     def orphaned(self) -> bool:
         return self._inner.orphaned()

@@ -1,0 +1,176 @@
+"""Process sets by their ranks, made one after the other by a thread of their own, in one order on all ranks.
+
+Horovod makes a process set in a call of every rank, of which all have to name the same ranks: it ends on all
+of them where they do not. So each rank says in the store which sets it wants; the last to want one writes it
+into a journal, and every rank makes what the journal says, in its order. A rank that never asks for a set
+leaves the others waiting in the store, outside of Horovod, where it can be named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from asynccoll.backends.api import Clients, Opening, Promise
+from asynccoll.backends.horovod.failures import typed
+from asynccoll.errors import AbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+__all__ = ["ProcessSets"]
+
+#: How often a lane that waits for a process set looks whether it is still wanted.
+_LOOK_SECONDS = 0.1
+_FIRST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.02
+#: How long closing waits for the set that is being made just now.
+_CLOSE_SECONDS = 2.0
+
+
+class ProcessSets:
+    """This rank's process sets, and its place in the journal."""
+
+    def __init__(self, hvd: ModuleType) -> None:
+        self._hvd = hvd
+        self._rank: int = hvd.rank()
+        self._size: int = hvd.size()
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, ...], Promise] = {}
+        self._sets: dict[tuple[int, ...], object] = {}
+        #: those that are not made yet, by the group's key, and whether this rank has said that it wants them
+        self._wanted: dict[str, tuple[int, ...]] = {}
+        self._said: set[str] = set()
+        self._read = 0
+        self._clients: Clients | None = None
+        self._thread: threading.Thread | None = None
+
+    def register(self, opening: Opening) -> None:
+        """Have the process set of these ranks made, once all ranks have asked for it; returns at once."""
+        with self._lock:
+            if opening.ranks in self._made:
+                return
+            self._clients = opening.clients
+            self._made[opening.ranks] = Promise()
+            self._wanted[opening.group] = opening.ranks
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, args=(opening.given_up,), name="asynccoll-groups", daemon=True
+                )
+                self._thread.start()
+
+    def wait(self, ranks: tuple[int, ...], given_up: Callable[[], bool]) -> object:
+        """The process set, once every rank has asked for it.
+
+        Raises:
+            AbortedError: ``given_up()`` turned true.
+        """
+        made = self._made[ranks]
+        while not made.wait(_LOOK_SECONDS):
+            if given_up():
+                raise AbortedError(f"waiting for the process set {list(ranks)} was given up")
+        error = made.error()
+        if error is not None:
+            raise error
+        return self._sets[ranks]
+
+    def absent(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks that have yet to ask for the process set of ``ranks``; () once it is made."""
+        with self._lock:
+            key = next((key for key, wanted in self._wanted.items() if wanted == ranks), None)
+        if key is None or self._clients is None:
+            return ()
+        with self._clients.borrow() as store:
+            return tuple(rank for rank in range(self._size) if not store.check([_wants(key, rank)]))
+
+    def close(self) -> None:
+        """Make no more of them: those who wait for one have given up."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(_CLOSE_SECONDS)
+
+    def _run(self, given_up: Callable[[], bool]) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            over: BaseException | None = AbortedError("its world was left") if given_up() else None
+            try:
+                self._go_on()  # also at the end, for the others are about to make what the journal says
+            except Exception as error:  # the store is gone, with the rank that served it
+                over = error
+            with self._lock:
+                unmade = [*self._wanted.values()] if over is not None else []
+                if over is not None:
+                    self._wanted.clear()
+                if not self._wanted:
+                    self._thread = None
+                    break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        for ranks in unmade:
+            self._made[ranks].settle(over)
+
+    def _go_on(self) -> None:
+        """Say what is wanted, and make what all ranks want."""
+        assert self._clients is not None
+        with self._lock:
+            wanted = [key for key in self._wanted if key not in self._said]
+        for key in wanted:
+            with self._clients.borrow() as store:
+                self._say(store, key)
+            self._said.add(key)
+        while key := self._next():
+            with self._lock:
+                ranks = self._wanted[key]
+            self._make(ranks)
+            with self._lock:
+                del self._wanted[key]
+
+    def _say(self, store: dist.Store, key: str) -> None:
+        """Say that this rank wants it; the last to say so writes that into the journal."""
+        store.set(_wants(key, self._rank), "")
+        if store.add(f"horovod/wanted/{key}", 1) == self._size:
+            places = itertools.count(self._read + 1)
+            while store.compare_set(_entry(next(places)), "", key).decode() != key:
+                pass
+
+    def _next(self) -> str:
+        """The key of the next process set to make; "" if the journal has no more."""
+        assert self._clients is not None
+        with self._clients.borrow() as store:
+            if not store.check([_entry(self._read + 1)]):
+                return ""
+            self._read += 1
+            return store.get(_entry(self._read)).decode()
+
+    def _make(self, ranks: tuple[int, ...]) -> None:
+        try:
+            self._sets[ranks] = self._known(ranks) or self._hvd.add_process_set(list(ranks))
+        except Exception as error:
+            self._made[ranks].settle(typed(error, f"making the process set {list(ranks)}"))
+        else:
+            self._made[ranks].settle()
+
+    def _known(self, ranks: tuple[int, ...]) -> object:
+        """The process set of these ranks, if the user has made one: Horovod refuses a second."""
+        from horovod.common import process_sets
+
+        for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():
+            if tuple(members) == ranks and number:
+                found = process_sets.ProcessSet(list(ranks))
+                found.process_set_id = number
+                return found
+        return None
+
+
+def _wants(key: str, rank: int) -> str:
+    return f"horovod/wanted/{key}/{rank}"
+
+
+def _entry(place: int) -> str:
+    return f"horovod/journal/{place}"
