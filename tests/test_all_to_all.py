@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
+from asynccoll.runtime.process import current
 from ranks import Rank, raising
 from worlds import World
 
@@ -204,8 +205,15 @@ async def unfitting(me: Rank) -> None:
     sent = [*evenly[:-1], 2] if first else evenly
     x = oracle.moving(me.rank, (sum(sent),), torch.float32)
     says = r"rank 0: all_to_all, 2 rows to rank (\d).*\n  rank \1: all_to_all, 1 rows expected from rank 0 at"
-    with me.case("splits"), pytest.raises(ac.CollectiveMismatchError, match=says):
+    lane = current().world.lane("default")
+    with me.case("splits"), pytest.raises(ac.CollectiveMismatchError, match=says) as caught:
         await me.get(ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=evenly))
+    assert f" as call #{lane.sequence} on " in str(caught.value)
+    again = ac.prepare("all_to_all", x, input_split_sizes=sent, output_split_sizes=evenly)
+    for _ in range(2):
+        with me.case("prepared"), pytest.raises(ac.CollectiveMismatchError, match=says) as caught:
+            await me.get(again.start())
+        assert f" as call #{lane.sequence} on " in str(caught.value)
     received = [2, *evenly[1:]] if last else evenly
     with me.case("fitting"):
         got = await me.get(ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=received))

@@ -101,10 +101,14 @@ class Failing:
         if lane.broken is not None and not isinstance(native, CollectiveError):
             return lane.broken.for_waiter()  # the communicator was given up with that error
         error = collective_error(native, str(operation))
-        if operation.peer >= 0 and isinstance(error, (CollectiveMismatchError, PeerRefusedError)):
-            # A backend knows neither the ranks of the world nor the user's line.
-            ranks = (lane.group.ranks[operation.peer],) if isinstance(error, PeerRefusedError) else ()
-            return type(error)(f"{operation}: {error}", ranks)
+        # A backend knows neither the call, nor the user's line, nor the ranks of the world.
+        if operation.peer >= 0 and isinstance(error, PeerRefusedError):
+            return PeerRefusedError(f"{operation}: {error}", (lane.group.ranks[operation.peer],))
+        if isinstance(error, CollectiveMismatchError) and not error.place:
+            unnamed, error = error, CollectiveMismatchError(f"{operation}: {error}")
+            error.__cause__ = unnamed.__cause__
+            if operation.peer >= 0:
+                return error
         error = lane.world.diagnose(lane, error)
         if isinstance(error, PeerLostError) and not self._is_without(error.ranks):
             lane.lose(error)

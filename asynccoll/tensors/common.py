@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from asynccoll import host
 from asynccoll.backends.choosing import lazy
 from asynccoll.errors import CollectiveError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.health.checks import checked
+from asynccoll.host.call_site import Spot, site
 from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
 from asynccoll.memory.fresh import fresh
 from asynccoll.memory.plain import ORDINARY
@@ -100,15 +101,32 @@ def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None
     return route_for(lane, op, x, reduce, x.numel()).plan
 
 
+#: Calls that go ahead of one at this place and line.
+Ahead = Callable[[int, Spot, Communicator], Generator[Completion, None, None]]
+
+
 class Call:
     """One call that is planned and has its memory, and what is left to do once it is over.
 
     ``start`` is the native call, unless ``program`` has several. ``fill`` puts what is to be sent where they
     read it, before the first start, ``refill`` before any later one (None: it is there). ``value``, or what
-    ``finish`` returns, is the result.
+    ``finish`` returns, is the result. ``ahead``, given the place of a start in the lane's order and its line,
+    makes calls that go ahead of it, and may raise.
     """
 
-    __slots__ = ("detail", "fill", "finish", "plan", "program", "refill", "shape", "start", "value", "wire")
+    __slots__ = (
+        "ahead",
+        "detail",
+        "fill",
+        "finish",
+        "plan",
+        "program",
+        "refill",
+        "shape",
+        "start",
+        "value",
+        "wire",
+    )
 
     def __init__(
         self,
@@ -123,8 +141,10 @@ class Call:
         fill: Callable[[], object] | None = None,
         refill: Callable[[], object] | None = None,
         program: Program | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.plan: Plan = plan
+        self.ahead: Ahead | None = ahead
         self.program: Program | None = program
         self.start: Start | None = start
         self.wire: torch.Tensor = wire
@@ -153,7 +173,7 @@ class Call:
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
             fill = None
-        if fill is not None or self.program is not None or lane.compares_calls:
+        if fill is not None or self.program is not None or self.ahead is not None or lane.compares_calls:
             steps = self.steps if fill is None else _after((), fill, self.steps)
             return self._run(lane, timeout, steps, called)
         assert self.start is not None
@@ -165,6 +185,8 @@ class Call:
 
     def _run(self, lane: Lane, timeout: float | None, program: Program, called: float) -> Started[object]:
         name, wire, what = self.plan.name, self.wire, self._what()
+        if self.ahead is not None:
+            program = _preceded(partial(self.ahead, lane.upcoming(what)[1], site()), program)
         if lane.compares_calls:
             program = checked(lane, what, program=program)
         operation = lane.run(name, program, wire.nbytes, timeout, what=what, of=self, called=called)
@@ -205,6 +227,16 @@ class Call:
         self.finish = lambda: function(value if finish is None else finish())
         self.value = None
         return self
+
+
+def _preceded(ahead: Callable[[Communicator], Iterable[Completion]], steps: Program) -> Program:
+    """``ahead``, then ``steps``."""
+
+    def both(communicator: Communicator) -> Generator[Completion, None, Completion]:
+        yield from ahead(communicator)
+        return (yield from steps(communicator))
+
+    return both
 
 
 def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, steps: Program) -> Program:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from asynccoll.health.checks import misfit
-from asynccoll.host.call_site import NOWHERE, Spot, site
+from asynccoll.host.call_site import Spot
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.order.lane import Lane
 from asynccoll.plan.spec import Op
@@ -61,24 +61,21 @@ def all_to_all_call(
         done: Completion = communicator.all_to_all(received, wire, out_splits, in_splits)
         return done
 
-    given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
-    spot = site() if given else NOWHERE
-
-    def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
+    def compare(place: int, spot: Spot, communicator: Communicator) -> Generator[Completion, None, None]:
         counts = yield from _counts(communicator, in_splits)
-        _check_fits(lane, counts, out_splits, spot)
-        return start(communicator)
+        _check_fits(lane, counts, out_splits, spot, place)
 
+    given = op is Op.ALL_TO_ALL and not even and _wants_counts(lane, wire)
     return Call(
         plan,
-        None if given else start,
+        start,
         wire,
         finish,
         received.view(shape) if value is received else value,
         shape=x.shape if even else x.shape[1:],
         detail=detail,
         refill=encoding_again(wire, x, plan),
-        program=compared if given else None,
+        ahead=compare if given else None,
     )
 
 
@@ -99,10 +96,11 @@ def _counts(communicator: Communicator, in_splits: Sequence[int]) -> Generator[C
     return found
 
 
-def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], spot: Spot) -> None:
+def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], spot: Spot, place: int) -> None:
     for rank, sent, expected in zip(lane.group.ranks, counts, out_splits, strict=True):
         if sent != expected:
-            error = misfit(lane, (rank, lane.world.rank), sent, expected, ("", str(spot.place)))
+            lines = "", str(spot.place)
+            error = misfit(lane, (rank, lane.world.rank), sent, expected, lines, place)
             error.alone = True
             raise error
 
