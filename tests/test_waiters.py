@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -160,6 +162,38 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
         assert asked.wait(patient(10))
     finally:
         looks.stop()
+
+
+def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each lane's waiters would hear of it when they have waited for a second themselves."""
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 1000.0)
+    asked: queue.Queue[object] = queue.Queue()
+    parts = {"has_peers": True, "loss": asked.put, "store_answers": lambda: False}
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0)))
+
+    def in_flight(*ranks: int) -> Any:
+        lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=ranks)))
+        return SimpleIdentity(started=time.monotonic(), part=1, lane=lane, done=lambda: False)
+
+    before, without, later = in_flight(0, 1), in_flight(0, 2), in_flight(0, 1, 2)
+    try:
+        for operation in (without, before):
+            looks.add(operation)
+        looks.lost((1,))
+        assert asked.get(timeout=patient(10)) is before.lane
+        looks.add(later)
+        assert asked.get(timeout=patient(10)) is later.lane
+        assert asked.empty()
+    finally:
+        looks.stop()
+
+
+class SimpleIdentity(SimpleNamespace):
+    """One that can be a key."""
+
+    __hash__ = object.__hash__
 
 
 class _Named:

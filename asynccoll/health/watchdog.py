@@ -1,5 +1,7 @@
 """The one thread per rank that checks on operations that have been waited for for more than a second.
 
+Once a lane was lost with a rank, it checks at once on those that may wait for the same rank.
+
 It sleeps as long as no operation is. There are two exceptions. If a call may be over on one rank before its
 peers have made theirs (``ends_alone``), the thread looks for refusals at intervals also while nothing waits
 here, as those peers may wait. And unless warnings are off, it checks at intervals whether this rank is a call
@@ -79,6 +81,8 @@ class Watch:
         self._told: dict[Operation, None] = {}  # those that were warned of as stuck
         self._looked: dict[Operation, int] = {}  # how often it was asked whether other ranks have such a part
         self._logged: set[object] = set()
+        self._gone: set[int] = set()  # the ranks that some lane was lost with
+        self._urgent: dict[Operation, None] = {}  # those that may wait for one of them: not asked about yet
         self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # in ``_sleep``, to be woken; else the thread looks once a second by itself
@@ -90,7 +94,21 @@ class Watch:
             return
         with self._wake:
             self._watched[operation] = self._watched.get(operation, 0) + 1
+            self._hurry([operation])
             self._start()
+
+    def lost(self, ranks: Iterable[int]) -> None:
+        """Note that a lane was lost with ``ranks``: other waits for them need not become overdue first."""
+        with self._wake:
+            self._gone.update(ranks)
+            self._hurry(self._watched)
+
+    def _hurry(self, operations: Iterable[Operation]) -> None:
+        """Ask at once about those of ``operations`` that may wait for a lost rank. With the lock held."""
+        for operation in operations:
+            if self._gone and not self._gone.isdisjoint(operation.lane.group.ranks):
+                self._urgent[operation] = None
+                self._wake.notify()
 
     def begin(self) -> None:
         """Start the thread, now that the world has formed, if it is to look also while nothing waits."""
@@ -111,8 +129,10 @@ class Watch:
             others = self._watched.pop(operation, 1) - 1
             if others:
                 self._watched[operation] = others
-            elif not operation.done():
-                self._lately[operation] = None
+            else:
+                self._urgent.pop(operation, None)
+                if not operation.done():
+                    self._lately[operation] = None
             return others > 0
 
     def stop(self) -> None:
@@ -129,14 +149,16 @@ class Watch:
             with self._wake:
                 woken = self._sleep()
                 if woken:
-                    self._wake.wait_for(lambda: self._stopped, PATIENCE_SECONDS)
+                    self._wake.wait_for(lambda: self._stopped or self._urgent, PATIENCE_SECONDS)
                 if self._stopped:
                     return
                 late = host.monotonic() - PATIENCE_SECONDS
                 self._watched = {op: many for op, many in self._watched.items() if not op.done()}
                 asked_for, self._lately = dict.fromkeys(self._watched) | self._lately, {}
                 stalled = self._stalled(asked_for)
-                overdue = [op for op in asked_for if op.started <= late and not op.done()]
+                urgent, self._urgent = self._urgent, {}
+                due = (op for op in asked_for if op.started <= late or op in urgent)
+                overdue = [op for op in due if not op.done()]
                 lanes, parts = dict.fromkeys(op.lane for op in overdue), self._due(overdue)
             if lanes or self._is_due(idle=not woken):
                 self._asked = host.monotonic()

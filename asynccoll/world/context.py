@@ -403,7 +403,12 @@ class Context:
         self._shifts.look(self._sorted_groups(), at_all=at_all)
 
     def pass_on(self, lane: Lane) -> None:
-        """Tear down the lane's connections, so that ranks that wait for this one learn of the loss too."""
+        """Tear down the lane's connections, so that ranks that wait for this one learn of the loss too.
+
+        And have waits on other lanes for the lost ranks end.
+        """
+        if lane.broken is not None:
+            self.watch.lost(lane.broken.ranks)
         communicator = lane.communicator
         if communicator is not None:
             self._apart(communicator.abort, "asynccoll-abort")
