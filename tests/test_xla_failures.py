@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -194,3 +198,44 @@ async def compiled(me: Rank) -> None:
 def test_a_call_in_a_graph_is_refused_with_our_error_and_the_others_are_told() -> None:
     """Ranks that are threads have no process group of torch's; outside of the graph the call works."""
     replicas().run(compiled, runner="blocking", timeout=60)
+
+
+def in_a_forked_child(function: Callable[[], object]) -> str:
+    """What ``function`` returns in a child, which has as long as a test may take; "" if it never ends."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            os.write(there, str(function()).encode())
+        os._exit(0)
+    os.close(there)
+    ready, _, _ = select.select([here], [], [], patient(10))
+    text = os.read(here, 1000).decode() if ready else ""
+    os.close(here)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return text
+
+
+async def on_host(work: ac.Work[Any]) -> object:
+    return (await work.on_host()).device.type
+
+
+def forks(me: Rank) -> None:
+    done = ac.all_reduce(torch.ones(3, device=ac.device()))
+    assert done.wait().cpu().tolist() == [me.size] * 3
+    if me.rank == 0:
+        flying = ac.all_reduce(torch.ones(4))
+        refused = in_a_forked_child(lambda: repr(heard(lambda: flying)))
+        assert "was forked from rank 0" in refused
+        assert in_a_forked_child(lambda: asyncio.run(on_host(done))) == "xla"
+        me.show("0 has forked")
+    else:
+        me.see("0 has forked")
+        flying = ac.all_reduce(torch.ones(4))
+    assert flying.wait().tolist() == [me.size] * 4
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    """While a call is in flight, which goes on in the parent."""
+    replicas().run(forks)

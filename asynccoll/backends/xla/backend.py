@@ -138,6 +138,9 @@ class XlaBackend(Backend):
         """Whether the calling thread works for this replica's device; autograd has one for each."""
         return self.xla.is_of_this_thread()
 
+    def disown(self) -> None:
+        self.progress.disown()
+
     def close(self, *, abort: bool) -> None:
         self.progress.close()
 

@@ -36,6 +36,11 @@ class Progress:
         while (job := self._jobs.get()) is not None:
             job()
 
+    def disown(self) -> None:
+        """In a forked child, run jobs in the callers' threads: the thread is the parent's."""
+        self._lock = threading.Lock()
+        self._closed = True
+
     def close(self) -> None:
         """End the thread after what it was given."""
         with self._lock:
