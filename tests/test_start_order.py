@@ -107,9 +107,13 @@ async def closed_where_it_broke(me: Rank) -> int:
     context.backend.orders_lanes = True
     await ac.all_reduce(1, lane="left")
     if me.rank:
-        context.world.lane("left").break_off(ac.CollectiveError("it cannot go on"))
+        lane = context.world.lane("left")
+        lane.break_off(ac.CollectiveError("it cannot go on"))
         ac.close_lane("left")
         context.world._join_closers()
+        stands = context.world.find_queue("left", lane.key)
+        assert stands is not lane.queue, "a job that goes on would keep all lanes that have broken off"
+        assert stands is not None
         me.show("closed")
     else:
         me.see("closed")

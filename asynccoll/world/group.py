@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
-    from asynccoll.order.queue import Queue
+    from asynccoll.order.start_order import OrderedLane
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.completion import Completion
@@ -74,6 +74,24 @@ class Surroundings(World, Protocol):
         """Whether the rank that may serve the store answers."""
 
 
+class _Closed:
+    """Stands for a lane that is closed, in the start order: passes its turns, of which it has no use.
+
+    It takes the place of the lane's queue, which refers to all that the lane had.
+    """
+
+    def __init__(self, name: str, key: str, start_order: StartOrder) -> None:
+        self.name = name
+        self.key = key
+        self._start_order = start_order
+
+    def next_epoch_to_start(self) -> int | None:
+        return None
+
+    def admit(self, epoch: int) -> None:
+        self._start_order.release()
+
+
 class Group:
     """A sorted set of global ranks that communicate. Made by ``ac.new_group``, not by calling the class.
 
@@ -104,8 +122,9 @@ class Group:
         self.rounds: int = 0  # how often its ranks have joined
         self._closed: dict[str, int] = {}  # by name, how often it was closed: a part of the next key
         self._start_order: StartOrder | None = None
-        # By key, of lanes that broke off here and are closed: rank 0 may announce starts on them even so.
-        self._over: dict[str, Queue] = {}
+        # The keys of lanes that this rank has closed without the others, as they broke off here: rank 0 may
+        # announce starts on them even so.
+        self._closed_alone: set[str] = set()
         self._lock = host.Lock()
 
     def __repr__(self) -> str:
@@ -272,7 +291,7 @@ class Group:
                 with self._lock:
                     self._closing.pop(lane, None)
                     if broken and self._start_order is not None:
-                        self._over[lane.key] = lane.queue
+                        self._closed_alone.add(lane.key)
 
     def _meet_to_close(self, lane: Lane, clients: Clients, why: str) -> None:
         """Wait until all members close the lane.
@@ -345,7 +364,7 @@ class Group:
         with self._lock:
             return next(lane for lane in (*self.opened.values(), *self._closing) if lane.key == key)
 
-    def find_queue(self, name: str, key: str) -> Queue | None:
+    def find_queue(self, name: str, key: str) -> OrderedLane | None:
         """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
         A lane that is closing is found, too: it may have calls in flight, although a new lane may have its
@@ -354,8 +373,8 @@ class Group:
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
-        if key in self._over:
-            return self._over[key]
+        if key in self._closed_alone and self._start_order is not None:
+            return _Closed(name, key, self._start_order)
         if name in self.opened or self._next_key(name) != key:
             return None
         try:
