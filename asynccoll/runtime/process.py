@@ -312,10 +312,11 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
     except (Exception, KeyboardInterrupt, SystemExit) as interrupt:  # nothing is waited for any longer
         _close(context, abort=True, error=error or interrupt)
         raise
+    told = str(stuck)  # what they wait for now: once all is closed, they are over
     _close(context, abort=abort or bool(stuck), error=error)
     unawaited = forgotten.raised()
     if stuck:
-        raise CollectiveTimeoutError(f"finalize aborted what was still in flight: {stuck}")
+        raise CollectiveTimeoutError(f"finalize aborted what was still in flight: {told}")
     if unawaited is not None and error is None and not abort:
         raise unawaited
 
