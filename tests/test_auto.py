@@ -110,9 +110,7 @@ def loaders(me):
         ),
         "iterable": lambda i: make(i, Stream, batch_size=4),
     }
-    for idist in parity.modules():
-        idist.set_local_rank(me.rank)
-        idist.sync()
+    parity.told(me)
     for label, call in cases.items():
         parity.compare(me, label, call)
     for workers in (1, 2, 3, 5):
@@ -465,6 +463,7 @@ def models(me):
         model = idist.auto_model(network(), **kwargs)
         return [type(part).__name__ for part in model.modules()]
 
+    parity.told(me)
     parity.compare(me, "plain", kinds)
     # On the CPU torch has no such model: it is compared up to DDP, which refuses it.
     parity.compare(me, "sync_bn, whole", lambda i: kinds(i, sync_bn=True), fails=me.size > 1)

@@ -60,15 +60,8 @@ SCATTERED = ("transposed", "channels last")
 def world(request):
     """On every backend but gloo, ignite's calls go over a gloo group that torch has beside it."""
     one = worlds.world(*request.param)
-    one.run(told)
+    one.run(parity.told)
     return one
-
-
-def told(me):
-    """Both know the local rank, as a launcher would have said."""
-    for idist in parity.modules():
-        idist.set_local_rank(me.rank)
-        idist.sync()
 
 
 def _called(idist, name):
