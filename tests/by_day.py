@@ -3,8 +3,8 @@
 By day, so that it takes no hour:
 
 - with one, three or four ranks one waits on asyncio: how one waits has nothing to do with their number;
-- gloo and memory do each thing in two numbers of ranks and ways to wait, others in one, which differ from
-  test to test; and nothing with five ranks, but for memory;
+- gloo does each thing in three numbers of ranks and ways to wait, memory in two, others in one, which differ
+  from test to test; and nothing with five ranks, but for memory;
 - what depends little on either has two ranks and asyncio on all backends but gloo;
 - a test marked ``nightly`` is left out: another one of the day goes the same way through the library.
 
@@ -63,11 +63,11 @@ def _world(item: pytest.Item) -> tuple[str, int]:
 
 
 def _some_of(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Two on gloo and on memory, which are always there, else one: others than on another backend."""
+    """Three on gloo and two on memory, which are always there, else one: others than on another backend."""
     cases = sorted(cases, key=lambda case: case.nodeid)
     turn = crc32(cases[0].nodeid.encode()) % len(cases)
     backend, _ = _world(cases[0])
-    return (cases[turn:] + cases[:turn])[: {"gloo": 2, "memory": 2}.get(backend, 1)]
+    return (cases[turn:] + cases[:turn])[: {"gloo": 3, "memory": 2}.get(backend, 1)]
 
 
 def _but_for_world_and_way(item: pytest.Item) -> str:

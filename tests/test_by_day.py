@@ -57,7 +57,7 @@ def _by_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_day, "ONLY", "day")
 
 
-@pytest.mark.parametrize(("backend", "several"), [("gloo", 2), ("memory", 2), ("mpi", 1)])
+@pytest.mark.parametrize(("backend", "several"), [("gloo", 3), ("memory", 2), ("mpi", 1)])
 def test_a_backend_has_few_of_them_and_no_two_tests_need_have_the_same(backend: str, several: int) -> None:
     found = set()
     for number in range(40):
