@@ -407,6 +407,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "other comparison in _inline: 'left < 0.0' -> '(left <= 0.0)'",
     ): "differs at one instant, at which a call that is over is asked by another way whether it is",
     (
+        "waiting/suspending.py",
+        "other comparison in _inline: 'left > _PATIENCE_SECONDS' -> '(left >= _PATIENCE_SECONDS)'",
+    ): "differs at one estimate: whether one that is exactly the patience long is waited for in place",
+    (
         "transport/progress.py",
         "other comparison in left: 'now < self._rests' -> '(now <= self._rests)'",
     ): "differs at one instant, by a rest of no length",

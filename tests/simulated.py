@@ -147,8 +147,8 @@ _IN_VAIN_SECONDS = 15 * _LONGEST_MESSAGE_SECONDS
 #: How calls are waited for that wait until the task has issued all of them.
 _AT_THE_END = ("later", "gathered", "dropped", "threaded")
 #: For each call of a rank, the switch points at most, and where something goes wrong, which lasts seconds.
-#: Most calls have 100, and three times as many with points before the statements of a module.
-_CALL_STEPS, _WORST_STEPS = 2500, 50_000
+#: Most calls have 100; where the progress thread has a point before each statement, some had 2,500.
+_CALL_STEPS, _WORST_STEPS = 10_000, 50_000
 #: For each call: its messages, one or two lanes to open, and pauses of who asks again and again.
 _CALL_SECONDS = 25 * _LONGEST_MESSAGE_SECONDS
 

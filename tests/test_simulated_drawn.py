@@ -62,7 +62,7 @@ def test_what_a_rank_owes_while_it_waits_elsewhere_is_noticed(monkeypatch: pytes
 
 def test_who_looks_again_and_again_and_does_not_sleep_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are right, and not late: only a processor is busy, for as long as rank 1 rests."""
-    program = from_json('{"ranks": 2, "tasks": [{"calls": [{}, {"rests": 8, "seed": 2}]}], "loop": "none"}')
+    program = from_json('{"ranks": 2, "tasks": [{"calls": [{}, {"rests": 20, "seed": 2}]}], "loop": "none"}')
     monkeypatch.setattr(Engine, "_wait", lambda self, call, deadline: None)
     told = found(program)
     assert any(one.startswith("[busy]") for one in told), told
