@@ -399,10 +399,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         ),
     ): "a rank whose ring is full rings the other at each look, not only once; it has nothing new to read",
     (
-        _MOVING,
-        "other truth in _lost: 'return False' -> 'return True'",
-    ): "of two: where nothing is in flight only _watch asks, and rings its own watcher once, for nothing",
-    (
         "waiting/suspending.py",
         "other comparison in _inline: 'left < 0.0' -> '(left <= 0.0)'",
     ): "differs at one instant, at which a call that is over is asked by another way whether it is",
