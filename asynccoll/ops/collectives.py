@@ -59,7 +59,7 @@ from asynccoll.memory.unwritten import Read, counted, counted_of
 from asynccoll.modes.unseen import with_data
 from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import name_of, own_block
-from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.ops.scopes import lane_of
 from asynccoll.ops.signatures import Misfit, fitting
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
@@ -178,7 +178,7 @@ def _start(
     at: Lane | None = None
     before = called_at.set(caller(_DEPTH - 1))
     try:
-        at = _lane_of(context, group, lane)
+        at = lane_of(context, group, lane)
         if timeout is not None:
             check_timeout(timeout)
         if filled.get("out") is None and start in _OTHER_IN_TORCH:
@@ -276,12 +276,6 @@ _OTHER_IN_TORCH = dict.fromkeys(_IN_PLACE_IN_TORCH, _check_result_is_kept) | {
 }
 
 
-def _lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
-    resolved = context.world if group is None else resolve_group(context, group)
-    name = current_lane() if lane is None else checked_name(lane)
-    return resolved.opened.get(name) or resolved.lane(name)
-
-
 def _read_by(
     start: object, args: Sequence[object], rank: int, leaves: Sequence[object] = (), out: Any = None
 ) -> Read | None:
@@ -344,7 +338,7 @@ def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
     """Raise the error of a misfit ``send`` or ``recv``, and tell the other rank, if the call named it."""
     end, meant = _ENDS[_ROLES[name]], wrong.meant
     with suppress(AsyncCollError):
-        lane = _lane_of(current(), wrong.group, meant.get("lane"))
+        lane = lane_of(current(), wrong.group, meant.get("lane"))
         rank = _peer(end, meant.get(end), meant.get(f"group_{end}"), wrong.group)
         payload.refuse_message(lane, name, rank, meant.get("tag", 0), wrong.error)
     raise wrong.error
@@ -1018,8 +1012,5 @@ def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     taken = inspect.signature(globals()[Op.parse(name)]).parameters
     known = [each for each in taken if each not in ("x", "like")]  # those are ``x`` here
     misfits.check_options(f"explain: {name}", call, known)
-    context = current()
-    group = resolve_group(context, call.pop("group", None))
-    lane = call.pop("lane", None)
-    at = group.lane(current_lane() if lane is None else checked_name(lane))
+    at = lane_of(current(), call.pop("group", None), call.pop("lane", None))
     return explain_call(at, name, x, call)

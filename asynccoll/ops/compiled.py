@@ -19,7 +19,7 @@ import torch
 from asynccoll import host
 from asynccoll.errors import AsyncCollError, UnsupportedOpError
 from asynccoll.health.refusals import leaves_its_call
-from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.ops.scopes import lane_of
 from asynccoll.payload.common import normal_dim
 from asynccoll.payload.exchanging import check_splits, splits_of
 from asynccoll.payload.reducing import even_dim
@@ -28,7 +28,6 @@ from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec, Wi
 from asynccoll.plan.wire import ON_BOOL, arithmetic
 from asynccoll.runtime.process import current, when_joined
 from asynccoll.world.group import GroupLike
-from asynccoll.world.resolving import resolve_group
 
 if TYPE_CHECKING:
     from asynccoll.waiting.work import Work
@@ -139,8 +138,7 @@ def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> 
             "compiled, or in a function of its own under @torch.compiler.disable, without fullgraph=True"
         )
         with suppress(AsyncCollError):  # no such group or lane, and so nobody to tell
-            at = resolve_group(context, ranks).lane(current_lane() if lane is None else checked_name(lane))
-            context.refusals.refuse(at, refused, name=name)
+            context.refusals.refuse(lane_of(context, ranks, lane), refused, name=name)
             leaves_its_call(refused)
         raise refused from None
 

@@ -22,7 +22,7 @@ from asynccoll.memory.unwritten import beside, counted_of
 from asynccoll.modes.captured import Modes
 from asynccoll.modes.unseen import with_data
 from asynccoll.ops.coalescing import own_block
-from asynccoll.ops.scopes import checked_name, current_lane
+from asynccoll.ops.scopes import lane_of
 from asynccoll.ops.signatures import fitting
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
@@ -34,7 +34,6 @@ from asynccoll.runtime.process import current
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.group import GroupLike
-from asynccoll.world.resolving import resolve_group
 
 __all__ = ["Prepared", "prepare"]
 
@@ -238,8 +237,7 @@ def prepare(
         "output_split_sizes": output_split_sizes,
         "out": out,
     }
-    name = current_lane() if lane is None else checked_name(lane)
-    chosen = resolve_group(current(), group).lane(name)
+    chosen = lane_of(current(), group, lane)
     check_timeout(timeout)
     fills = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
     # Unless ``out`` was made in inference mode, allocate outside of it, so that ``start`` works in any mode.

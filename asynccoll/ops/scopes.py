@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup as AnyioTaskGroup
     from typing_extensions import TypeVarTuple, Unpack
 
+    from asynccoll.order.lane import Lane
+    from asynccoll.world.context import Context
+
     Ts = TypeVarTuple("Ts")
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "create_task_group",
     "current_lane",
     "lane",
+    "lane_of",
     "new_lane",
     "scope",
 ]
@@ -101,6 +105,13 @@ def checked_name(name: object) -> str:
             "name, or take ac.backward_lane(name) for calls whose order you keep yourself"
         )
     return name
+
+
+def lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
+    """The lane that a call with these arguments takes."""
+    resolved = context.world if group is None else resolve_group(context, group)
+    name = current_lane() if lane is None else checked_name(lane)
+    return resolved.opened.get(name) or resolved.lane(name)
 
 
 class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
