@@ -111,6 +111,14 @@ class Rank:
         """The result of `work`: by `await` under a loop, by `wait()` without one."""
         return _wait(work) if self.runner == "blocking" else work
 
+    async def until_ready(self, work: Any) -> Any:
+        """The result, however often a wait for it times out before."""
+        while True:
+            try:
+                return await self.get(work)
+            except ac.CollectiveTimeoutError:
+                continue
+
     def look_until_done(self, work: Any, otherwise: str) -> None:
         """Nobody waits for `work`: it is only looked at."""
         deadline = time.monotonic() + patient(10)

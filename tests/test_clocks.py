@@ -64,14 +64,6 @@ async def longer(me: Rank) -> None:
     assert await me.get(ac.all_reduce(1)) == me.size
 
 
-async def again_and_again(me: Rank, work: Any) -> Any:
-    while True:
-        try:
-            return await me.get(work)
-        except ac.CollectiveTimeoutError:
-            continue
-
-
 async def shorter(me: Rank) -> None:
     if me.rank == me.size - 1:
         me.see("past the limit of the call")
@@ -83,7 +75,7 @@ async def shorter(me: Rank) -> None:
             with raising(ac.CollectiveTimeoutError, "await the same work again"):
                 await me.get(work)
         me.show("past the limit of the call")
-    results(me, [await again_and_again(me, work) for work in works])
+    results(me, [await me.until_ready(work) for work in works])
 
 
 @pytest.mark.parametrize("size", SIZES[-1:])  # it takes its time

@@ -356,15 +356,7 @@ async def made_late(me: Rank) -> None:
         assert "has not called new_group([0, 1]), as every rank has to" in str(caught.value)
         me.show("told")
     for work in works:
-        assert await until_ready(me, work) == 2
-
-
-async def until_ready(me: Rank, work: Any) -> Any:
-    while True:
-        try:
-            return await me.get(work)
-        except ac.CollectiveTimeoutError:
-            continue
+        assert await me.until_ready(work) == 2
 
 
 def test_groups_are_process_sets() -> None:
