@@ -56,7 +56,8 @@ class Call:
         """What it sends; its own memory is garbage from then on, where it will be filled."""
         if self._read is None:
             self._read = [x.data.clone() for x in self.sent]
-            self.spoil()
+            if self.in_place:  # else it was spoiled at the call
+                self.spoil()
         return self._read
 
     def spoil(self) -> None:
