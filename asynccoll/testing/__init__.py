@@ -1,8 +1,8 @@
-"""For tests: a world of simulated ranks in one process, of which every interleaving comes from a seed.
+"""For tests: simulated ranks in one process, with every interleaving determined by a seed.
 
-``world`` is one of real ranks, which is kept alive between tests.
+``world`` starts real ranks instead, and keeps them alive between tests.
 
-Above everything: it exchanges the host that the library stands on. Nothing below may know of it.
+This is the topmost layer: it replaces the host that the library is built on. No layer below may know of it.
 """
 
 from asynccoll.testing.drawn import drawn_faults

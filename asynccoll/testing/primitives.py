@@ -1,7 +1,7 @@
 """Locks, events, queues, threads and clocks of a simulated world, under the names of ``asynccoll.host``.
 
-Each call that another thread could see is a switch point. What is used by a thread that is not simulated (one
-that sets the world up) never waits.
+``acquire``, ``set``, ``wait``, ``put``, ``get``, ``start``, ``join`` and sleeps are switch points. A thread
+that is not simulated, such as the one that sets the world up, may use these objects but must never block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _point() -> None:
 
 
 def _unwinding() -> bool:
-    """Whether what is done now counts for nothing: its rank is gone, or the simulation over."""
+    """Whether what the caller does is ignored: its rank is gone, or the simulation is over."""
     scheduler = running()
     return scheduler is None or (scheduler.current is not None and scheduler.is_gone(scheduler.current))
 
@@ -52,13 +52,13 @@ def _until(scheduler: Scheduler, timeout: float | None) -> float:
 
 
 class Queue:
-    """Those who wait for something, first come first."""
+    """The threads that wait for something, woken in FIFO order."""
 
     def __init__(self) -> None:
         self._waiting: deque[SimulatedThread] = deque()
 
     def wait(self, scheduler: Scheduler, until: float) -> bool:
-        """Wait to be let on; whether that was before ``until``."""
+        """Block until woken; return whether that was before ``until``."""
         me = scheduler.current
         assert me is not None
         self._waiting.append(me)
@@ -79,7 +79,7 @@ class Queue:
 
 
 class Lock:
-    """As ``threading.Lock``."""
+    """A simulated ``threading.Lock``."""
 
     def __init__(self) -> None:
         self._held = False
@@ -122,7 +122,7 @@ class Lock:
 
 
 class RLock:
-    """As ``threading.RLock``."""
+    """A simulated ``threading.RLock``."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -171,7 +171,7 @@ def _me() -> object:
 
 
 class Condition:
-    """As ``threading.Condition``."""
+    """A simulated ``threading.Condition``."""
 
     def __init__(self, lock: RLock | None = None) -> None:
         self._lock = lock or RLock()
@@ -212,7 +212,7 @@ class Condition:
 
 
 class Event:
-    """As ``threading.Event``."""
+    """A simulated ``threading.Event``."""
 
     def __init__(self) -> None:
         self._set = False
@@ -241,7 +241,7 @@ class Event:
 
 
 class SimpleQueue:
-    """As ``queue.SimpleQueue``."""
+    """A simulated ``queue.SimpleQueue``."""
 
     def __init__(self) -> None:
         self._items: deque[object] = deque()
@@ -264,7 +264,7 @@ class SimpleQueue:
 
 
 class Thread:
-    """As ``threading.Thread``."""
+    """A simulated ``threading.Thread``."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class Thread:
             scheduler.wait(_until(scheduler, timeout))
 
 
-#: What ``current_thread`` answers.
+#: What ``current_thread`` returns.
 _objects: dict[SimulatedThread, Thread] = {}
 
 
@@ -347,22 +347,22 @@ def current_thread() -> object:
 
 
 def forget_threads() -> None:
-    """The simulation is over."""
+    """Drop the threads of a simulation that is over."""
     _objects.clear()
 
 
 get_ident: Callable[[], int] = threading.get_ident
-#: Of rank 0.
+#: The pid of rank 0; those of the other ranks follow.
 FIRST_PID = 1000
 
 
 def gethostname() -> str:
-    """One node, whatever this machine is called."""
+    """Return the same name on every machine."""
     return "simulated"
 
 
 def getpid() -> int:
-    """One process for each rank."""
+    """Return the rank's pid, as if each rank were a process."""
     scheduler = running()
     return 0 if scheduler is None or scheduler.current is None else FIRST_PID + scheduler.current.rank
 

@@ -1,10 +1,11 @@
-"""Real threads of which one runs at a time, which one by a seeded choice, in a time of their own.
+"""Runs real threads one at a time, chosen by a seeded schedule, on a simulated clock.
 
-Each simulated thread is a thread of the system that holds still until it is handed the baton. It gives the
-baton away where it waits, and, if the schedule says so, at any *switch point*: a lock, an event, a sleep, a
-request. Time passes a little at every point, and jumps where all wait. So a seed decides everything.
+Each simulated thread is an OS thread that blocks until it is handed the *baton*. It hands the baton on when
+it waits and, if the schedule says so, at any *switch point*: a lock, an event, a sleep, a request. The clock
+advances a little at every switch point, and jumps to the next deadline when all threads wait. So the seed
+determines everything.
 
-It must not know what the threads do.
+This module must not know what the threads do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from asynccoll.testing.threads import Event, Killed, Schedule, SimulatedThread
 
 __all__ = ["Scheduler", "install", "running"]
 
-#: What a switch point costs: about as much as one does.
+#: The simulated time that a switch point takes: about as long as it really takes.
 TICK_SECONDS = 5e-7
 _EPOCH = 1000.0
 _STOP_SECONDS = 2.0
@@ -32,39 +33,39 @@ _MOST_EVENTS = 100_000
 
 
 class Scheduler:
-    """Who runs, and what time it is."""
+    """The threads of one simulation, the one that is running, and the clock."""
 
     def __init__(self, schedule: Schedule, seed: int, most_steps: int) -> None:
         self.now: float = _EPOCH
-        #: where another than the first who could go on did: its number, by turn
+        #: by turn: the number of the thread that ran, where that was not the default one
         self.taken: dict[int, int] = {}
         self.steps: int = 0
         self.switches: int = 0
-        #: of the waits that nobody ended before their time was up, the seconds of the longest
+        #: the seconds of the longest wait that timed out
         self.longest_timeout: float = 0.0
         self.current: SimulatedThread | None = None
         self.threads: dict[SimulatedThread, None] = {}
         self.gone: set[int] = set()  # ranks
-        #: why it ended before it was over, and what everybody did then
+        #: why the simulation was given up, and what all threads were doing then; None if it was not
         self.stuck: str | None = None
-        #: what the ranks have in flight, told where they are stuck
+        #: describes the calls in flight, for ``stuck``
         self.in_flight: Callable[[], str] = str
-        self.ends: float = math.inf  # the time at which it must be over
-        #: what else there is to tell of a thread, such as the tasks of its loop
+        self.ends: float = math.inf  # when the simulation is given up
+        #: by thread: describes what else it runs, such as the tasks of its event loop
         self.tellers: dict[SimulatedThread, Callable[[], str]] = {}
-        #: by rank: cancels the task of its ``main``, or has it interrupted by what is given
+        #: by rank: cancels the task that runs ``main``, or interrupts it with the exception given
         self.cancellers: dict[int, Callable[[BaseException | None], object]] = {}
-        #: what happened: when, to whom
+        #: what happened, when and on which rank; at most ``_MOST_EVENTS``
         self.events: list[Event] = []
-        self.entered: Callable[[int], object] = lambda rank: None  # another rank's thread goes on
+        self.entered: Callable[[int], object] = lambda rank: None  # called before another rank's thread runs
         self._seed = seed
         self._chances: dict[int, random.Random] = {}
         self._order = _drawing(f"{seed} order")
         self._schedule = schedule
         self._most_steps = most_steps
         self._turn = 0
-        self._held: dict[SimulatedThread, None] = {}  # who could go on, but for being held
-        self._fences: dict[int, list[Callable[[], object]]] = {}  # by rank
+        self._held: dict[SimulatedThread, None] = {}  # would be runnable, were they not held
+        self._fences: dict[int, list[Callable[[], object]]] = {}  # by rank: see ``at_fence``
         self._holds: list[tuple[float, Callable[[SimulatedThread], bool]]] = []
         self._runnable: dict[SimulatedThread, None] = {}
         self._timers: list[tuple[float, int, SimulatedThread]] = []
@@ -75,7 +76,7 @@ class Scheduler:
         schedule.begin(self._order)
 
     def chance(self, rank: int) -> random.Random:
-        """Where the luck of ``rank`` comes from, whatever the others do."""
+        """Return the random numbers of ``rank``, which do not depend on what other ranks draw."""
         found = self._chances.get(rank)
         if found is None:
             found = self._chances[rank] = _drawing(f"{self._seed} rank {rank}")
@@ -83,7 +84,7 @@ class Scheduler:
 
     @property
     def digest(self) -> str:
-        """Equal for simulations in which the same happened, in the same order, at the same times."""
+        """Equal for simulations in which the same things happened, in the same order, at the same times."""
         return self._digest.hexdigest()
 
     @property
@@ -91,22 +92,22 @@ class Scheduler:
         return self.now - _EPOCH
 
     def tell(self, rank: int, what: str) -> None:
-        """Let it be an event."""
+        """Record an event."""
         if len(self.events) < _MOST_EVENTS:
             self.events.append(Event(self.elapsed, rank, what))
 
     def note(self, text: str) -> None:
-        """Let ``text`` be a part of the digest."""
+        """Make ``text`` a part of the digest."""
         self._digest.update(text.encode())
 
     # Threads
 
     def add(self, rank: int, name: str | None, run: Callable[[], object]) -> SimulatedThread:
-        """A thread that will run ``run``; it may be handed the baton from now on."""
+        """Return a new thread that will run ``run``; it may be handed the baton from now on."""
         self._made += 1
         thread = SimulatedThread(rank, name or f"Thread-{self._made}", self._made)
 
-        # What the thread has made goes before it hands the baton on: later it would go while another runs.
+        # Dropped before the thread hands the baton on: else its objects would be freed while another runs.
         jobs = [run]
         del run
 
@@ -125,12 +126,12 @@ class Scheduler:
 
         self.threads[thread] = None
         self._ready(thread)
-        # Not by threading.Thread, whose start waits until the new thread runs: two more hand-overs.
+        # Not threading.Thread, whose ``start`` waits until the new thread runs: two more hand-overs.
         _thread.start_new_thread(live, ())
         return thread
 
     def is_gone(self, thread: SimulatedThread) -> bool:
-        """Whether it is being unwound: what it does counts for nothing."""
+        """Whether ``thread`` is being unwound: what it still does is ignored."""
         return self._unwinding or thread.rank in self.gone
 
     def _leave(self, thread: SimulatedThread) -> None:
@@ -143,7 +144,7 @@ class Scheduler:
         self._pass_on(thread)
 
     def kill(self, rank: int) -> None:
-        """Unwind all threads of ``rank``, each as soon as it is its turn."""
+        """Unwind all threads of ``rank``, each when it next gets the baton."""
         self.gone.add(rank)
         for thread in self.threads:
             if thread.rank == rank:
@@ -151,7 +152,10 @@ class Scheduler:
         self._release()
 
     def hold(self, whom: Callable[[SimulatedThread], bool], seconds: float) -> None:
-        """Let none of ``whom`` go on for so long, whatever wakes them; the caller, too, at its next point."""
+        """Keep the threads that match ``whom`` from running for ``seconds``, whatever wakes them.
+
+        If the caller is one of them, it stops at its next switch point.
+        """
         until = self.now + seconds
         self._holds.append((until, whom))
         for thread in [one for one in self._runnable if one is not self.current and self._is_held(one)]:
@@ -177,32 +181,32 @@ class Scheduler:
         )
 
     def _release(self) -> None:
-        """Let on who is held no more."""
+        """Make the threads that are no longer held runnable."""
         self._holds = [one for one in self._holds if one[0] > self.now]
         for thread in [one for one in self._held if not self._is_held(one)]:
             del self._held[thread]
             self._runnable[thread] = None
 
     def _ready(self, thread: SimulatedThread) -> None:
-        """It could go on."""
+        """Make ``thread`` runnable, or held."""
         if self._holds and self._is_held(thread):
             self._held[thread] = None
         else:
             self._runnable[thread] = None
 
     def interrupt(self, thread: SimulatedThread, error: BaseException) -> None:
-        """Raise ``error`` in it as soon as it is its turn."""
+        """Raise ``error`` in ``thread`` when it next gets the baton."""
         thread.interrupt = error
         self.wake(thread)
 
     # Running
 
     def run(self, real_seconds: float) -> None:
-        """Hand the baton out and wait until it comes back."""
+        """Hand out the baton, and wait until all threads have ended."""
         self._pass_on(None)
         try:
             over = self._over.wait(real_seconds)
-        except BaseException:  # Ctrl-C, or a test's own limit: nobody of it may run on afterwards
+        except BaseException:  # Ctrl-C, or a test's own time limit: no thread may run on afterwards
             self._stop()
             raise
         if not over:
@@ -211,12 +215,12 @@ class Scheduler:
             raise TimeoutError(told)
 
     def _stop(self) -> None:
-        """Unwind it from outside; who waits for something real is left."""
+        """Unwind the threads from outside; those that are blocked in something real are left behind."""
         self._unwinding = True
         self._over.wait(_STOP_SECONDS)
 
     def point(self) -> None:
-        """Perhaps somebody else goes on first."""
+        """Pass a switch point: another thread may run first."""
         me = self.current
         assert me is not None
         self._tick(me)
@@ -227,7 +231,7 @@ class Scheduler:
             self._yield(me)
 
     def statement(self) -> None:
-        """The same, before a statement."""
+        """Pass the switch point before a statement."""
         me = self.current
         assert me is not None
         self._tick(me)
@@ -236,7 +240,7 @@ class Scheduler:
             self._yield(me)
 
     def give_way(self, seconds: float = 0.0) -> None:
-        """Let somebody else go on first, if anybody can, after so many seconds."""
+        """Advance the clock by ``seconds``, and let another thread run first, if any can."""
         me = self.current
         assert me is not None
         self.now += seconds
@@ -262,18 +266,18 @@ class Scheduler:
             self._take(me)
 
     def at_fence(self, store: Callable[[], object]) -> None:
-        """Have it called as soon as the running thread's rank lets others see what it has stored."""
+        """Have ``store`` called at the next ``fence`` of the running thread's rank."""
         assert self.current is not None
         self._fences.setdefault(self.current.rank, []).append(store)
 
     def fence(self) -> None:
-        """The running thread has taken or released a lock: its stores are visible to all."""
+        """Make the rank's stores visible to all, as the running thread has taken or released a lock."""
         if self._fences and self.current is not None:
             for store in self._fences.pop(self.current.rank, ()):
                 store()
 
     def park(self, until: float = math.inf) -> bool:
-        """Wait to be woken, until this time at the latest; whether somebody did."""
+        """Block until woken, or until the time ``until``; return whether another thread woke this one."""
         me = self.current
         assert me is not None
         self._tick(me)
@@ -290,7 +294,7 @@ class Scheduler:
         return not me.timed_out
 
     def wait(self, until: float = math.inf) -> bool:
-        """Park for something that another thread is to do, which wakes this one; whether it did in time."""
+        """Like ``park``, for what another thread has to do: notes the longest wait that timed out."""
         begun = self.now
         woken = self.park(until)
         if not woken:
@@ -298,7 +302,7 @@ class Scheduler:
         return woken
 
     def wake(self, thread: SimulatedThread) -> None:
-        """It may go on."""
+        """Make a parked ``thread`` runnable."""
         if not thread.runnable and not thread.ended:
             thread.runnable = True
             thread.until = math.inf
@@ -323,7 +327,7 @@ class Scheduler:
         raise error
 
     def _ring(self) -> None:
-        """Wake those whose time has come."""
+        """Wake the threads whose deadline has passed."""
         while self._timers and self._timers[0][0] <= self.now:
             until, _, thread = heapq.heappop(self._timers)
             if not thread.runnable and not thread.ended and thread.until == until:
@@ -331,12 +335,12 @@ class Scheduler:
                 thread.timed_out = True
 
     def _pass_on(self, me: SimulatedThread | None) -> bool:
-        """Hand the baton to somebody who can go on; whether that is somebody else."""
+        """Hand the baton to a thread that can run, and return whether that is another one than ``me``."""
         if self._unwinding:
             self.unwind()
         while not self._runnable:
             while self._timers and self._timers[0][2].until != self._timers[0][0]:
-                heapq.heappop(self._timers)  # woken before its time
+                heapq.heappop(self._timers)  # stale: the thread was woken before its deadline
             if self._timers and not self._unwinding and self._timers[0][0] <= self.ends:
                 self.now = max(self.now, self._timers[0][0])
                 self._ring()
@@ -384,14 +388,14 @@ class Scheduler:
         self.unwind()
 
     def unwind(self) -> None:
-        """It is over: the remaining threads end."""
+        """End the simulation: unwind the remaining threads."""
         self._unwinding = True
         for thread in self.threads:
             self.wake(thread)
         self._release()
 
     def stacks(self) -> str:
-        """What each thread is doing."""
+        """Return what each thread is doing."""
         return told(self.threads, self._state_of, self.tellers)
 
     def _state_of(self, thread: SimulatedThread) -> str:
@@ -401,7 +405,7 @@ class Scheduler:
 
 
 def _drawing(what: str) -> random.Random:
-    return random.Random(what)  # noqa: S311  # it hides nothing: it is to come out the same
+    return random.Random(what)  # noqa: S311  # not for secrets: it has to be reproducible
 
 
 class _Running:
@@ -414,7 +418,7 @@ _state = _Running()
 
 
 def running() -> Scheduler | None:
-    """The scheduler, if it is one of its threads that asks."""
+    """Return the scheduler if the caller is its running thread, else None."""
     scheduler = _state.scheduler
     if scheduler is not None and (me := scheduler.current) is not None and me.ident == threading.get_ident():
         return scheduler
@@ -422,5 +426,5 @@ def running() -> Scheduler | None:
 
 
 def install(scheduler: Scheduler | None) -> None:
-    """From now on this is the one."""
+    """Make ``scheduler`` the one that ``running`` returns."""
     _state.scheduler = scheduler

@@ -1,4 +1,4 @@
-"""Which thread goes on where several could: a random walk, random priorities, or as it was written down."""
+"""Schedules, which choose the next thread: a random walk, random priorities, or the replay of a run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["PCT", "RandomWalk", "Replay"]
 
-#: So many steps of one thread in a row are a loop that waits for another.
+#: After this many steps in a row, a thread is taken to poll for something that another one has to do.
 _MOST_ALONE = 1000
 _LEAST_STEPS, _MOST_STEPS = 50, 20_000
 
 
 @dataclass
 class RandomWalk:
-    """At each switch point somebody else goes on with this ``probability``, any of them alike."""
+    """At each switch point, switches with this ``probability`` to any runnable thread, all equally likely."""
 
     probability: float = 0.1
-    #: before a statement, where those are asked for
+    #: the same before a statement, in ``statements`` of ``simulate``
     at_statements: float = 0.05
 
     def begin(self, chance: random.Random) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no state."""
 
     def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
         return chance.random() >= self.probability
@@ -37,21 +37,21 @@ class RandomWalk:
         return runnable[int(chance.random() * len(runnable))]
 
     def gave_way(self, thread: SimulatedThread) -> None:
-        """All are alike."""
+        """Do nothing: all threads are equal."""
 
 
 @dataclass
 class PCT:
-    """Random priorities, the highest runs; at ``depth - 1`` random steps the running one falls to the lowest.
+    """Runs the thread of highest random priority; at ``depth - 1`` random steps it drops to the lowest.
 
-    One that yields falls, too, so that none starves. A bug that needs ``depth`` orderings of steps is
-    found with a probability that is known.
+    A thread that yields drops, too, so that none starves. A bug that needs ``depth`` orderings of steps is
+    found with a known probability.
 
     Source: Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, 2010.
     """
 
     depth: int = 3
-    #: about how many steps there will be; drawn by order of magnitude unless said
+    #: roughly how many steps there will be; by default drawn log-uniformly from a wide range
     steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class PCT:
         if self._alone >= _MOST_ALONE:
             self._fall(thread)
             self._alone = 0
-        return False  # the one with the highest priority goes on, which may be the same
+        return False  # ``pick`` takes the highest priority, which may be this thread's
 
     stays_at_statement = stays
 
@@ -102,9 +102,9 @@ class PCT:
 
 @dataclass
 class Replay:
-    """As it was: at these turns another thread than the first that could go on did (``Report.taken``).
+    """Replays a run from its ``Report.taken``: the turns at which a thread other than the default one ran.
 
-    ``explore`` leaves out those that make no difference.
+    ``explore`` leaves out turns that make no difference.
     """
 
     taken: Mapping[int, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Replay:
         check("taken of Replay", self.taken, Mapping, "a dict, as Report.taken")
 
     def begin(self, chance: random.Random) -> None:
-        """All is written down."""
+        """Do nothing: all choices are in ``taken``."""
 
     def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
         return turn not in self.taken
@@ -125,4 +125,4 @@ class Replay:
         return next((one for one in runnable if one.number == number), runnable[0])
 
     def gave_way(self, thread: SimulatedThread) -> None:
-        """As above."""
+        """Do nothing, as above."""

@@ -1,4 +1,4 @@
-"""``simulate``: several ranks in one process, one thread at a time, every choice from a seed."""
+"""``simulate``: several ranks in one process, one thread running at a time, every choice from a seed."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def simulate(
     lines: str = "any",
     real_seconds: float = 300.0,
 ) -> Report:
-    """Run ``main(rank)``, or ``main()``, on ``world_size`` ranks in this process, as ``seed`` says.
+    """Run ``main(rank)``, or ``main()``, on ``world_size`` ranks in this process, all choices from ``seed``.
 
-    ``main`` is a function or a coroutine function, and finds its world joined; what it returns or raises is
-    in the report. Every rank has its own context, threads and event loop, as if it was a process. One thread
-    runs at a time; wherever a lock, an event, a sleep or a request is, ``schedule`` may let another one go
-    on. Time is simulated: sleeping takes none. The library above the transport is the real one; the
-    transport, the store and the links are simulated. The same seed gives the same ``digest``, where ``main``
-    itself is deterministic.
+    ``main`` is a function or a coroutine function that starts in an initialized world. The report has what
+    it returns or raises. Every rank has its own context, threads and event loop, as if it were a process.
+    Only one thread runs at a time; at every lock, event, sleep or request, ``schedule`` may switch to another
+    one. Time is simulated, so sleeping takes no real time. The library above the transport is the real one;
+    the transport, the store and the links are simulated. The same seed gives the same ``digest``, provided
+    that ``main`` itself is deterministic.
 
     >>> async def main(rank):
     ...     return (await ac.all_reduce(torch.tensor([rank + 1]))).item()
@@ -64,37 +64,37 @@ def simulate(
     {0: 6, 1: 6, 2: 6}
 
     Args:
-        main: called on each rank, in a thread of its own: with its number, or with nothing if it has no
+        main: called on each rank, in a thread of its own: with the rank, or with nothing if it has no
             parameter.
-        world_size: how many ranks.
-        seed: of every choice and every latency.
-        loop: ``"asyncio"``, ``"trio"``, or ``"none"`` where ``main`` is a plain function that waits with
+        world_size: the number of ranks.
+        seed: determines every choice and every latency.
+        loop: ``"asyncio"``, ``"trio"``, or ``"none"`` if ``main`` is a plain function that waits with
             ``work.wait()``.
-        transport: how calls are over, and what can be called: as ``"gloo"`` (told by a thread), ``"mpi"`` and
-            ``"horovod"`` (must be asked), ``"xla"`` (waited for in threads), ``"memory"`` (moved by a thread
-            that passes, through memory that ranks of a node share), ``"nccl"`` (done for the host while the
-            device is behind).
-        nodes: on how many nodes they are, each with as many ranks, in order.
-        link: between ranks of different nodes, or of one if there is only one; unless said otherwise 20 us to
-            2 ms and 1 GB/s.
-        local_link: between ranks of one node of several; 2 to 200 us and 10 GB/s.
-        store: to the store at which ranks meet; 50 to 500 us.
+        transport: how calls complete, and which calls are supported: as on ``"gloo"`` (a thread calls back),
+            ``"mpi"`` and ``"horovod"`` (calls must be polled), ``"xla"`` (threads block until calls
+            complete), ``"memory"`` (any thread that looks moves the data, through memory that the ranks of
+            a node share), ``"nccl"`` (calls are done for the host while the device lags behind).
+        nodes: the number of nodes; ranks are spread over them evenly, in order.
+        link: between ranks on different nodes, or between all ranks if there is one node; by default 20 us
+            to 2 ms and 1 GB/s.
+        local_link: between ranks on the same node, if there are several; by default 2 to 200 us and 10 GB/s.
+        store: the link to the store through which ranks rendezvous; by default 50 to 500 us.
         faults: what goes wrong, and when.
-        schedule: who goes on; ``RandomWalk(0.1)`` unless said otherwise.
-        statements: names of modules before each statement of which another thread may go on, too
-            (``"asynccoll.order.lane"``, or one of yours): finds races inside of them, and takes longer.
-        timeout: simulated seconds after which it is given up.
-        operation_timeout: that of the context, as ``initialize(timeout=)``.
-        check: as of ``initialize``.
-        joined: whether ``main`` finds its world joined; if not, it calls ``ac.initialize()`` itself, whose
-            ``timeout`` and ``check`` count then.
-        lines: ``"same"`` where no branch of the program has ranks make one call from different lines: what is
-            in ``strays`` of the report is in its ``mismatches`` then, too, and ``check`` raises.
-        real_seconds: after which TimeoutError is raised: code that waits for a thread or a socket that is not
-            simulated never ends.
+        schedule: which thread runs next; by default ``RandomWalk(0.1)``.
+        statements: names of modules (``"asynccoll.order.lane"``, or your own) in which threads may switch
+            before every statement, too: this finds races inside them, and takes longer.
+        timeout: simulated seconds after which the simulation is given up.
+        operation_timeout: the context's timeout, as ``initialize(timeout=)``.
+        check: as for ``initialize``.
+        joined: whether ``main`` starts in an initialized world; if not, it calls ``ac.initialize()`` itself,
+            and the ``timeout`` and ``check`` of that call apply.
+        lines: ``"same"`` if no branch of the program has ranks make the same call from different lines: the
+            report's ``strays`` are then also among its ``mismatches``, and ``check`` raises.
+        real_seconds: real seconds after which TimeoutError is raised: code that waits for a thread or a
+            socket that is not simulated never ends.
 
     Not simulated: what native code does to memory, signals, forks, sockets, and threads that are started
-    otherwise than by asyncio's ``to_thread`` or by the library.
+    other than by asyncio's ``to_thread`` or by the library.
 
     Raises:
         InvalidArgumentError: no such loop, transport or module, a fault that names no rank of this world, a
@@ -135,7 +135,7 @@ def simulate(
 
 
 def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
-    """``main``, also one without a parameter: that of a script, which asks for its rank."""
+    """Return ``main`` as a function of the rank. A script's has no parameter, and asks for its rank."""
     if not callable(main):
         called = inspect.iscoroutine(main)
         if called:
@@ -144,7 +144,7 @@ def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
         raise misfit("main", "a function, or a coroutine function", main, told)
     try:
         signature = inspect.signature(main)
-    except ValueError:  # of some builtins it is unknown
+    except ValueError:  # some builtins have no signature
         return main
     for given in ((0,), ()):
         try:

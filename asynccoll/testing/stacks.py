@@ -1,4 +1,4 @@
-"""Where threads stand, and coroutines that are not running."""
+"""Stacks of simulated threads and of suspended coroutines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["function_of", "suspended", "told"]
 
-#: Frames of these say nothing.
+#: Files whose frames are left out.
 _UNTOLD = ("/asynccoll/testing/", "/threading.py", "/asyncio/base_events.py")
 
 
@@ -24,9 +24,10 @@ def told(
     state_of: Callable[[SimulatedThread], str],
     more: Mapping[SimulatedThread, Callable[[], str]],
 ) -> str:
-    """What each of the program's is doing, frames of ours left out; of some there is ``more`` to tell.
+    """Return what each thread is doing, without our own frames.
 
-    Those that run event loops come first; threads that run nothing of the program are left out.
+    ``more`` describes what else some threads run; these (the ones that run event loops) come first. Threads
+    that run nothing of the program are left out.
     """
     frames = sys._current_frames()
     parts = []
@@ -46,19 +47,21 @@ def told(
 
 
 def suspended(coroutine: Any) -> str:
-    """The lines at which it, and what it awaits, are suspended."""
+    """Return the lines at which ``coroutine``, and what it awaits, are suspended."""
     lines = [
         (code.co_filename, f'    File "{code.co_filename}", line {line}, in {code.co_name}\n')
         for code, line in awaits(coroutine)
-        if not (code.co_name == "__await__" and is_ours(code.co_filename))  # the line above it awaits
+        if not (code.co_name == "__await__" and is_ours(code.co_filename))  # the line above shows the await
     ]
     return "".join(_telling(lines)[-8:])
 
 
 def _telling(frames: Sequence[tuple[str, str]]) -> list[str]:
-    """The lines of a stack, each given with its file: those of the program, and what it has called last.
+    """Return the lines of a stack that are the program's, and the one of the function that it called last.
 
-    What runs a task, and how that call waits, is the same in every program. Without any of the program, all.
+    ``frames`` has each line with its file. The frames that run a task, and those in which the last call
+    waits, are the same in every program. All lines are returned if none is the program's, or if all frames
+    are asked for.
     """
     users = [index for index, (file, _) in enumerate(frames) if is_users(file) and not library_of(file)]
     if not users or are_shown():
@@ -67,6 +70,6 @@ def _telling(frames: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def function_of(coroutine: Any) -> str:
-    """The function that it is a call of, by the name at the place where it is defined."""
+    """Return the name of the coroutine's function, without the functions inside which it is defined."""
     name: str = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
     return name.rpartition("<locals>.")[2]

@@ -1,9 +1,9 @@
-"""A switch point before every statement of some modules, while a block runs.
+"""Switch points before every statement of some modules, for the duration of a block.
 
-Each module's source is compiled again with a call before every statement, and the functions that there are
-get the code that belongs to them: nothing is imported anew, and line numbers stay. Functions that are running
-go on with what they had. What is called by the interpreter in odd places (``__del__``, ``__repr__``,
-``__hash__``, ``__eq__``) is left as it is.
+Each module's source is recompiled with a call before every statement, and its existing functions get the new
+code: nothing is imported again, and line numbers stay the same. Functions that are already running keep their
+old code. Methods that the interpreter calls in odd places (``__del__``, ``__repr__``, ``__str__``,
+``__hash__``, ``__eq__``) are left alone.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = ["Source", "instrumented", "sources"]
 
 _NAME = "__asynccoll_statement__"
 _LEFT_OUT = frozenset({"__del__", "__repr__", "__str__", "__hash__", "__eq__"})
-#: What tells functions of one file apart.
+#: Tells functions of one file apart: name and first line.
 Key = tuple[str, int]
-_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # the second since Python 3.11
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # TryStar: since Python 3.11
 
 
 @dataclass(frozen=True)
 class Source:
-    """One module's file."""
+    """The source file of one module."""
 
     module: str
     file: str
 
 
 def sources(modules: Sequence[str]) -> tuple[Source, ...]:
-    """Their files.
+    """Return the source files of ``modules``.
 
     Raises:
         InvalidArgumentError: there is no such module, or it has no source.
@@ -68,7 +68,7 @@ def _source(name: str) -> Source:
 
 @contextlib.contextmanager
 def instrumented(modules: Sequence[Source]) -> Iterator[None]:
-    """For the block, other threads may go on before each of their statements."""
+    """Put a switch point before each statement of ``modules``, for the block."""
     if not modules:
         yield
         return
@@ -95,12 +95,12 @@ def _statement() -> None:
 
 
 def _key(code: types.CodeType) -> Key:
-    return getattr(code, "co_qualname", code.co_name), code.co_firstlineno  # the first since Python 3.11
+    return getattr(code, "co_qualname", code.co_name), code.co_firstlineno  # co_qualname: since Python 3.11
 
 
 @cache
 def _codes(source: Source) -> dict[Key, types.CodeType]:
-    """The code of each function with switch points; of those that cannot be told apart none."""
+    """Return each function's code with switch points, except functions that cannot be told apart."""
     module = importlib.import_module(source.module)
     tree = _Points().visit(ast.parse(inspect.getsource(module)))
     ast.fix_missing_locations(tree)
@@ -118,7 +118,7 @@ def _codes(source: Source) -> dict[Key, types.CodeType]:
 
 
 def _future_flags(module: types.ModuleType) -> int:
-    """What the module has imported from ``__future__``."""
+    """Return the compiler flags for what the module has imported from ``__future__``."""
     flags = 0
     for name in __future__.all_feature_names:
         feature: Any = getattr(__future__, name)

@@ -1,4 +1,4 @@
-"""A simulated thread as its scheduler sees it, and who says which one goes on."""
+"""Simulated threads as the scheduler sees them, and the schedules that choose among them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Event(NamedTuple):
 
 
 class Killed(BaseException):
-    """Unwinds a thread whose rank is gone, or whose simulation is over; nothing that it does counts."""
+    """Unwinds a thread whose rank is gone, or whose simulation is over; what it still does is ignored."""
 
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Who is next. Every time that this is asked has a number, ``turn``."""
+    """Decides which thread runs next. Decisions are numbered; ``turn`` is the number."""
 
     def begin(self, chance: random.Random) -> None:
-        """A simulation begins."""
+        """Begin a simulation."""
 
     def stays(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
-        """Whether ``thread``, which could go on, does."""
+        """Whether ``thread``, which is running, keeps running."""
 
     def stays_at_statement(self, thread: SimulatedThread, turn: int, chance: random.Random) -> bool:
-        """The same before a statement, of which there are many more."""
+        """Like ``stays``, before a statement; there are many more of those."""
 
     def pick(self, runnable: list[SimulatedThread], turn: int, chance: random.Random) -> SimulatedThread:
-        """Which of these runs next."""
+        """Return the thread of ``runnable`` that runs next."""
 
     def gave_way(self, thread: SimulatedThread) -> None:
-        """It has nothing to do but to look again."""
+        """Note that ``thread`` yields, as it has nothing to do but to poll again."""
 
 
 class SimulatedThread:
@@ -70,10 +70,10 @@ class SimulatedThread:
         self.baton.acquire()
         self.ident: int = 0
         self.runnable: bool = True
-        self.until: float = math.inf  # when it wakes by itself
+        self.until: float = math.inf  # when it wakes if it is not woken before
         self.timed_out: bool = False
         self.ended: bool = False
-        #: what is raised in it at its next point
+        #: the exception to raise in it at its next switch point
         self.interrupt: BaseException | None = None
         self.joiners: list[SimulatedThread] = []
 

@@ -1,4 +1,4 @@
-"""The ranks of one simulation: joined, run, struck by faults, and gone."""
+"""The ranks of one simulation, from joining the world to their end, and the faults that strike them."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from asynccoll.world.context import Context, Identity
 __all__ = ["Setting", "World"]
 
 _MOST_STEPS = 20_000_000
-#: So many simulations leave some 100 MB, and going through all there is takes as long as five of them.
+#: A full collection takes as long as five simulations; this many leave some 100 MB of garbage.
 _RUNS_UNCOLLECTED = 100
 _runs = count(1)
-#: For a function that joins the world itself, as scripts do.
+#: The advice for a ``main`` that joins the world itself, as scripts do.
 _INSTEAD = (
     "leave this call out, or have the function join the world by itself, as a script does: pass joined=False "
     "to simulate or explore (on the command line --not-joined)"
@@ -63,7 +63,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What ``simulate`` was told."""
+    """The arguments of ``simulate`` except ``main``, with defaults filled in."""
 
     world_size: int
     seed: int
@@ -85,7 +85,7 @@ class Setting:
 
 
 class World:
-    """The ranks of one simulation, and all that connects them."""
+    """The ranks of one simulation, and everything that connects them."""
 
     def __init__(self, setting: Setting) -> None:
         size = setting.world_size
@@ -98,12 +98,12 @@ class World:
         self._network = Network(setting.link, setting.local_link, node_of)
         self._scheduler.in_flight = self._network.in_flight
         self._delivery = Delivery(self._scheduler, self._network, size)
-        #: of the worlds that ranks join one after the other
+        #: one for each of the worlds that ranks join one after another, as also in the two lists below
         self._fabrics: list[Fabric] = []
         self._hosts: list[Host] = []
         self._stores: list[SimulatedStore] = []
         self._joined = [0] * size
-        self._ends: dict[int, Callable[[], None]] = {}  # of their timelines
+        self._ends: dict[int, Callable[[], None]] = {}  # by rank: ends its timeline
         self._main_threads: list[SimulatedThread] = []
         self._left = size
         self._strays = Strays()
@@ -111,12 +111,12 @@ class World:
         self.report: Report = Report(setting.seed)
 
     def run(self, main: Callable[[int], object]) -> Report:
-        """From the first rank's beginning to the last one's end."""
+        """Run ``main`` on all ranks, until the last of them has ended."""
         scheduler, report, setting = self._scheduler, self.report, self._setting
         size = setting.world_size
         with (
             _on_one_core(),
-            instrumented(setting.statements),  # which looks for functions among what is collected
+            instrumented(setting.statements),  # before the freeze in ``_uncollected``, which hides functions
             _uncollected(),
             _unheard(scheduler),
             processes(size) as enter,
@@ -137,7 +137,7 @@ class World:
                 self._arm(fault)
             scheduler.run(setting.real_seconds)
             if report.killed or report.errors or scheduler.stuck:
-                gc.collect()  # tasks left in an await raise when they are freed: here nobody hears that
+                gc.collect()  # suspended tasks may raise when freed, which is silenced only in here
         report.deadlock = scheduler.stuck
         report.mismatches = self._delivery.mismatches
         report.strays = self._strays.found(report.timelines)
@@ -154,7 +154,7 @@ class World:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        """For the block it is the one that simulated threads, wires and devices belong to."""
+        """Make this the world that simulated threads, connections and devices belong to, for the block."""
         before = wires.current.network
         wires.current.network = self._network
         setting = self._setting
@@ -171,7 +171,7 @@ class World:
     # A rank
 
     def _live(self, rank: int, main: Callable[[int], object]) -> None:
-        """One rank's main thread, from the first to the last."""
+        """The main thread of ``rank``, from start to end."""
         try:
             self.report.results[rank] = self._whole(rank, main)
         except Killed:
@@ -183,7 +183,7 @@ class World:
             self._end(rank)
 
     def _whole(self, rank: int, main: Callable[[int], object]) -> object:
-        """Join the world, run ``main``, leave."""
+        """Join the world, run ``main``, and leave the world."""
         try:
             if self._setting.joined:
                 runtime.initialize(timeout=self._setting.operation_timeout, check=self._setting.check)
@@ -194,7 +194,7 @@ class World:
         except Killed:
             raise
         except BaseException as error:
-            self.report.errors[rank] = error  # before it leaves, of which the others hear
+            self.report.errors[rank] = error  # before it leaves, which makes its peers raise
             runtime.finalize(abort=True)
             raise
         return result
@@ -208,7 +208,7 @@ class World:
         return Sharing(backend, hub, self._network.node_of, {})
 
     def _create(self, *_: object, timeout: float, check: str, **__: object) -> Context:
-        """What ``initialize`` joins: the first world that this rank has not been in."""
+        """Stand in for ``choosing.create``: join the first world that this rank has not been in."""
         assert self._scheduler.current is not None
         setting, per_node, rank = self._setting, self._per_node, self._scheduler.current.rank
         life = self._joined[rank]
@@ -229,7 +229,7 @@ class World:
         if setting.joined:
             context.instead = _INSTEAD
         timeline = self.report.timelines.setdefault(rank, Timeline(rank, setting.world_size))
-        # Nobody else has the context yet; its lock would be one more place where another thread may go on.
+        # Not by ``observe``: nothing else has the context yet, and its lock would be one more switch point.
         context.observers = (
             *context.observers,
             self._strays.observer(life, rank),
@@ -239,7 +239,7 @@ class World:
         return context
 
     def _end(self, rank: int) -> None:
-        """Its process is gone, and the last one turns off the light."""
+        """End the rank's process; after the last one, end the simulation."""
         if rank in self._ends:
             self._ends[rank]()
         if rank not in self._network.dead:
@@ -275,7 +275,7 @@ class World:
             fault.strike(self)
 
     def kill(self, rank: int, *, silent: bool) -> None:
-        """As by SIGKILL: the kernel closes its sockets; or, if ``silent``, there is no kernel any more."""
+        """Kill ``rank`` as by SIGKILL: the kernel closes its sockets. If ``silent``, its host is gone."""
         self.report.killed.append(rank)
         self._network.kill(rank, silent=silent, now=self._scheduler.now)
         if not silent:
@@ -315,10 +315,12 @@ class World:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """A finalizer runs where the last reference goes, and nowhere else; no thread has a pool of others.
+    """Turn off the garbage collector and torch's thread pool for the block.
 
-    Where a fault collects garbage after all, that of the simulation: not what there was before. What one
-    leaves behind counts as old afterwards, and would be looked at too seldom.
+    So a finalizer runs only where the last reference is dropped. Objects from before the block are frozen: a
+    fault that collects garbage collects only the simulation's. What a simulation leaves behind counts as old
+    afterwards and would be collected too rarely, so every ``_RUNS_UNCOLLECTED``-th block starts with a full
+    collection.
     """
     collected, threads = gc.isenabled(), torch.get_num_threads()
     if collected and next(_runs) % _RUNS_UNCOLLECTED == 0:
@@ -337,7 +339,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unheard(scheduler: Scheduler) -> Iterator[None]:
-    """What finalizers say of ranks that are gone is not told: a process that was killed warns of nothing."""
+    """Silence warnings and finalizers' errors of ranks that are gone: a killed process prints nothing."""
     before, shown = sys.unraisablehook, warnings.showwarning
 
     def counts() -> bool:
@@ -361,9 +363,10 @@ def _unheard(scheduler: Scheduler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Threads of which one runs at a time hand over to each other twice as fast on one core: this one.
+    """Pin threads to the current core for the block: one at a time, they hand over twice as fast there.
 
-    And twice as fast again as batch jobs: these do not interrupt the one that wakes them, which has the GIL.
+    Under SCHED_BATCH they are twice as fast again: a thread does not preempt the one that wakes it, which
+    still holds the GIL.
     """
     here = getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
     if here is None:
