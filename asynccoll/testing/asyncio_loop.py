@@ -1,4 +1,4 @@
-"""asyncio in a simulated world: its own loop, with another selector and another clock."""
+"""asyncio in a simulated world: its own event loop, with a simulated selector and clock."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asynccoll.testing.threads import Killed, SimulatedThread
 __all__ = ["run_asyncio"]
 
 
-#: What a turn of a loop takes.
+#: The simulated time that a turn of the loop takes if it does not sleep.
 _TURN_SECONDS = 20e-6
 
 
 class _Selector(selectors.BaseSelector):
-    """Of no files: it sleeps until somebody wakes the loop, or its time has come."""
+    """A selector without files: it sleeps until the loop is woken, or until the timeout."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -30,9 +30,7 @@ class _Selector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is not None and timeout <= 0:
-            self._scheduler.give_way(
-                _TURN_SECONDS
-            )  # who asks again and again must not keep others from answering
+            self._scheduler.give_way(_TURN_SECONDS)  # a loop that polls must not starve other threads
         elif not self._woken:
             self._sleeper = self._scheduler.current
             self._scheduler.park(math.inf if timeout is None else self._scheduler.now + timeout)
@@ -56,7 +54,7 @@ class _Selector(selectors.BaseSelector):
 
 
 class _Task(asyncio.Task[Any]):
-    """One whose place in a set does not depend on its address."""
+    """A task whose place in a set does not depend on its address."""
 
     def __init__(self, coroutine: Any, *, number: int, **options: Any) -> None:
         self._number = number
@@ -67,7 +65,7 @@ class _Task(asyncio.Task[Any]):
 
 
 class _AsyncioLoop(asyncio.SelectorEventLoop):
-    """The loop of one rank."""
+    """The event loop of one rank."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._simulated = _Selector(scheduler)
@@ -79,7 +77,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         )
 
     def tell(self) -> str:
-        """Where each task stands, and of which function it is: asyncio numbers them, through the process."""
+        """Return where each task is suspended, and its function: asyncio's names only number the tasks."""
         return "".join(
             f"  task {task.get_name()!r} ({function_of(task.get_coro())}):\n{suspended(task.get_coro())}"
             for task in asyncio.all_tasks(self)
@@ -89,15 +87,15 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         return self._scheduler.now
 
     def default_exception_handler(self, context: dict[str, object]) -> None:
-        """Of a task that was unwound, or left where it stood as nobody could go on, nobody need hear."""
+        """Ignore tasks that were unwound, or were left suspended when the loop was closed."""
         if not self.is_closed() and not isinstance(context.get("exception"), Killed):
             super().default_exception_handler(context)
 
     def _make_self_pipe(self) -> None:
-        """Nothing comes through one."""
+        """Do nothing: ``_write_to_self`` wakes the selector without a pipe."""
 
     def _close_self_pipe(self) -> None:
-        """There is none."""
+        """Do nothing: there is no pipe."""
 
     def _write_to_self(self) -> None:
         if running() is None:
@@ -108,7 +106,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
         self._simulated.wake()
 
     def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
-        """In a simulated thread."""
+        """Run ``func`` in a simulated thread."""
         future: asyncio.Future[object] = self.create_future()
         me = self._scheduler.current
         assert me is not None
@@ -119,7 +117,7 @@ class _AsyncioLoop(asyncio.SelectorEventLoop):
                 result = func(*args)
             except Exception as error:
                 failure = error
-            if not self.is_closed():  # after Ctrl-C nobody waits for it
+            if not self.is_closed():  # after Ctrl-C nothing waits for the result
                 self.call_soon_threadsafe(_finish, future, result, failure)
 
         self._scheduler.add(me.rank, None, run)
@@ -137,11 +135,11 @@ def _finish(future: asyncio.Future[object], result: object, error: Exception | N
 
 
 def _nothing() -> None:
-    """Wakes the loop."""
+    """Do nothing: scheduling this wakes the loop."""
 
 
 def run_asyncio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> Any:
-    """As ``asyncio.run``."""
+    """Run ``main`` as ``asyncio.run`` does."""
     loop = _AsyncioLoop(scheduler)
     me = scheduler.current
     assert me is not None
@@ -153,7 +151,7 @@ def run_asyncio(scheduler: Scheduler, main: Coroutine[object, object, object]) -
 
         def cancel(interrupt: BaseException | None) -> None:
             interrupts.extend([interrupt] if interrupt is not None else [])
-            whole.cancel()  # at once, as asyncio.run does at Ctrl-C, also where it is not suspended again
+            whole.cancel()  # immediately, as asyncio.run does at Ctrl-C, even if it never suspends again
             loop.call_soon_threadsafe(_nothing)
 
         scheduler.cancellers[me.rank] = cancel

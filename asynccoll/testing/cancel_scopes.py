@@ -1,6 +1,6 @@
 """anyio's cancel scopes on asyncio, whose children are cancelled in the order in which they were entered.
 
-anyio keeps them in a set, whose order is that of their addresses: the same seed would be another simulation.
+anyio keeps them in a set, whose order depends on their addresses: the same seed would not be reproducible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ordered_cancel_scopes"]
 
 
 class _OrderedSet(dict[Any, None]):
-    """As much of a set as anyio asks of it."""
+    """As much of a set as anyio needs."""
 
     def add(self, one: object) -> None:
         self[one] = None
@@ -36,6 +36,6 @@ class _CancelScope(_asyncio.CancelScope):
 
 @contextlib.contextmanager
 def ordered_cancel_scopes() -> Iterator[None]:
-    """For the block, new cancel scopes on asyncio are such ones."""
+    """Give new cancel scopes on asyncio an order, for the block."""
     with patch.object(_asyncio, "CancelScope", _CancelScope):
         yield

@@ -1,4 +1,4 @@
-"""The event loops that ``simulate`` has, and what each needs to be the same for the same seed."""
+"""The event loops that ``simulate`` supports, and what each needs to be deterministic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LOOPS"]
 
 
 class _Loop(NamedTuple):
-    """How ``main`` is run on one rank, and what is put around all of them."""
+    """How ``main`` is run on one rank, and a context manager that is put around all ranks."""
 
     run: Callable[[Scheduler, Coroutine[object, object, object]], object]
     around: Callable[[int], AbstractContextManager[None]] = lambda seed: nullcontext()
@@ -31,7 +31,7 @@ def _run_none(scheduler: Scheduler, main: Coroutine[object, object, object]) -> 
 
 @contextmanager
 def _with_or_without_trio(seed: int) -> Iterator[None]:
-    """Every second pair of seeds runs as where nobody has imported trio: an await there has a shorter way."""
+    """Run every second pair of seeds as if trio were not imported: an await takes a shorter path then."""
     if seed // 2 % 2:
         yield
     else:

@@ -1,4 +1,4 @@
-"""For a while, ``host`` is a simulated one, and what a process has once each rank has for itself."""
+"""Replaces ``host`` by a simulated one for a while, and gives each rank its own per-process state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import asynccoll.public  # noqa: F401  # before the host is exchanged, whatever a simulated program imports
+import asynccoll.public  # noqa: F401  # whatever a program imports, before the host is replaced
 from asynccoll import host
 from asynccoll.flight import dumps
 from asynccoll.host import answering, forks, lines, primitives, shared_memory, state
@@ -24,7 +24,7 @@ _LINES = ("connect", "is_open", "listen")
 
 @contextmanager
 def processes(world_size: int) -> Iterator[Callable[[int], None]]:
-    """Exchange the host for the block; the function that is given says which rank's thread goes on."""
+    """Replace the host for the block. Yields a function to call with the rank whose thread runs next."""
     with (
         exchanged(host, primitives.__all__, simulated),
         exchanged(lines, _LINES, network),
@@ -56,7 +56,7 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def exchanged(module: object, names: Sequence[str], other: object) -> Iterator[None]:
-    """For the block, the names of ``module`` are those of ``other``."""
+    """Replace ``names`` of ``module`` by those of ``other``, for the block."""
     before = {name: getattr(module, name) for name in names}
     for name in names:
         setattr(module, name, getattr(other, name))
@@ -69,7 +69,7 @@ def exchanged(module: object, names: Sequence[str], other: object) -> Iterator[N
 
 @contextmanager
 def _simulated_locks() -> Iterator[None]:
-    """For the block, modules' own locks are simulated: all ranks share them, as nobody waits under one."""
+    """Simulate modules' own locks for the block. All ranks share them, as no thread blocks holding one."""
     places = _locks()
     before = [getattr(module, name) for module, name in places]
     for module, name in places:
@@ -83,7 +83,7 @@ def _simulated_locks() -> Iterator[None]:
 
 @cache
 def _locks() -> list[tuple[object, str]]:
-    """Where they are: the modules that hold them were imported by those that can use them."""
+    """Return modules and names of the locks. Code that can use a lock has imported its module by now."""
     return [
         (module, name)
         for module in list(sys.modules.values())
@@ -94,12 +94,12 @@ def _locks() -> list[tuple[object, str]]:
 
 
 def _new(made: object) -> dict[Any, object]:
-    """What is in it."""
+    """Return the contents of an object: of a dict itself, else its attributes."""
     return made if isinstance(made, dict) else made.__dict__
 
 
 def _exchange(kept: list[object], contents: list[dict[Any, object]]) -> list[dict[object, object]]:
-    """Give them these contents; what they had."""
+    """Give the objects ``kept`` new contents, and return the old ones."""
     before: list[dict[Any, object]] = []
     for one, content in zip(kept, contents, strict=True):
         if not isinstance(one, dict):

@@ -1,7 +1,7 @@
-"""trio in a simulated world: its own run loop, with another clock, another way to wake it, and no files.
+"""trio in a simulated world: its own run loop, with a simulated clock and wakeup, and no files.
 
-``trio.run`` is two private functions and a loop around them, which is written here once more; its order of
-tasks, which is random, comes from the seed. They are the same in every version from 0.22 on.
+``trio.run`` is a loop around two private functions, which are the same in every version from 0.22 on. This
+module has its own loop around them. trio's random order of tasks comes from the seed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["ordered", "run_trio"]
 
 
-#: What a turn of a loop takes.
+#: The simulated time that a turn of the loop takes if it does not sleep.
 _TURN_SECONDS = 20e-6
 
 
 class _Wakeup:
-    """What ``run_sync_soon`` wakes the loop by; it holds a real lock then, so nobody else may go on."""
+    """Wakes the loop for ``run_sync_soon``, which holds a real lock: this must not be a switch point."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -57,7 +57,7 @@ class _Wakeup:
         return trio.lowlevel.Abort.SUCCEEDED
 
     def turn(self, runner: Any, seconds: float) -> None:
-        """Sleep as the loop would, and go on with who waits to be woken."""
+        """Sleep as the loop would, then reschedule the task in ``wait_woken`` if the loop was woken."""
         if seconds <= 0:
             self._scheduler.give_way(_TURN_SECONDS)
         elif not self._woken:
@@ -69,10 +69,10 @@ class _Wakeup:
             runner.reschedule(task)
 
     def wakeup_on_signals(self) -> None:
-        """There are no signals."""
+        """Do nothing: there are no signals."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def _clock(scheduler: Scheduler) -> trio.abc.Clock:
@@ -80,7 +80,7 @@ def _clock(scheduler: Scheduler) -> trio.abc.Clock:
 
     class Clock(trio.abc.Clock):
         def start_clock(self) -> None:
-            """It runs."""
+            """Do nothing: it is always running."""
 
         def current_time(self) -> float:
             return scheduler.now
@@ -92,7 +92,7 @@ def _clock(scheduler: Scheduler) -> trio.abc.Clock:
 
 
 def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> object:
-    """As ``trio.run``."""
+    """Run ``main`` as ``trio.run`` does."""
     import sniffio
     import trio
     from trio._core import _run
@@ -103,9 +103,9 @@ def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> o
         with trio.CancelScope() as scope:
             scopes.append(scope)
             return await main
-        raise trio.Cancelled._create()  # as asyncio has it
+        raise trio.Cancelled._create()  # cancelled: raise, as on asyncio
 
-    whole.__module__, whole.__qualname__ = "main", function_of(main)  # of which trio makes the task's name
+    whole.__module__, whole.__qualname__ = "main", function_of(main)  # trio names the task after these
     runner: Any = _run.setup_runner(_clock(scheduler), [], False, True)
     runner.entry_queue.wakeup.close()
     wakeup = runner.entry_queue.wakeup = _Wakeup(scheduler)
@@ -121,7 +121,7 @@ def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> o
 
     scheduler.cancellers[me.rank] = cancel
     turns = _run.unrolled_run(runner, whole, ())
-    before, sniffio.thread_local.name = sniffio.thread_local.name, "trio"  # as trio.run says who it is
+    before, sniffio.thread_local.name = sniffio.thread_local.name, "trio"  # as trio.run does
     try:
         seconds = next(turns)
         while True:
@@ -139,7 +139,7 @@ def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> o
 
 
 def _abandon(runner: Any, turns: Any) -> None:
-    """End what is left of a run that was killed: here, where nobody hears what it says to that."""
+    """Close the tasks of a killed run here, where the errors that they raise are suppressed."""
     from trio._core._run import GLOBAL_RUN_CONTEXT
 
     tasks = list(runner.tasks)
@@ -149,7 +149,7 @@ def _abandon(runner: Any, turns: Any) -> None:
     GLOBAL_RUN_CONTEXT.runner = runner
     for task in tasks:
         GLOBAL_RUN_CONTEXT.task = task
-        for _ in range(10):  # some wait once more
+        for _ in range(10):  # some await again while they are closed
             with contextlib.suppress(BaseException):
                 task.coro.close()
                 break
@@ -163,11 +163,11 @@ def _told(runner: Any) -> str:
 
 @contextlib.contextmanager
 def ordered(seed: int) -> Iterator[None]:
-    """For the block, trio's order of tasks comes from ``seed``."""
+    """Derive trio's order of tasks from ``seed``, for the block."""
     from trio._core import _run
 
     before = _run._ALLOW_DETERMINISTIC_SCHEDULING, _run._r
-    chance = random.Random(seed)  # noqa: S311  # it hides nothing: it is to come out the same
+    chance = random.Random(seed)  # noqa: S311  # not for secrets: it has to be reproducible
     _run._ALLOW_DETERMINISTIC_SCHEDULING, _run._r = True, chance  # type: ignore[misc]  # trio's own switch
     try:
         yield

@@ -1,4 +1,4 @@
-"""Threads that anyio's and trio's ``to_thread`` would start: simulated ones instead."""
+"""Simulated threads in place of those that anyio's and trio's ``to_thread`` would start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["worker_threads"]
 
 @contextlib.contextmanager
 def worker_threads() -> Iterator[None]:
-    """For the block, what is sent to a worker thread of asyncio's or trio's runs in a simulated one."""
+    """Use simulated threads for the block, in place of anyio's worker threads on asyncio, and of trio's."""
     from anyio._backends._asyncio import AsyncIOBackend
 
     real = AsyncIOBackend.run_sync_in_worker_thread
@@ -43,7 +43,7 @@ async def _on_asyncio(
         return await real(func, args, **options)
     await anyio.lowlevel.checkpoint()
     context = contextvars.copy_context()
-    if find_spec("sniffio") is not None:  # trio brings it, anyio does without
+    if find_spec("sniffio") is not None:  # trio needs it, anyio does not
         context.run(import_module("sniffio").current_async_library_cvar.set, None)
     with anyio.CancelScope(shield=not options.get("abandon_on_cancel", False)):
         return await asyncio.get_running_loop().run_in_executor(None, context.run, func, *args)
