@@ -1,6 +1,6 @@
-"""What carries messages between simulated ranks, and a thread of each rank that takes them in.
+"""Delivery of messages between simulated ranks: when they arrive, and each rank's thread that handles them.
 
-It must not know what the messages are.
+This module must not know what the messages are.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from asynccoll.testing.threads import SimulatedThread
 
 __all__ = ["CLOSED", "REFUSED", "Delivery"]
 
-#: What a library says whose peer is gone.
+#: What a communication library says when a peer is gone.
 CLOSED = "connection closed by peer"
-#: What it says of a call that it does not take.
+#: What it says of a call that it does not accept.
 REFUSED = "out of resources"
 
 
 class Delivery:
-    """When messages come, and who does then what is to be done."""
+    """When messages arrive, and the threads that then act on them."""
 
     def __init__(self, scheduler: Scheduler, network: Network, world_size: int) -> None:
         self.scheduler = scheduler
         self.network = network
         self._calls = [0] * world_size
-        self._free_at = [0.0] * world_size  # when a rank's last message has left
-        #: by rank: how much longer what it sends with its call of this number takes
+        self._free_at = [0.0] * world_size  # by rank: when its last message has left
+        #: by rank and number of its call: how many seconds longer the messages of that call take
         self._late: dict[tuple[int, int], float] = {}
-        self._failing: set[int] = set()  # ranks whose next call is not taken
-        #: told of each call of a rank, with how many it has made
+        self._failing: set[int] = set()  # ranks whose next call is refused
+        #: called at each call, with the rank and how many calls it has made
         self.observers: list[Callable[[int, int], object]] = []
-        #: what could not have worked on a real transport: calls that do not match
+        #: calls that do not match, which could not have worked on a real transport
         self.mismatches: list[str] = []
         self._cards = [_Card(scheduler) for _ in range(world_size)]
 
     def start(self, rank: int) -> None:
-        """Its thread, as gloo has one."""
+        """Start the rank's thread, as gloo has one."""
         self._cards[rank].thread = self.scheduler.add(rank, "gloo", self._cards[rank].run)
 
     def at(self, rank: int, time: float, act: Callable[[], object]) -> None:
-        """Have the rank's thread do ``act`` at that time."""
+        """Have the rank's thread call ``act`` at ``time``."""
         self._cards[rank].put(time, act)
 
     def arrival(self, size_bytes: float, src: int, dst: int) -> float:
-        """When a message comes that leaves as soon as the rank has sent what it sent before."""
+        """Return when a message arrives that leaves as soon as the rank's earlier messages have left."""
         link = self.network.link(src, dst)
         begins = max(self.scheduler.now, self._free_at[src])
         self._free_at[src] = begins + size_bytes / link.bandwidth
@@ -56,18 +56,18 @@ class Delivery:
         return begins + link.seconds(size_bytes, self.scheduler.chance(src)) + late
 
     def delay(self, rank: int, call: int | None, seconds: float) -> None:
-        """What the rank sends with this call, or with its next one, takes so much longer."""
+        """Delay what the rank sends in call number ``call``, or in its next one, by ``seconds``."""
         self._late[rank, self._calls[rank] + 1 if call is None else call] = seconds
 
     def fail(self, rank: int) -> None:
-        """The call that the rank makes just now is not taken, or its next one."""
+        """Refuse the call that the rank is just making, or its next one."""
         self._failing.add(rank)
 
     def called(self, rank: int, what: str) -> None:
-        """A rank makes one more call.
+        """Note that ``rank`` makes one more call.
 
         Raises:
-            RuntimeError: it is not taken.
+            RuntimeError: the call is refused.
         """
         self._calls[rank] += 1
         self.scheduler.tell(rank, what)
@@ -79,7 +79,7 @@ class Delivery:
 
 
 class _Card:
-    """The thread of one rank that ends calls, and what it has to do when."""
+    """The network card of one rank: a thread that completes calls, and what it has to do when."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.thread: SimulatedThread | None = None
@@ -100,6 +100,6 @@ class _Card:
             elif self._due[0][0] > self._scheduler.now:
                 self._scheduler.park(self._due[0][0])
             else:
-                with torch.inference_mode():  # no mode keeps native code from writing
+                with torch.inference_mode():  # native code writes in any mode
                     heapq.heappop(self._due)[2]()
                 self._scheduler.point()

@@ -1,6 +1,6 @@
 """The device of a simulated rank, if its transport has one: what was launched there, and its events.
 
-There is no other stream, and nothing is computed there: what is behind are calls of the transport.
+It has only one stream and computes nothing: all that lags behind the host are calls of the transport.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["Device", "devices", "order_after", "recorded"]
 
 
 class Device:
-    """What it has not done yet."""
+    """The calls that a device has not completed yet."""
 
     def __init__(self, patience_seconds: float) -> None:
-        #: after which torch's own watchdog aborts what is still out there
+        #: after which torch's own watchdog aborts a call that is still in flight
         self.patience_seconds = patience_seconds
         self._launched: list[Promise] = []
 
@@ -27,12 +27,12 @@ class Device:
         self._launched.append(promise)
 
     def event(self) -> Event:
-        """A place after all that was launched so far."""
+        """Return an event after everything that was launched so far."""
         return Event(tuple(self._launched))
 
 
 class Event:
-    """As ``torch.cuda.Event``."""
+    """A simulated ``torch.cuda.Event``."""
 
     def __init__(self, before: tuple[Promise, ...]) -> None:
         self._before = before
@@ -40,7 +40,7 @@ class Event:
     def query(self) -> bool:
         for one in self._before:
             if one.done() and (error := one.error()) is not None:
-                raise RuntimeError(str(error))  # as a kernel's failure is heard of
+                raise RuntimeError(str(error))  # as the failure of a kernel is reported
         return all(one.done() for one in self._before)
 
     def synchronize(self) -> None:
@@ -49,18 +49,18 @@ class Event:
         self.query()
 
 
-#: Those of the ranks of the simulation that runs.
+#: The devices of the running simulation, by rank.
 devices: list[Device] = []
 
 
 def recorded(device: object) -> Event:
-    """As ``streams.recorded``."""
+    """Simulate ``streams.recorded``."""
     scheduler = running()
     assert scheduler is not None and scheduler.current is not None
     return devices[scheduler.current.rank].event()
 
 
 def order_after(event: Any, device: object) -> None:
-    """As ``streams.order_after``: what is computed next is computed by this thread."""
+    """Simulate ``streams.order_after``. This thread computes what comes next, so it waits itself."""
     for one in event._before:
         one.wait(math.inf)

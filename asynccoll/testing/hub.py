@@ -1,4 +1,4 @@
-"""What a simulated rank shares with the others of its host, in the place of ``backends.memory.hub.Hub``."""
+"""What a simulated rank shares with the others of its host; stands in for ``backends.memory.hub.Hub``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Host", "SimulatedHub"]
 
-#: A slot has so many bytes, or what all ranks need for a part each: nearly every call takes several steps.
+#: The bytes of a slot, one of these at random, or more if an item of each rank needs more: so small that
+#: nearly every call takes several steps.
 _SLOT_BYTES = (64, 256, 1024, 4096)
 _LARGEST_ITEM_BYTES = 16
-#: Of the worlds, so many are told that there are enough cores: then ranks look longer before they sleep.
+#: The fraction of ranks that are told that there are enough cores: those poll longer before they sleep.
 _UNCROWDED = 0.1
 
 
 class Host:
-    """The memory of one simulated world, and who is there."""
+    """The shared memory of one simulated world, and the hubs of its ranks."""
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
@@ -33,7 +34,7 @@ class Host:
         self.hubs: dict[int, SimulatedHub] = {}
 
     def memory(self, opening: Opening) -> Memory:
-        """That of a lane, in one epoch."""
+        """Return the memory of a lane in one epoch."""
         found = self.memories.get(opening.name)
         if found is None:
             drawn = self.delivery.scheduler.chance(opening.ranks[0]).choice(_SLOT_BYTES)
@@ -42,7 +43,7 @@ class Host:
         return found
 
     def kill(self, rank: int) -> None:
-        """Its process is gone: the kernel tells the others, each in its time."""
+        """Tell the other ranks that the process is gone, each after its link's latency."""
         for one, hub in self.hubs.items():
             if one != rank:
                 at = self.delivery.arrival(0, rank, one)
@@ -50,7 +51,7 @@ class Host:
 
 
 class _Watcher:
-    """As ``backends.memory.watcher.Watcher``: a thread that looks at a rank's regions when its bell rings."""
+    """A simulated ``backends.memory.watcher.Watcher``: a thread that moves calls when its bell rings."""
 
     def __init__(self) -> None:
         self.gone: set[int] = set()
@@ -68,7 +69,7 @@ class _Watcher:
         self._bell.set()
 
     def has_gone(self, rank: int) -> None:
-        """A process of another rank has ended."""
+        """Note that the process of another rank has ended."""
         self.gone.add(rank)
         self.ring()
 
@@ -89,7 +90,7 @@ class _Watcher:
 
 
 class SimulatedHub:
-    """One rank's."""
+    """The hub of one rank."""
 
     def __init__(self, shared: Host, rank: int) -> None:
         scheduler = shared.delivery.scheduler
@@ -100,11 +101,11 @@ class SimulatedHub:
         shared.hubs[rank] = self
 
     def region(self, opening: Opening) -> tuple[SimulatedRegion, Parking]:
-        """The memory of a lane; all ranks of it have come."""
+        """Return the memory of a lane. Waits until all of its ranks have called."""
         assert opening.clients is not None
         opening.clients.meet(opening.name, opening.rank, opening.size, opening.meeting, opening.given_up)
         memory = self._host.memory(opening)
-        called = lambda text: self._host.delivery.called(self._rank, f"{text} on {opening.name}")  # noqa: E731  # what it says
+        called = lambda text: self._host.delivery.called(self._rank, f"{text} on {opening.name}")  # noqa: E731  # short
         return SimulatedRegion(memory, opening.rank, called), Parking(memory, opening.rank)
 
     def later(self, job: Callable[[], object]) -> None:
@@ -119,4 +120,4 @@ class SimulatedHub:
         self.watcher.stop()
 
     def disown(self) -> None:
-        """Nobody forks in a simulation."""
+        """Do nothing: simulations do not fork."""

@@ -1,4 +1,4 @@
-"""A link between two ranks: what a message over it takes."""
+"""A link between two ranks: how long a message takes on it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Link"]
 
 @dataclass(frozen=True)
 class Link:
-    """What a message takes: a latency, and its bytes over the bandwidth (Hockney's model, 1994).
+    """How long a message takes: a latency, plus its bytes over the bandwidth (Hockney's model, 1994).
 
     >>> Link(latency=1e-3, bandwidth=1e9).seconds(1_000_000)
     0.002
     """
 
-    #: in seconds, always so long, or drawn between these two for each message of a simulation
+    #: in seconds: fixed, or a range from which it is drawn for each message of a simulation
     latency: float | tuple[float, float] = (20e-6, 2e-3)
-    #: bytes a second
+    #: bytes per second
     bandwidth: float = 1e9
 
     def __post_init__(self) -> None:
@@ -41,9 +41,9 @@ class Link:
         return self.latency if isinstance(self.latency, tuple) else (self.latency, self.latency)
 
     def seconds(self, size_bytes: float, chance: random.Random | None = None) -> float:
-        """Of one message: one that is drawn, or the middle one.
+        """Return the seconds of one message, with a latency drawn by ``chance``, or else the median one.
 
-        Latencies go by order of magnitude: most are short.
+        Latencies are log-uniform, so most are short; if the range starts at 0, they are uniform.
         """
         least, most = self._range
         part = 0.5 if chance is None else chance.random()
@@ -52,11 +52,11 @@ class Link:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[float, float]]) -> Link:
-        """From (bytes, seconds) of all_reduces on **two** ranks; at least two sizes.
+        """Fit a link to (bytes, seconds) of all_reduces on **two** ranks, of at least two sizes.
 
-        There a ring is two messages of half the bytes: twice the latency, and all bytes over the bandwidth.
-        The line is that of least relative squares, or megabytes would drown what a small message says about
-        the latency.
+        On two ranks a ring is two messages of half the bytes: twice the latency, plus all bytes over the
+        bandwidth. The fit minimizes the squares of relative errors; else megabytes would drown out what
+        small messages say about the latency.
 
         >>> Link.fit([(1, 2.25), (8, 4.0)])
         Link(latency=1.0, bandwidth=4.0)

@@ -1,6 +1,7 @@
-"""Messages between two simulated ranks: each comes in its time, and those of one tag in order.
+"""Messages between two simulated ranks: each takes its time, and those of one tag are matched in order.
 
-A send ends once its message is taken, whatever its size: a library that may keep a small one may also not.
+A send completes once its message is received, whatever its size: a library may buffer small messages, but
+need not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Letter", "Mailbox"]
 
 
 class Letter(NamedTuple):
-    """A message of rank ``src`` that is there from ``at`` on; ``sent`` ends once it is taken."""
+    """A message of rank ``src`` that arrives at ``at``; ``sent`` is settled once it is received."""
 
     at: float
     content: torch.Tensor | str
@@ -29,7 +30,7 @@ class Letter(NamedTuple):
 
 
 class Mailbox:
-    """Messages of one pair and tag, in order."""
+    """The messages of one pair of ranks and one tag, in order."""
 
     def __init__(self) -> None:
         self.letters: deque[Letter] = deque()
@@ -48,7 +49,7 @@ class Mailbox:
 
     def close(self, delivery: Delivery) -> None:
         self.closed = True
-        # A letter stays: what its sender has left behind is read before the end of the connection.
+        # The letters stay: what a sender has sent is received before the connection ends.
         waiting = [(letter.sent, letter.src) for letter in self.letters if not letter.sent.done()]
         waiting += [(promise, rank) for _, promise, rank in self.readers]
         self.readers.clear()

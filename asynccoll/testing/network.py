@@ -1,4 +1,4 @@
-"""What carries anything between simulated ranks: links with latency and bandwidth, beacons, the store."""
+"""The simulated network: links with latency and bandwidth, beacons, and the store."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 K = TypeVar("K")
-#: What asking the kernel of a near host takes.
+#: How long it takes to ask the kernel of a nearby host.
 _PROBE_SECONDS = 50e-6
-#: How long a connection to a host that is gone is thought to stand: as ``host.lines`` asks for.
+#: How long a connection to a host that is gone seems open, with the keepalive options of ``host.lines``.
 _KEEPALIVE_SECONDS = 8.0
 
 
 class Network:
-    """Which ranks are there and on which node, what connects them, and their beacons."""
+    """The nodes of the ranks, the links between them, their beacons, and which ranks are dead."""
 
     def __init__(self, link: Link, local: Link, node_of: Sequence[int]) -> None:
         self.dead: set[int] = set()
@@ -52,11 +52,11 @@ class Network:
         self.answering: list[Answers] = []  # by port, from 1
 
     def link(self, src: int, dst: int) -> Link:
-        """What connects the two."""
+        """Return the link between two ranks."""
         return self._local if self.node_of[src] == self.node_of[dst] else self._link
 
     def in_flight(self) -> str:
-        """A line for each call that a rank has in flight, as its recorder has it."""
+        """Return a line for each call that a rank has in flight, from its flight recorder."""
         found = [flight.read(memoryview(memory.buffer)) for memory in self.memories if memory.descriptor >= 0]
         return "".join(
             f"rank {one.rank} waits in {call.name} at {call.place}\n"
@@ -66,20 +66,20 @@ class Network:
         )
 
     def light(self, rank: int) -> tuple[Beacon, int]:
-        """A beacon, and its port."""
+        """Return a new beacon of ``rank``, and its port."""
         self._beacons.append(Beacon(rank))
         return self._beacons[-1], len(self._beacons)
 
     def beacon(self, port: int) -> Beacon:
-        """That at this port."""
+        """Return the beacon at ``port``."""
         return self._beacons[port - 1]
 
     def is_lit(self, rank: int) -> bool:
-        """Whether one of this rank's is there."""
+        """Whether ``rank`` has a beacon that is not closed."""
         return any(beacon.lit for beacon in self._beacons if beacon.rank == rank)
 
     def kill(self, rank: int, *, silent: bool = False, now: float = 0.0) -> None:
-        """The kernel closes what the process had; of a ``silent`` one nothing is heard any more."""
+        """Close what the rank's process had open, as its kernel does; if ``silent``, only stop answering."""
         self.dead.add(rank)
         for beacon in self._beacons:
             if beacon.rank == rank and silent:
@@ -89,7 +89,7 @@ class Network:
 
 
 class Beacon:
-    """A listening socket that nobody serves."""
+    """A listening socket that never accepts."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -101,23 +101,23 @@ class Beacon:
 
 
 class _Line:
-    """A connection to one."""
+    """A connection to a beacon."""
 
     def __init__(self, beacon: Beacon) -> None:
         self.beacon = beacon
 
     def is_open(self) -> bool:
-        """As far as the kernel knows, which asks again and again."""
+        """Whether it is open as far as the local kernel knows, which sends keepalive probes."""
         scheduler = running()
         assert scheduler is not None
         return self.beacon.lit and scheduler.now < self.beacon.silent_since + _KEEPALIVE_SECONDS
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
 
 class Memory:
-    """As ``host.shared_memory.Memory``."""
+    """A simulated ``host.shared_memory.Memory``."""
 
     def __init__(self, size: int, name: str = "") -> None:
         self.buffer: mmap.mmap = mmap.mmap(-1, size)
@@ -133,7 +133,7 @@ class Memory:
 
 
 class _Current:
-    """The network of the simulation that runs."""
+    """Holds the network of the running simulation."""
 
     network: Network = Network(Link(), Link(), ())
 
@@ -142,7 +142,10 @@ current: _Current = _Current()
 
 
 class Answers:
-    """As ``host.answering.Answers``, for notes of calls, and where a rank stands; its memory can be read."""
+    """A simulated ``host.answering.Answers``, for notes of calls, and for accounts of where a rank stands.
+
+    Whatever else others want to know, they read in the rank's memory (``look``).
+    """
 
     def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, object]]) -> None:
         scheduler = running()
@@ -165,7 +168,7 @@ def ask(
     *,
     reach: float | None = None,
 ) -> dict[K, Mapping[str, object] | None]:
-    """As ``host.answering.ask``: there and back, each of ``peers`` as soon as the link to it has it."""
+    """Simulate ``host.answering.ask``: each peer is asked once its link has delivered the question."""
     if not question.startswith((NOTE, "account")):
         return {}
     scheduler = running()
@@ -184,24 +187,24 @@ def ask(
 
 
 def look(pid: int, descriptor: int) -> memoryview | None:
-    """As ``host.shared_memory.look``."""
+    """Simulate ``host.shared_memory.look``."""
     memory = current.network.memories[descriptor]
     is_there = memory.descriptor == descriptor and memory.rank not in current.network.dead
     return memoryview(memory.buffer) if is_there else None
 
 
 def exit_code(_pid: int) -> int | None:
-    """Of a rank that is gone nobody has seen how it ended."""
+    """Return None: how a rank has ended is never known."""
     return None
 
 
 def directory_for(_job: str) -> None:
-    """Simulated ranks leave no dumps."""
+    """Return None: simulated ranks write no dumps."""
     return
 
 
 def process_state(pid: int) -> str:
-    """As ``host.shared_memory.process_state``."""
+    """Simulate ``host.shared_memory.process_state``."""
     scheduler = running()
     rank = pid - FIRST_PID
     if scheduler is None or rank in current.network.dead:
@@ -210,24 +213,24 @@ def process_state(pid: int) -> str:
 
 
 def own_address(meeting_host: str | None) -> str:
-    """As ``host.network.own_address``."""
+    """Simulate ``host.network.own_address``."""
     return "127.0.0.1"
 
 
 def listen(address: str) -> tuple[Beacon, int]:
-    """As ``host.lines.listen``."""
+    """Simulate ``host.lines.listen``."""
     scheduler = running()
     assert scheduler is not None and scheduler.current is not None
     return current.network.light(scheduler.current.rank)
 
 
 def is_open(line: _Line) -> bool:
-    """As ``host.lines.is_open``."""
+    """Simulate ``host.lines.is_open``."""
     return line.is_open()
 
 
 def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K, _Line], list[K]]:
-    """As ``host.lines.connect``."""
+    """Simulate ``host.lines.connect``."""
     beacons = {peer: current.network.beacon(port) for peer, (_, port) in peers.items()}
     silent = [peer for peer, beacon in beacons.items() if beacon.silent_since < math.inf]
     sleep(seconds if silent else min(seconds, _PROBE_SECONDS))
@@ -235,7 +238,7 @@ def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K,
 
 
 class SimulatedStore(dist.Store):
-    """The store at which ranks meet: each request takes its time, and is served at one moment of it."""
+    """The store through which ranks rendezvous: a request takes time, and is served atomically at its end."""
 
     def __init__(self, link: Link, held: dict[str, bytes] | None = None) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""How long collectives take on more ranks than there are here: predicted from what two ranks take.
+"""Predicts from measurements on two ranks how long collectives take on many.
 
-A message takes what its ``Link`` says; an algorithm is a sum of messages, and a training step a line of
-buckets that become ready during backward.
-Pure arithmetic: what it leaves out (contention, stragglers, the sum itself) is said in docs/scaling.md.
+A message takes as long as its ``Link`` says, an algorithm is a sum of messages, and a training step is a
+queue of buckets that become ready during backward. This is pure arithmetic; docs/scaling.md says what it
+leaves out (contention, stragglers, the reduction itself).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asynccoll.testing.links import Link
 
 __all__ = ["AllReduce", "Step", "best_bucket_bytes", "hierarchical", "ring", "tree"]
 
-#: Seconds of one all_reduce of so many bytes.
+#: From the bytes of an all_reduce, the seconds that it takes.
 AllReduce = Callable[[float], float]
 
 
@@ -24,7 +24,7 @@ AllReduce = Callable[[float], float]
 
 
 def ring(link: Link, ranks: int) -> AllReduce:
-    """Reduce-scatter and all-gather round a ring: ``2 (n - 1)`` messages of an n-th of the bytes."""
+    """Reduce-scatter and all-gather around a ring: ``2 (n - 1)`` messages of an n-th of the bytes."""
     return lambda size_bytes: 2 * (ranks - 1) * link.seconds(size_bytes / ranks)
 
 
@@ -36,8 +36,8 @@ def tree(link: Link, ranks: int) -> AllReduce:
 def hierarchical(local: Link, network: Link, ranks: int, ranks_per_node: int) -> AllReduce:
     """Reduce-scatter within each node, all_reduce between nodes, all-gather within each node.
 
-    Every rank of a node sends its part over the network at once, so that they share its bandwidth: a
-    ring of nodes that carries all the bytes.
+    All ranks of a node send their parts over the network at the same time and share its bandwidth. So the
+    all_reduce between nodes takes as long as a ring of nodes that carries all the bytes.
     """
     if ranks % ranks_per_node:
         raise InvalidArgumentError(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
@@ -55,14 +55,14 @@ def hierarchical(local: Link, network: Link, ranks: int, ranks_per_node: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a data-parallel step computes, and the gradients that it has to average."""
+    """A data-parallel step: how long it computes, and the size of the gradients that it averages."""
 
     forward_seconds: float
     backward_seconds: float
     gradient_bytes: float
 
     def seconds(self, all_reduce: AllReduce, bucket_bytes: float) -> float:
-        """With buckets that become ready evenly during backward and are sent one after the other."""
+        """Return the step's seconds; buckets become ready evenly during backward, and are sent one by one."""
         if not bucket_bytes > 0:
             raise InvalidArgumentError(f"bucket_bytes must be positive, got {bucket_bytes!r}")
         now, left, seen = self.forward_seconds, self.gradient_bytes, 0.0
@@ -75,9 +75,9 @@ class Step:
 
 
 def best_bucket_bytes(step: Step, all_reduce: AllReduce) -> int:
-    """The power of two, from 64 KiB to 256 MiB, with which the step is over soonest.
+    """Return the bucket size with which the step is fastest: a power of two from 64 KiB to 256 MiB.
 
-    Of equally good ones the smallest.
+    Of equally good ones, it is the smallest.
     """
     sizes = [1 << power for power in range(16, 29)]
     return min(sizes, key=lambda size_bytes: (step.seconds(all_reduce, size_bytes), size_bytes))

@@ -1,10 +1,10 @@
-"""One simulated communicator: calls in rounds, each over on a rank once all that it needs has come there.
+"""One simulated communicator: calls in rounds, each over on a rank once all that it needs has arrived there.
 
-What a rank will fill holds garbage until the call is over, and what it sends is read at the last moment at
-which it may be. If it fills the memory that it sends, both cannot be: by chance it is read at once, and then
-garbage, or late. A lost rank fails the calls of its neighbours, as the ring of gloo does; the others wait
-until somebody tells them. What is written goes by ``data``, which autograd does not see, as it does not see
-native code.
+A call's output holds garbage until the call is over, and its input is read at the last possible moment. If
+the two share memory, only one of these is possible: by chance, either the input is read at the call, and
+garbage from then on, or it is read late. A lost rank fails the calls of its neighbors, as in gloo's ring; the
+other ranks wait until they are told. Output is written through ``data``, so that autograd does not see it,
+just as it does not see what native code writes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from asynccoll.testing.delivery import CLOSED, Delivery
 
 __all__ = ["Call", "Wire", "fill", "spoil"]
 
-#: How many rounds behind the last rank are remembered.
+#: Twice this many of the rounds that all ranks have called are kept.
 _KEPT_ROUNDS = 64
-#: Below the numbers of ranks: a chance of its own, so that those of a rank's messages stay what they are.
+#: Reads draw from generators with numbers below those of ranks: the latencies of messages stay the same.
 _READS_AT_ONCE = -1
 _ABORTED = "the communicator was aborted"
 
@@ -39,24 +39,24 @@ class Call:
     sent: list[torch.Tensor]
     filled: list[torch.Tensor]
     needs: frozenset[int]
-    #: how many of them it sends to each of the others
+    #: how many bytes it sends to each of the others
     size_bytes: float
     finish: Callable[[list[list[torch.Tensor]]], object]
     promise: Promise = field(default_factory=Promise)
-    at: float = -math.inf  # when all that it needs will have come
+    at: float = -math.inf  # when all that it needs will have arrived
     came: set[int] = field(default_factory=set)
     _read: list[torch.Tensor] | None = None
 
     @property
     def in_place(self) -> bool:
-        """Whether it fills memory that it sends."""
+        """Whether its output shares memory with its input."""
         return any(may_overlap(x, y) for x in self.sent for y in self.filled)
 
     def read(self) -> list[torch.Tensor]:
-        """What it sends; its own memory is garbage from then on, where it will be filled."""
+        """Return the input, read at the first call; output that shares its memory is garbage from then on."""
         if self._read is None:
             self._read = [x.data.clone() for x in self.sent]
-            if self.in_place:  # else it was spoiled at the call
+            if self.in_place:  # else it was spoiled in ``post``
                 self.spoil()
         return self._read
 
@@ -69,7 +69,7 @@ class Call:
 
 
 def fill(x: torch.Tensor, value: torch.Tensor) -> None:
-    """As native code does: element by element, in the order of memory."""
+    """Write ``value`` to ``x`` as native code does: element by element, in memory order."""
     x.data.view(-1).copy_(value.reshape(-1))
 
 
@@ -84,18 +84,18 @@ def spoil(x: torch.Tensor) -> None:
 
 
 class Wire:
-    """One communicator, seen by all of its members."""
+    """One communicator, shared by all of its members."""
 
     def __init__(self, delivery: Delivery, name: str, ranks: tuple[int, ...]) -> None:
         self._delivery = delivery
         self.name = name
         self.ranks = ranks
-        self.closed: set[int] = set()  # indices of those who have left it
+        self.closed: set[int] = set()  # the indices of members that have left
         self._made = [0] * len(ranks)
         self._rounds: defaultdict[int, dict[int, Call]] = defaultdict(dict)
 
     def post(self, call: Call) -> Promise:
-        """One rank calls; what this was the last message for comes to its end in time."""
+        """Make one rank's call, and schedule the end of the calls that now get all that they need."""
         rank = self.ranks[call.index]
         self._delivery.called(rank, f"{_told(call.signature)} on {self.name}")
         number = self._made[call.index]
@@ -145,9 +145,7 @@ class Wire:
         self._delivery.scheduler.point()
         try:
             call.finish(rows)
-        except (
-            RuntimeError
-        ) as error:  # parts of an all_to_all that have not the sizes which the others expect
+        except RuntimeError as error:  # parts of an all_to_all whose sizes are not what the others expect
             self._fail_all(peers, f"{call.signature} on {self.name}: {error}")
             return
         self._delivery.scheduler.point()
@@ -161,7 +159,7 @@ class Wire:
         )
 
     def _fail_all(self, peers: dict[int, Call], text: str) -> None:
-        """Where a real transport would have mixed them up, or aborted."""
+        """Fail calls that a real transport would have mixed up, or aborted."""
         self._delivery.mismatches.append(text)
         for one in peers.values():
             self._fail(one, f"calls do not match: {text}")
@@ -174,17 +172,17 @@ class Wire:
     # Loss
 
     def _cut_off(self, call: Call) -> bool:
-        """Whether a neighbour in the ring, or one who is needed to say something, has left."""
+        """Whether a neighbor in the ring has left, or a rank whose data the call needs."""
         size = len(self.ranks)
         around = {(call.index + 1) % size, (call.index - 1) % size} if len(call.needs) == size else call.needs
         return not self.closed.isdisjoint(around - {call.index})
 
     def _lose(self, call: Call) -> None:
-        if call.came != call.needs:  # else it has all it needs
+        if call.came != call.needs:  # else all that it needs will arrive
             self._fail(call, CLOSED)
 
     def close(self, index: int) -> None:
-        """A member leaves it: those who wait for it hear so."""
+        """Have a member leave, and fail the calls that wait for it."""
         if index in self.closed:
             return
         self.closed.add(index)

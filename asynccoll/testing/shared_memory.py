@@ -1,7 +1,8 @@
-"""Memory that simulated ranks share: at every look at a word, and every copy, others may go on.
+"""Memory that simulated ranks share: every access to a word, and every copy, is a switch point.
 
-Stores are seen by others a little later, in order, as x86 has it: a rank's own looks may come before them,
-unless it takes a lock in between or calls the kernel. A copy may be seen half done.
+The memory order is that of x86: stores become visible to other ranks a little later, in order. So a rank's
+loads may come before its earlier stores, unless it takes a lock or makes a system call in between. Other
+ranks may see a copy half done.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from asynccoll.testing.scheduler import TICK_SECONDS, running
 
 __all__ = ["Memory", "Parking", "SimulatedRegion"]
 
-#: For at most so long a store is seen by nobody else, long enough that another rank looks and falls asleep
-#: meanwhile; and every so many are seen at once.
+#: For how long a store is invisible to other ranks at most: long enough for another rank to look and to fall
+#: asleep meanwhile. And the fraction of stores that are visible immediately.
 _BUFFERED_SECONDS = 30 * TICK_SECONDS
 _SEEN_AT_ONCE = 0.5
 
@@ -33,26 +34,26 @@ def _point() -> None:
 
 
 class Memory:
-    """What the ranks of one lane share, in one epoch."""
+    """The memory that the ranks of one lane share in one epoch."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.buffer: bytearray = bytearray(layout.total_bytes)
         self.words: memoryview[int] = memoryview(self.buffer)[: layout.texts].cast("Q")
-        #: who sleeps until a word is woken, by its place in bytes
+        #: by offset of a word, in bytes: the threads that sleep until it is woken
         self.sleepers: dict[int, Queue] = {}
-        #: by rank, what it has stored and others do not see: from when on they do, where, what
+        #: by rank, its stores that others do not see yet: from when on they do, the word's index, the value
         self._stored: list[deque[tuple[float, int, int]]] = [deque() for _ in range(layout.size)]
 
     def fence(self, index: int) -> None:
-        """All that this rank has stored is seen from now on."""
+        """Make all stores of this rank visible now."""
         stored = self._stored[index]
         while stored:
             _, place, value = stored.popleft()
             self.words[place] = value
 
     def store(self, index: int, place: int, value: int) -> None:
-        """Let a rank store a word."""
+        """Store a word for a rank: others see it now, later, or at the rank's next fence."""
         scheduler, stored = running(), self._stored[index]
         if scheduler is None:
             self.fence(index)
@@ -67,7 +68,7 @@ class Memory:
         self._settle(scheduler.now)
 
     def load(self, index: int, place: int) -> int:
-        """What a rank sees there."""
+        """Return the word as this rank sees it, which includes its own stores that others do not see yet."""
         scheduler = running()
         if scheduler is not None:
             self._settle(scheduler.now)
@@ -75,7 +76,7 @@ class Memory:
         return mine[-1] if mine else self.words[place]
 
     def _settle(self, now: float) -> None:
-        """What was stored long enough ago is seen."""
+        """Make the stores visible whose time has come."""
         for stored in self._stored:
             while stored and stored[0][0] <= now:
                 _, place, value = stored.popleft()
@@ -107,9 +108,9 @@ class _Words:
 
 
 class _Slot(torch.Tensor):
-    """A part of a slot: others may go on before whatever is done with it, and in the middle of a copy."""
+    """A part of a slot: every operation on it is a switch point, and so is the middle of a copy."""
 
-    #: what the rank has stored before it writes here is seen before
+    #: called before a write here, to make the rank's earlier stores visible first
     fence: Callable[[], object]
 
     @classmethod
@@ -137,7 +138,7 @@ def _copied_by_halves(into: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 
 class SimulatedRegion(Region):
-    """A region in simulated memory. ``called`` is told of each call that this rank posts."""
+    """A region in simulated memory. ``called`` gets the text of each call that this rank posts."""
 
     def __init__(self, memory: Memory, index: int, called: Callable[[str], object]) -> None:
         super().__init__(memory.buffer, memory.layout, index)
@@ -162,7 +163,7 @@ class SimulatedRegion(Region):
 
 
 class Parking:
-    """Where threads of one rank sleep: as ``backends.memory.parking``."""
+    """Where threads of one rank sleep: a simulated ``backends.memory.parking.Parking``."""
 
     def __init__(self, memory: Memory, index: int) -> None:
         self._memory = memory

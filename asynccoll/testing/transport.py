@@ -1,4 +1,4 @@
-"""A backend between simulated ranks: one communicator for each lane, and messages between two."""
+"""The backend of simulated ranks: a communicator for each lane, and point-to-point messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fabric:
         self.mail: dict[tuple[str, int, int, int], Mailbox] = {}
 
     def kill(self, rank: int) -> None:
-        """Close all of its connections."""
+        """Close all connections of ``rank``."""
         for wire in list(self.wires.values()):
             if rank in wire.ranks:
                 wire.close(wire.ranks.index(rank))
@@ -37,8 +37,8 @@ class Fabric:
 
 
 def _reduced(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """In the order of ranks, as plain torch has it."""
-    if op is ReduceOp.AVG:  # a sum of half precision overflows where its average does not
+    """Reduce ``rows`` in the order of ranks, by plain torch operations."""
+    if op is ReduceOp.AVG:  # a half-precision sum may overflow where its average does not
         wide = torch.promote_types(rows[0].dtype, torch.float64)
         return (torch.stack(list(rows)).to(wide).sum(0) / len(rows)).to(rows[0].dtype)
     total = rows[0].clone()
@@ -70,8 +70,8 @@ def _whole(size: int) -> float:
     return 1.0
 
 
-#: Of the bytes that a rank passes, what it sends to each of the others, so that it sends in all what the
-#: usual algorithms do: rings, or a tree (broadcast).
+#: The fraction of a rank's bytes that it sends to each of the others, so that it sends in total what it does
+#: in the usual algorithms: rings, or a tree (broadcast).
 _PARTS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda size: 2 / size,
     "reduce": lambda size: 1 / size,
@@ -106,7 +106,7 @@ class SimulatedBackend(Backend):
         return _Communicator(self._fabric, opening, self._over, keeps_input=keeps, ends_alone=self.ends_alone)
 
     def close(self, *, abort: bool) -> None:
-        """Its lanes are closed already."""
+        """Do nothing: the lanes are closed already."""
 
 
 class _Communicator:
@@ -201,7 +201,7 @@ class _Communicator:
         def finish(rows: list[list[torch.Tensor]]) -> None:
             parts = [row[self._index] for row in rows]
             for place, part in zip(torch.split(out.data, list(out_splits)), parts, strict=True):
-                if place.numel() != part.numel():  # one element would fill any number of them
+                if place.numel() != part.numel():  # copy_ would broadcast a single element
                     raise RuntimeError(f"{part.numel()} elements came where {place.numel()} were expected")
                 place.copy_(part)
 
@@ -246,10 +246,10 @@ class _Communicator:
         return True
 
     def inherit(self, previous: _Communicator) -> None:
-        """Messages go by the name that the lane has in every epoch."""
+        """Do nothing: mailboxes go by a name that the lane keeps in every epoch."""
 
     def close(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: nothing is in flight."""
 
     def abort(self) -> None:
         self._wire.close(self._index)

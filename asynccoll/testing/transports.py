@@ -1,7 +1,8 @@
-"""The transports there are: how their calls are over, and what their backends can do.
+"""The simulated transports: how their calls complete, and what their backends support.
 
-Every call is a promise that the delivery keeps. What a backend tells of it differs: gloo calls back, MPI and
-Horovod must be asked, torch_xla is waited for by threads, and nccl says at once that it is done.
+Every call is a promise that ``delivery`` settles. What the library sees of it depends on the backend: gloo
+calls back, MPI and Horovod must be polled, threads block until torch_xla is done, and nccl says at the call
+that it is done.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from asynccoll.testing.device import Device
 
 __all__ = ["TRANSPORTS", "Transport"]
 
-#: From the promise of a call, and the name of its communicator, what the library gets.
+#: From a call's promise and the name of its communicator, the completion that the library gets.
 Over = Callable[[Promise, str], Completion]
 
 
 @dataclass(frozen=True)
 class Transport:
-    """One of them; the fields after ``device`` are those of ``Backend``."""
+    """One transport; ``ends_alone`` and ``orders_lanes`` are as in ``Backend``."""
 
     backend: str
-    #: how the calls of one rank are over
+    #: from a rank's device, how its calls complete
     over: Callable[[Device], Over]
     device: str = "cpu"
     ends_alone: bool = False
     orders_lanes: bool = False
-    #: collectives of ranks of one node go by memory that they share, by the code of the real backend
+    #: collectives within a node go through shared memory, by the code of the real backend
     in_memory: bool = False
 
     @property
     def capabilities(self) -> Capabilities:
-        """The row of the real one, but for what this transport has not got."""
+        """The row of the real backend, without what this transport lacks."""
         row = capabilities_of(self.backend, self.device)
         cpu = frozenset({"cpu"})
         return replace(row, backend="simulated", devices=cpu, sparse=False, hop_bytes=0, built_of=())
 
 
 class Asked(Completion):
-    """Over once somebody looks: who waits in place, or the progress thread."""
+    """A call that is over once it is polled, by a waiter in place or by the progress thread."""
 
     attended: bool = False
 
@@ -105,7 +106,7 @@ class Asked(Completion):
 
 
 class Launched(Completion):
-    """Done for the host as soon as it is issued; the device is behind."""
+    """A call that is done for the host as soon as it is issued, while the device lags behind."""
 
     stream_ordered = True
 
@@ -130,8 +131,9 @@ class Launched(Completion):
         return None
 
     def synchronize(self) -> None:
-        # What is computed of it is computed by this thread, there being no device: after it. It may be needed
-        # elsewhere (it issues calls), and does not wait in life: what is out for too long is aborted there.
+        # There is no device: this thread computes what depends on the call, so it must wait for it. A real
+        # thread would not block here, but go on to issue calls that others may wait for. So the wait is
+        # bounded, as torch's watchdog aborts what is in flight for too long.
         if not self._promise.wait(self._patience_seconds):
             raise RuntimeError(
                 f"the device is behind for {self._patience_seconds} s: aborted by its watchdog"
