@@ -1,4 +1,4 @@
-"""Faults drawn from luck, for who wants some of a kind and does not care when."""
+"""Randomly drawn faults, for explorations that need some faults of a kind, at any time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asynccoll.testing.faults import (
 
 __all__ = ["drawn_faults"]
 
-#: Calls before one strikes: at most so many.
+#: A fault strikes at one of a rank's first calls, up to this number.
 _CALLS = 12
-#: Around what a message takes, and what the library waits for.
+#: From about what a message takes to about what the library waits for.
 _SHORT_SECONDS = (1e-4, 5.0)
 
-#: What one that stalls has in its name: who waits, what ends calls, and who looks after them.
+#: Parts of the names of threads to stall: those that wait, that complete calls, and that monitor them.
 _THREADS = (
     "MainThread",
     "gloo",
@@ -49,18 +49,18 @@ _KINDS: dict[str, Callable[[int, int, float], Fault]] = {
 
 
 @dataclass(frozen=True)
-class drawn_faults:  # noqa: N801  # called as a function is
-    """For ``explore(faults=)``: in each simulation one fault of these kinds strikes a rank at a call."""
+class drawn_faults:  # noqa: N801  # called like a function
+    """For ``explore(faults=)``: draws one fault per simulation, of one of ``kinds``, at some rank's call."""
 
     kinds: tuple[str, ...]
 
     def __init__(self, *kinds: str) -> None:
-        """``kinds``: of kill, silence, stop, stall, delay, cancel, interrupt, store, collect, fail.
+        """``kinds``: any of kill, silence, stop, stall, delay, cancel, interrupt, store, collect, fail.
 
-        Without any, all of them.
+        By default all of them.
 
         Raises:
-            InvalidArgumentError: one is none of these.
+            InvalidArgumentError: there is no such kind.
         """
         for kind in kinds:
             if not isinstance(kind, str) or kind not in _KINDS:

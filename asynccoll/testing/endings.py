@@ -1,7 +1,7 @@
-"""When the operations of a simulation end, seen without a callback.
+"""Notes when the operations of a simulation end, without callbacks.
 
 A callback changes what happens: a program that its waiter would drive is driven by its completions, and
-memory that only waiters look at is looked at by a thread. So who records a simulation has none.
+memory that only waiters would poll is polled by a thread. So the recording of a simulation adds none.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Endings"]
 
-#: Is told that something is over, and whether it failed.
+#: Called when something is over, with whether it failed.
 _Told = Callable[[bool], object]
 
 
 class Endings:
-    """Who is told of them, on all ranks of one simulation."""
+    """What to call when operations end, on all ranks of one simulation."""
 
     def __init__(self) -> None:
         self._told: dict[object, list[_Told]] = {}
 
     def observer(self, recorder: Recorder) -> Callable[[Operation, int], None]:
-        """For ``Context.observe``: ``recorder`` takes down each operation, and its end."""
+        """Return an observer (``Context.observe``): ``recorder`` notes each operation and its end."""
         return partial(self._observe, recorder)
 
     def _observe(self, recorder: Recorder, operation: Operation, size_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Endings:
         self._when_over(operation.completion, lambda failed: self._tell(operation, failed))
 
     def _when_over(self, completion: Completion, told: _Told) -> None:
-        if isinstance(completion, Asked):  # who asks it has it look
+        if isinstance(completion, Asked):  # ``done`` would poll it
             completion = completion.promise
         if isinstance(completion, AllOf):
             self._when_all_are_over(completion.parts, told)
@@ -72,7 +72,7 @@ class Endings:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """For the block, what ends says so here, before anybody goes on because of it."""
+        """Intercept ends for the block, each before any thread that waits for it continues."""
         settle, end, fails = Promise.settle, InFlight.end, Operation._fails
 
         def settled(promise: Promise, error: BaseException | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``explore``: many seeds of one simulation, until one goes wrong; that one made small, as a script."""
+"""``explore``: simulates many seeds until one goes wrong, shrinks that case, and makes a script of it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from asynccoll.testing.targets import Target, of_function
 
 __all__ = ["Exploration", "Faults", "explore", "explore_target", "schedules"]
 
-#: Drawn anew for each seed: from a source of luck, and how many ranks there are.
+#: Draws the faults for each seed, from a random generator and the number of ranks.
 Faults = Callable[[random.Random, int], Sequence[Fault]]
-#: What "nothing" does not include.
+#: Follows "nothing was found" unless results are checked.
 _NOT_CHECKED = " (no error, hang or mismatch; results are checked only with expect=, or --expect)"
-#: How many seeds another process tries before it tells.
+#: How many seeds another process tries before it reports.
 _AT_ONCE = 20
-#: Is told how many schedules were tried, and what was paired at different lines in them.
+#: Called with how many schedules were tried, and with the strays in them.
 _Told = Callable[[int, Sequence[Stray]], None]
 
 
@@ -48,26 +48,26 @@ def schedules(number: int) -> str:
 
 @dataclass
 class Exploration:
-    """What was tried, and the first that went wrong, if one did."""
+    """What was tried, and the first case that went wrong, if one did."""
 
     #: how many were simulated, and how long that took
     schedules: int = 0
     seconds: float = 0.0
     #: what was wrong; None if nothing was
     wrong: str | None = None
-    #: calls that were paired at different lines, of the case that goes wrong, or else of all that were tried:
-    #: see ``Report.strays``
+    #: calls that were paired although made from different lines (``Report.strays``), in the case that goes
+    #: wrong, or else in all that were tried
     strays: list[Stray] = field(default_factory=list)
-    #: the case that goes wrong, made as small as could be
+    #: the case that goes wrong, shrunk as far as possible
     world_size: int = 0
     seed: int = 0
     faults: tuple[Fault, ...] = ()
     taken: dict[int, int] = field(default_factory=dict, repr=False)
-    #: a program that shows it again
+    #: a program that reproduces it
     script: str = ""
-    #: what the ranks of that case have printed, where it was kept (``quiet``)
+    #: what the ranks of that case printed, if it was captured (``quiet``)
     printed: str = ""
-    #: whether ``expect`` has judged the results; else errors, hangs and mismatches alone were looked for
+    #: whether ``expect`` checked the results; otherwise only errors, hangs and mismatches were looked for
     results_checked: bool = True
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class Exploration:
 
     @property
     def verdict(self) -> str:
-        """How many schedules were tried, and whether one went wrong: one line."""
+        """One line that says how many schedules were tried, and whether one went wrong."""
         tried = f"{schedules(self.schedules)} in {self.seconds:.{0 if self.seconds >= 10 else 1}f} s"
         if self.wrong is not None:
             return f"{tried}: seed {self.seed} goes wrong"
@@ -101,32 +101,32 @@ def explore(
     progress: Callable[[Exploration], object] | None = None,
     **options: object,
 ) -> Exploration:
-    """Simulate ``main`` with one seed after the other, and stop at the first that goes wrong.
+    """Simulate ``main`` with one seed after another, and stop at the first that goes wrong.
 
-    What went wrong is made smaller for ``shrink_seconds``: fewer ranks, fewer faults, fewer places where
-    another thread than the first went on. The script that shows it again is ``Exploration.script``.
+    The case that went wrong is shrunk for up to ``shrink_seconds``: to fewer ranks, fewer faults, and fewer
+    turns at which a thread other than the default one ran. ``Exploration.script`` reproduces it.
 
     >>> explore(main, seeds=range(10_000), world_size=3, jobs=2).check()
 
     Args:
-        main: as of ``simulate``.
-        seeds: in this order.
-        jobs: so many processes; each needs to import ``main``. 0: as many as there are cores.
-        faults: as of ``simulate``, or a function ``(random, world_size)`` that draws them for each seed.
-        expect: raises AssertionError where a report is not as it should be. Unless given, nobody may raise,
-            all must come to their end, and calls must match; where faults strike, ``CollectiveError`` is
-            right, too, and so are cancellation and KeyboardInterrupt.
-        shrink_seconds: how long what was found is made smaller.
-        fewest_ranks: on how many ranks it is tried at least. Unless given 1; with ``expect``, which may know
-            how many ranks there are, ``world_size``.
-        quiet: what ranks print to ``sys.stdout`` is not shown; that of the case that was found is in
+        main: as for ``simulate``.
+        seeds: the seeds, tried in this order.
+        jobs: the number of processes, each of which must be able to import ``main``; 0 for one per core.
+        faults: as for ``simulate``, or a function ``(random, world_size)`` that draws them for each seed.
+        expect: raises AssertionError if a report is not as it should be. By default no rank may raise, all
+            must end, and calls must match; with faults, ranks may also raise ``CollectiveError``, a
+            cancellation or KeyboardInterrupt.
+        shrink_seconds: for how long a case that went wrong is shrunk.
+        fewest_ranks: the smallest number of ranks to which a case is shrunk. By default 1; with ``expect``,
+            which may depend on the number of ranks, ``world_size``.
+        quiet: do not show what ranks print to ``sys.stdout``; the output of the case that went wrong is in
             ``Exploration.printed``.
-        progress: called now and then.
-        options: those of ``simulate``. Without ``schedule``, odd seeds go by ``PCT()``, even ones by
+        progress: called now and then with the ``Exploration`` so far.
+        options: those of ``simulate``. Without ``schedule``, odd seeds use ``PCT()``, and even ones
             ``RandomWalk()``.
 
     Raises:
-        InvalidArgumentError: as ``simulate``, or ``main`` cannot be imported by other processes.
+        InvalidArgumentError: as for ``simulate``, or ``main`` cannot be imported by other processes.
     """
     return explore_target(
         of_function(main),
@@ -155,7 +155,7 @@ def explore_target(
     progress: Callable[[Exploration], object] | None = None,
     **options: Any,
 ) -> Exploration:
-    """The same, of a function that is known by its file."""
+    """Explore a function that may be known by its file; otherwise the same as ``explore``."""
     instead = f"write range({seeds})" if isinstance(seeds, int) else ""
     check("seeds", seeds, Iterable, "an iterable of ints", instead)
     check_count("jobs", jobs, 0)
@@ -197,15 +197,15 @@ class _Looking:
     options: dict[str, Any]
 
     def case(self, seed: int) -> Case:
-        """What belongs to this seed."""
+        """Return the case of this seed."""
         size = self.options.get("world_size", 4)
         faults = self.faults
         if callable(faults):
-            faults = faults(random.Random(f"{seed} faults"), size)  # noqa: S311  # it hides nothing
+            faults = faults(random.Random(f"{seed} faults"), size)  # noqa: S311  # not for secrets
         return Case(size, seed, tuple(faults))
 
     def at(self, main: Callable[..., object], case: Case) -> Tried:
-        """What becomes of it."""
+        """Simulate ``case``, and return its outcome."""
         options = self.options | {"world_size": case.world_size, "seed": case.seed, "faults": case.faults}
         options["schedule"] = case.schedule or self.options.get("schedule") or _schedule(case.seed)
         printed = StringIO()
@@ -232,7 +232,7 @@ def _schedule(seed: int) -> RandomWalk | PCT:
 
 
 def _kind(report: Report, error: AssertionError) -> str:
-    """What stays the same when it is made smaller."""
+    """Return the kind of failure, which has to stay the same when the case is shrunk."""
     if report.deadlock is not None:
         return "deadlock"
     if report.mismatches:
@@ -253,7 +253,7 @@ def _first_here(target: Target, look: _Looking, seeds: Iterable[int], told: _Tol
 def _first_by_others(
     target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: _Told
 ) -> int | None:
-    """The first that ``jobs`` processes find: the lowest seed, whichever is quicker."""
+    """Return the lowest of the seeds that ``jobs`` processes find, whichever of them is found first."""
     sent = target.sendable()
     spawning = get_context("spawn")
     enough = spawning.Event()
@@ -262,7 +262,7 @@ def _first_by_others(
             return _first_of(jobs, lambda some: _submitted(pool, sent, look, some), seeds, told)
         except BaseException:
             enough.set()
-            # Waits: a process that is only starting would not find the semaphores of one that has ended.
+            # Waits: a child that is still starting would not find the semaphores of a parent that has ended.
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -281,7 +281,7 @@ def _first_of(jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int
             told(tried, strays)
             bad += [] if found is None else [found]
     for one in running:
-        if not one.cancel():  # begun before: seeds that come earlier may be among them
+        if not one.cancel():  # already running: it may have an earlier seed
             tried, found, strays = one.result()
             told(tried, strays)
             bad += [] if found is None else [found]
@@ -289,7 +289,7 @@ def _first_of(jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int
 
 
 def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> object:
-    """Processes that this starts do not hear Ctrl-C: whoever has started them does, and ends them."""
+    """Submit ``seeds``. Processes that this starts do not get Ctrl-C: this one does, and ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_tried_by_another, sent, look, seeds)
@@ -299,7 +299,7 @@ def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: li
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: In a process that tries seeds for another: what it is told that it is enough by.
+#: In a process that tries seeds for another: the event that tells it to stop.
 _ends_with: list[Event] = []
 
 
@@ -308,7 +308,7 @@ def _heed(enough: Event) -> None:
 
 
 def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, int | None, list[Stray]]:
-    """How many were tried, the one that went wrong, and what was paired at different lines."""
+    """Try ``seeds``; return how many were tried, the one that went wrong, and the strays."""
     main = Target.found(sent)
     strays: list[Stray] = []
     for count, seed in enumerate(seeds, 1):
@@ -337,7 +337,7 @@ def _shrink(
         found.seed = case.seed
         return
     with warnings.catch_warnings():
-        warnings.showwarning = lambda *_, **__: None  # the case that was found has shown its own
+        warnings.showwarning = lambda *_, **__: None  # the case that went wrong has shown its own
         case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, fewest)
     found.wrong, found.seed = failed.wrong, case.seed
     found.world_size, found.faults = case.world_size, case.faults
@@ -347,7 +347,7 @@ def _shrink(
 
 
 def _script(target: Target, look: _Looking, case: Case, taken: dict[int, int]) -> str:
-    """A program that shows it again; what is as ever is left out."""
+    """Return a program that reproduces the case; options that have their defaults are left out."""
     usual = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
     said = {
         name: value
@@ -377,7 +377,7 @@ def _script(target: Target, look: _Looking, case: Case, taken: dict[int, int]) -
 
 
 def _judged(expected: Sequence[Target], case: Case) -> str:
-    """How a script judges the report as ``explore`` did."""
+    """Return the statement by which a script judges the report as ``explore`` did."""
     if expected:
         return f"{expected[0].name}(report)"
     return "report.check(faults=True)" if case.faults else "report.check()"

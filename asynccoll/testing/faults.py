@@ -1,7 +1,7 @@
 """What goes wrong in a simulated world, and when.
 
-A fault strikes when a rank makes a call of some number, or at some time. Calls are those of the transport,
-counted from 1: one all_reduce of a tensor is one. What a fault does to the world is in ``Struck``.
+A fault strikes when a rank makes its n-th call, or at a given time. Calls are those of the transport, counted
+from 1: an all_reduce of one tensor is one call. ``Struck`` lists what faults can do to the world.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ __all__ = [
 
 
 class Struck(Protocol):
-    """The world, as faults strike it."""
+    """The world as a fault sees it."""
 
     def kill(self, rank: int, *, silent: bool) -> None:
-        """Its process is gone."""
+        """Kill the process of ``rank``; if ``silent``, its connections stay open."""
 
     def hold(self, rank: int, thread: str, seconds: float) -> None:
-        """Threads of the rank whose name has ``thread`` in it stand still."""
+        """Keep the rank's threads whose name contains ``thread`` from running for ``seconds``."""
 
     def delay(self, rank: int, call: int | None, seconds: float) -> None:
-        """Its messages of this call, or of its next one, take longer."""
+        """Delay the messages of the rank's call number ``call``, or of its next one, by ``seconds``."""
 
     def cancel(self, rank: int) -> None:
-        """The task that runs its ``main`` is cancelled."""
+        """Cancel the task that runs the rank's ``main``."""
 
     def interrupt(self, rank: int) -> None:
-        """Ctrl-C."""
+        """Interrupt the rank, as by Ctrl-C."""
 
     def lose_store(self) -> None:
-        """Nobody answers there any more."""
+        """Have the store stop answering."""
 
     def fail(self, rank: int) -> None:
-        """The transport does not take the call that the rank makes just now, or its next one."""
+        """Have the transport refuse the call that the rank is just making, or its next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong: when call number ``after_call`` is made, or ``at`` so many seconds."""
+    """One thing that goes wrong: when call number ``after_call`` is made, or ``at`` a time in seconds."""
 
     after_call: int | None = None
     at: float | None = None
@@ -76,17 +76,17 @@ class Fault:
     @property
     def struck(self) -> int:
         """The rank whose calls are counted."""
-        rank: int = self.rank  # type: ignore[attr-defined]  # a field of every subclass, in first place
+        rank: int = self.rank  # type: ignore[attr-defined]  # the first field of every subclass
         return rank
 
     def strike(self, world: Struck) -> None:
-        """Do it."""
+        """Do to ``world`` what the fault does."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """The process of ``rank`` is killed; if ``silent``, its host lost power: its connections stay open."""
+    """The process of ``rank`` is killed; if ``silent``, its host loses power: connections stay open."""
 
     rank: int
     silent: bool = False
@@ -97,7 +97,7 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class Stop(Fault):
-    """All of ``rank`` stands still for ``seconds``, as between SIGSTOP and SIGCONT."""
+    """All threads of ``rank`` stop for ``seconds``, as between SIGSTOP and SIGCONT."""
 
     rank: int
     seconds: float
@@ -108,10 +108,10 @@ class Stop(Fault):
 
 @dataclass(frozen=True)
 class Stall(Fault):
-    """Threads of ``rank`` whose name has ``thread`` in it stand still for ``seconds``, the others go on.
+    """The threads of ``rank`` whose name contains ``thread`` stop for ``seconds``; its others keep running.
 
-    Names are those of the stacks in ``Report.deadlock``: "MainThread", "gloo" (which ends calls), and
-    "asynccoll-..." of the library's own.
+    Names are those of the stacks in ``Report.deadlock``: "MainThread", "gloo" (which completes calls), and
+    "asynccoll-..." for the library's own threads.
     """
 
     rank: int
@@ -124,7 +124,7 @@ class Stall(Fault):
 
 @dataclass(frozen=True)
 class Delay(Fault):
-    """What ``rank`` sends with that call, or with its next one, takes ``seconds`` longer."""
+    """The messages that ``rank`` sends in that call, or in its next one, take ``seconds`` longer."""
 
     rank: int
     seconds: float
@@ -155,7 +155,7 @@ class Interrupt(Fault):
 
 @dataclass(frozen=True)
 class Fail(Fault):
-    """The transport of ``rank`` raises RuntimeError instead of taking that call, or its next one."""
+    """The transport of ``rank`` raises RuntimeError instead of accepting that call, or its next one."""
 
     rank: int
 
@@ -165,7 +165,7 @@ class Fail(Fault):
 
 @dataclass(frozen=True)
 class StoreLost(Fault):
-    """The store at which ranks meet answers nobody any more, as if what serves it had died."""
+    """The store through which ranks rendezvous stops answering, as if its server had died."""
 
     rank: int = 0
 
@@ -175,7 +175,7 @@ class StoreLost(Fault):
 
 @dataclass(frozen=True)
 class Collect(Fault):
-    """Garbage is collected in whichever thread of ``rank`` runs: finalizers run there, in mid-call."""
+    """Garbage is collected in the thread of ``rank`` that makes the call: finalizers run there, mid-call."""
 
     rank: int
 

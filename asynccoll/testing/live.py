@@ -1,8 +1,7 @@
 """A world of real ranks for tests, on any backend, which is kept alive from one run to the next.
 
-``spawn`` starts the ranks, by whatever the backend is started with; each connects back to the test, and runs
-what it is sent until the connection closes. Where a run fails, the world is ended, and the next run starts
-another.
+``spawn`` starts the ranks by the backend's launcher. Each rank connects back to the test, and runs what it is
+sent until the connection closes. If a run fails, the world is ended, and the next run starts another.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ __all__ = ["RankError", "World", "world"]
 
 _START_SECONDS = 120.0
 _CLOSE_SECONDS = 20.0
-#: How long the others may go on once a rank has failed.
+#: How long the others may keep running once a rank has failed.
 _GRACE_SECONDS = 2.0
 #: How long a rank waits for what a function has left in flight.
 _SETTLE_SECONDS = 1.0
 
 
 class RankError(AssertionError):
-    """A function failed, hung or died on some rank of a ``World``; the text has what each rank says."""
+    """A function failed, hung or died on some rank of a ``World``; the message says what became of each."""
 
 
-#: Of each lane on which a rank has called something: the ranks of its group, and the number of calls.
+#: By lane on which a rank has made calls: the ranks of its group, and the number of calls.
 _Made = dict[str, tuple[tuple[int, ...], int]]
 
 
 class _Task(NamedTuple):
-    """What a rank is to run: found by file and name, for test modules are rarely importable elsewhere."""
+    """What a rank is to run: found by file and name, as test modules are rarely importable elsewhere."""
 
     file: str
     module: str
@@ -66,14 +65,14 @@ class _Task(NamedTuple):
 
 @fitting
 def world(size: int = 2, backend: str = "gloo", **options: object) -> World:
-    """A world of ``size`` real ranks on ``backend``, which start with its first run and end with ``close``.
+    """Return a world of ``size`` real ranks on ``backend``; they start at the first run and end at ``close``.
 
     >>> async def total(rank):
     ...     return await ac.all_reduce(rank)
     >>> with asynccoll.testing.world(3) as ranks:
     ...     assert ranks.run(total) == [3, 3, 3]
 
-    ``options`` go to ``ac.spawn``, and what that does not take to ``ac.initialize``.
+    ``options`` go to ``ac.spawn``, and those that it does not take to ``ac.initialize``.
     """
     return World(size, backend, **options)
 
@@ -95,16 +94,16 @@ class World:
         return f"<asynccoll.testing.World of {self.size} on {self.backend}>"
 
     def run(self, function: Callable[..., object], *arguments: object, timeout: float = 60.0) -> list[Any]:
-        """What ``function(rank, *arguments)`` returns, by rank. Coroutine functions run on asyncio.
+        """Return what ``function(rank, *arguments)`` returns, by rank. Coroutine functions run on asyncio.
 
-        ``function`` stands at the top level of its module; arguments and results are pickled. Each rank has
-        joined the world. Where it leaves calls in flight, or ranks have not made the same ones, others
-        are started by the next run, whose calls would be paired with those.
+        ``function`` is at the top level of its module; arguments and results are pickled. Each rank has
+        joined the world. If ranks leave calls in flight, or have not made equally many, the next run starts
+        new ranks, as its calls would be paired with the leftover ones.
 
         Raises:
-            RankError: it raised on some rank, a rank died, or was not done after ``timeout`` seconds: the
-                text says for whom ranks wait, and where each one is. The ranks are ended, and others are
-                started by the next run.
+            RankError: it raised on some rank, a rank died, or one was not done after ``timeout`` seconds: the
+                message says which ranks are waited for, and where each one is. The ranks are ended, and the
+                next run starts new ones.
             PayloadTypeError: ``function`` cannot be found by its name.
         """
         __tracebackhide__ = True
@@ -152,7 +151,7 @@ class World:
     def _start(self) -> None:
         __tracebackhide__ = True
         self._ended = []
-        directory = tempfile.mkdtemp(prefix="asynccoll-world-")  # which only this user can enter
+        directory = tempfile.mkdtemp(prefix="asynccoll-world-")  # only this user has access
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 address = str(Path(directory, "socket"))
@@ -170,7 +169,7 @@ class World:
     def _spawn(self, address: str) -> None:
         try:
             spawn(self.backend, _serve, (address,), nproc_per_node=self.size, **self._options)
-        except BaseException as error:  # reported by the waiter for the ranks
+        except BaseException as error:  # reported by the thread that waits for the ranks
             self._ended.append(error)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -191,7 +190,7 @@ class World:
     # Collecting
 
     def _collect(self, name: str, timeout: float) -> tuple[list[Any], list[_Made | None]]:
-        """The results, and what each rank has called up to now."""
+        """Return the results, and what each rank has called so far."""
         __tracebackhide__ = True
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -226,7 +225,7 @@ class World:
         return [result for result, _ in both], [made for _, made in both]
 
     def _whereabouts(self) -> tuple[str, dict[int, str]]:
-        """For whom the ranks wait, and where each of them stands; nothing if that is not known."""
+        """Return which ranks the others wait for, and where each of them is; empty if that is not known."""
         ours = (
             job for job in find_jobs(str(os.getpid())) if self._pids & {one.peer.pid for one in job.ranks}
         )
@@ -245,7 +244,7 @@ class World:
                 raise RankError(f"rank {rank} has ended since the last run: {told}".rstrip(": ")) from None
 
     def _why_ended(self) -> str:
-        """What ``spawn`` says, which notices, and ends the others."""
+        """Return the error of ``spawn``, which notices that a rank has ended, and ends the others."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
         return "\n".join(map(str, self._ended))
@@ -255,7 +254,7 @@ class World:
 
 
 def _in_step(made: Sequence[_Made | None]) -> bool:
-    """Whether the ranks have made equally many calls on each lane, and none is left in flight."""
+    """Whether the ranks have made equally many calls on each lane, and left none in flight."""
     known = [one for one in made if one is not None]
     lanes = {key: ranks for one in known for key, (ranks, _) in one.items()}
     return len(known) == len(made) and all(
@@ -278,28 +277,28 @@ def _task(function: Callable[..., object], arguments: Sequence[object]) -> _Task
 
 
 def _serve(_: int, address: str) -> None:
-    """Run what comes until there is no more."""
+    """Run the tasks that arrive, until an empty message or the end of the connection."""
     connection = Client(address, "AF_UNIX")
     connection.send_bytes(pickle.dumps((get_rank(), os.getpid())))
-    with suppress(EOFError):  # the test is gone, and so are we
+    with suppress(EOFError):  # the test process is gone
         while data := connection.recv_bytes():
-            connection.send_bytes(_outcome(pickle.loads(data)))  # noqa: S301  # from who started us
+            connection.send_bytes(_outcome(pickle.loads(data)))  # noqa: S301  # from our parent
 
 
 def _outcome(task: _Task) -> bytes:
     try:
         sys.path += [entry for entry in task.path if entry not in sys.path]
         function = attrgetter(task.name)(_module(task))
-        arguments = pickle.loads(task.arguments)  # noqa: S301  # from who started us
+        arguments = pickle.loads(task.arguments)  # noqa: S301  # from our parent
         world = current()
         result = complete(function, get_rank(), *arguments)
         return pickle.dumps(("", result, _made(world)))
-    except BaseException:  # whatever it is, the test is told
+    except BaseException:  # whatever it is, report it to the test
         return pickle.dumps((folded(traceback.format_exc()),))
 
 
 def _made(world: Context) -> _Made | None:
-    """What this rank has called up to now; None if it has left the world, or calls in flight."""
+    """Return what this rank has called so far; None if it has left the world, or has calls in flight."""
     if world.closed or world.drain(_SETTLE_SECONDS):
         return None
     lanes = [lane for group in world.groups.values() for lane in group.opened.values()]
@@ -307,7 +306,7 @@ def _made(world: Context) -> _Made | None:
 
 
 def _module(task: _Task) -> ModuleType:
-    """That of the function, by its file where its name is not enough."""
+    """Return the function's module, loaded from its file unless it is imported already."""
     known = sys.modules.get(task.module)
     if known is not None and getattr(known, "__file__", None) == task.file:
         return known

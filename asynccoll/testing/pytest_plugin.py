@@ -27,12 +27,12 @@ __all__ = ["ranks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--ranks-backend``."""
+    """Add the option ``--ranks-backend``."""
     parser.addoption("--ranks-backend", default="gloo", help="the backend of the `ranks` fixture (gloo)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """``@pytest.mark.ranks``."""
+    """Register ``@pytest.mark.ranks``."""
     config.addinivalue_line(
         "markers", "ranks(size=2, backend=None, **options): the world of the `ranks` fixture"
     )
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def _ranks_worlds() -> Iterator[dict[str, World]]:
-    """Those that tests have used, each ended once all of them are over."""
+    """The worlds that tests have used, closed once all tests are over."""
     worlds: dict[str, World] = {}
     yield worlds
     for one in worlds.values():

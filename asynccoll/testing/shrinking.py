@@ -1,6 +1,6 @@
-"""Makes a simulation that went wrong smaller, for as long as it may: fewer ranks, faults and switches.
+"""Shrinks a simulation that went wrong, until a time limit: to fewer ranks, faults and switches.
 
-What is left still goes wrong in the same way: the same kind of error, on whichever rank.
+What is left still goes wrong in the same way: with the same kind of error, on any rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SEEDS_OF_FEWER = 25
 
 @dataclass(frozen=True)
 class Case:
-    """What was simulated; ``schedule`` is None for that which belongs to the seed."""
+    """What was simulated; ``schedule`` is None for the one that ``explore`` chooses."""
 
     world_size: int
     seed: int
@@ -32,10 +32,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a case: nothing wrong, or what, of which kind, and where another thread went on.
+    """The outcome of a case: what was wrong, if anything, of which kind, and ``Report.taken``.
 
-    ``strays``: calls that were paired at different lines. ``printed``: by the ranks, to standard output, if
-    that was kept.
+    ``strays`` are the calls that were paired although made from different lines. ``printed`` is what the
+    ranks printed to standard output, if it was captured.
     """
 
     wrong: str | None
@@ -48,12 +48,12 @@ class Tried:
 def smallest(
     case: Case, failed: Tried, look: Callable[[Case], Tried], seconds: float, fewest_ranks: int = 1
 ) -> tuple[Case, Tried]:
-    """The smallest that was found in so many seconds, and what it says."""
+    """Return the smallest case that still fails, of those tried within ``seconds``, and its outcome."""
     return _Shrinking(look, failed.kind, time.monotonic() + seconds, fewest_ranks).of(case, failed)
 
 
 class _Shrinking:
-    """One search."""
+    """One search for a smaller case."""
 
     def __init__(self, look: Callable[[Case], Tried], kind: str, deadline: float, fewest_ranks: int) -> None:
         self._look = look
@@ -62,7 +62,7 @@ class _Shrinking:
         self._deadline = deadline
 
     def of(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
-        """Faults first, as they name ranks; then ranks: with fewer of them all else is quicker."""
+        """Remove faults first, as they name ranks; then ranks, as with fewer of them the rest is quicker."""
         for step in (self._fewer_faults, self._fewer_ranks, self._fewer_switches):
             case, failed = step(case, failed)
         return case, failed
@@ -91,11 +91,11 @@ class _Shrinking:
         return case, failed
 
     def _fewer_switches(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
-        """Leave out halves of them, then quarters, and so on (Zeller's ddmin, 2002)."""
+        """Leave out halves of the switches, then quarters, and so on (Zeller's ddmin, 2002)."""
         left = dict(failed.taken or {})
         written = replace(case, schedule=Replay(left))
         tried = self._still(written)
-        if tried is None:  # time is up
+        if tried is None:  # time is up, or the replay does not fail in the same way
             return case, failed
         case, failed, parts = written, tried, 2
         while left and time.monotonic() < self._deadline:

@@ -1,8 +1,8 @@
 """Calls of a simulation that were paired although ranks made them from different lines of the program.
 
-Where a rank skips one of several equal calls, its next one takes the place: nothing fails, and results mix
-different calls. In a real job too little is seen to tell that from a branch that the program means, until
-ranks have been a call apart for a while (``flight.shifting``). Here every call is seen.
+If a rank skips one of several equal calls, its next one takes that place: nothing fails, and results mix
+different calls. In a real job, too little is known to tell that from a branch that the program intends, until
+ranks have been a call apart for a while (``flight.shifting``). Here every call is known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stray", "Strays", "merged", "told"]
 
-#: So many are told of a report.
+#: How many of them the text of a report lists.
 _MOST_TOLD = 3
 _MEANING = (
     "calls of different lines were paired; unless a branch of the program means it, a rank has skipped a call"
@@ -33,10 +33,10 @@ _MEANING = (
 
 @dataclass(frozen=True)
 class Stray:
-    """Calls of one operation on one lane that ranks made from the same two or more lines.
+    """Paired calls of one operation on one lane that ranks made from different lines, always the same ones.
 
-    ``sequence`` is the place of the first of them, ``times`` says how many there are. ``places``: by rank,
-    the line.
+    ``sequence`` is the place of the first of these calls, ``times`` is how many there are, and ``places`` has
+    the line of each rank.
     """
 
     operation: str
@@ -47,7 +47,7 @@ class Stray:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What such calls of other places, and of other simulations, have in common."""
+        """Equal for the same calls at other places, and in other simulations."""
         return self.operation, self.lane, *self.places.items()
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Stray:
 
 
 def merged(strays: Iterable[Stray]) -> list[Stray]:
-    """Those of the same lines as one, in the order in which they were first seen."""
+    """Merge the strays that have the same lines, in the order in which they were first seen."""
     found: dict[tuple[object, ...], Stray] = {}
     for one in strays:
         known = found.get(one.key)
@@ -71,7 +71,7 @@ def merged(strays: Iterable[Stray]) -> list[Stray]:
 
 
 def told(strays: Iterable[Stray], wrong: str = "") -> str:
-    """What they mean, and the first of them, a line each; "" if ``wrong`` tells of all of them."""
+    """Return what ``strays`` mean, and a line for each of the first; "" if ``wrong`` has all of them."""
     lines = [f"    {one}" for one in strays if str(one) not in wrong]
     if not lines:
         return ""
@@ -80,14 +80,14 @@ def told(strays: Iterable[Stray], wrong: str = "") -> str:
     return "\n".join((_MEANING, *lines))
 
 
-#: By world, lane (its row in a timeline, and its key), place and operation.
+#: World, lane (its row in a timeline, and its key), place and operation.
 _Key = tuple[int, str, str, int, str]
 
 
 class Strays:
     """What the ranks of a simulation call, by place.
 
-    Which calls failed the timelines know.
+    Which of the calls failed is in the timelines.
     """
 
     def __init__(self) -> None:
@@ -95,18 +95,18 @@ class Strays:
         self._lanes: dict[_Key, str] = {}
 
     def observer(self, world: int, rank: int) -> Callable[[Operation, int], None]:
-        """For ``Context.observe``: ``world`` is that of several which ranks join one after the other."""
+        """Return an observer (``Context.observe``); ``world`` numbers those that ranks join in succession."""
         return partial(self._observe, world, rank)
 
     def _observe(self, world: int, rank: int, operation: Operation, _: int) -> None:
-        if operation.sequence and operation.part == 1:  # a message goes from one line to another
+        if operation.sequence and operation.part == 1:  # a message's two ends have different lines
             lane = operation.lane
             key = (world, row_of(operation), lane.key, operation.sequence, operation.name)
             self._lanes[key] = lane_name(lane.name, lane.group.key)
             self._places.setdefault(key, {})[rank] = str(operation.place)
 
     def found(self, timelines: Mapping[int, Timeline]) -> list[Stray]:
-        """Of the calls that did not fail."""
+        """Return the strays among the calls that did not fail."""
         differ = [(key, places) for key, places in self._places.items() if len(set(places.values())) > 1]
         if not differ:
             return []

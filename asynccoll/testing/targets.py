@@ -1,4 +1,4 @@
-"""What is explored: a function, which other processes find again by its file and name."""
+"""The function that is explored, which other processes find by its file and name."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Target:
     path: str = ""
 
     def sendable(self) -> bytes:
-        """What ``found`` makes a function of, in another process.
+        """Return bytes from which ``found`` gets the function in another process.
 
         Raises:
-            InvalidArgumentError: it cannot be found there.
+            InvalidArgumentError: the function cannot be found there.
         """
         try:
             return pickle.dumps((self.path, self.name) if self.path else self.function)
@@ -46,15 +46,15 @@ class Target:
 
     @staticmethod
     def found(sent: bytes) -> Callable[..., object]:
-        """What was sent."""
-        what: Any = pickle.loads(sent)  # noqa: S301  # it is ours
+        """Return the function that was sent."""
+        what: Any = pickle.loads(sent)  # noqa: S301  # our own process sent it
         return _load(*what) if isinstance(what, tuple) else what
 
 
 def of_function(function: Callable[..., object]) -> Target:
-    """A function that the caller has."""
+    """Return the target for a function that the caller has."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if all(part.isidentifier() for part in name.split(".")):  # else it is made within a function
+    if all(part.isidentifier() for part in name.split(".")):  # else defined inside a function
         if module == "__main__":
             module, script = _main()
             if script and "." not in Path(script).stem:
@@ -67,14 +67,14 @@ def of_function(function: Callable[..., object]) -> Target:
 
 
 def _main() -> tuple[str, str]:
-    """What other programs import ``__main__`` by: its module (``python -m``), or its file, if it has one."""
+    """Return how others import ``__main__``: by its module (``python -m``), or its file, if it has one."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return ("", getattr(main, "__file__", "")) if spec is None else (spec.name, "")
 
 
 def _in_script(file: Path, name: str) -> tuple[str, str, str]:
-    """How a program imports ``name`` from a script, ``name``, and the script's folder if not this one."""
+    """Return how to import ``name`` from a script, ``name``, and the script's folder if it is another one."""
     folder = "" if file.parent == Path.cwd() else str(file.parent)
     return _import(file.stem, name), name, folder
 
@@ -87,7 +87,7 @@ def _import(module: str, name: str) -> str:
 
 
 def of_path(path: str) -> Target:
-    """The function that ``file.py::name`` says.
+    """Return the target for a function given as ``file.py::name``.
 
     Raises:
         InvalidArgumentError: there is no such file, or no such function there.
@@ -124,7 +124,7 @@ def _load(file: str, name: str) -> Callable[..., Any]:
 
 
 def _joins(file: str, *_: object, **__: object) -> object:
-    """In place of joining a world: of a script that runs while it is imported."""
+    """Raise instead of joining a world, for a script that runs when it is imported."""
     raise InvalidArgumentError(
         f"{file} joins a world while it is imported: it would really run, and write its files; put what "
         'runs it under `if __name__ == "__main__":`'
