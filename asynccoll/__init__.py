@@ -16,35 +16,36 @@ from typing import TYPE_CHECKING
 from asynccoll.host import elsewhere
 
 if TYPE_CHECKING:
-    from asynccoll.public import *  # noqa: F403  # as it is: its ``__all__`` is ours
+    from asynccoll.public import *  # noqa: F403  # its ``__all__`` is this package's public API
 
 __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """The public names; what the package is made of is found by its path."""
+    """Return the public names. Submodules are not listed, but ``__getattr__`` finds them."""
     return [*_public(), "__doc__", "__version__"]
 
 
 def _public() -> dict[str, object]:
-    """The public names and what they are."""
+    """Return the public objects by name."""
     public = importlib.import_module("asynccoll.public")
     return {name: getattr(public, name) for name in public.__all__}
 
 
-if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute name
 
     def __getattr__(name: str) -> object:
-        """All public names come with the first one used, and torch with them, which a launcher need not load.
+        """Import all public names when the first one is used.
 
-        The error for another says what is written here for what other libraries call so, or where ours is.
+        This imports torch, too, which a launcher need not load. For an unknown name, the error says what to
+        write instead, if it is a name from another library or one in ``overlap`` or ``trace``.
         """
         if name != "__all__" and name.startswith("__"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
         if PathFinder.find_spec(f"{__name__}.{name}", sys.modules[__name__].__path__) is not None:
             return importlib.import_module(f"{__name__}.{name}")
         names = _public()
-        there = globals()  # where somebody may have put another, as tests do
+        there = globals()  # names already set here (by tests, say) are kept
         there.update({one: names[one] for one in names if one not in there}, __all__=tuple(names))
         if name in there:
             return there[name]
@@ -52,4 +53,4 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
         if meant := next((f"ac.{one}.{name}" for one in parts), elsewhere.called_here(name)):
             raise AttributeError(f"asynccoll has no {name!r}: write {meant}", name=name)
         told = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(told, name=name, obj=sys.modules[__name__])  # of which Python suggests another
+        raise AttributeError(told, name=name, obj=sys.modules[__name__])  # ``obj`` lets Python suggest one

@@ -1,26 +1,26 @@
-"""The errors of asynccoll, and the one place where foreign errors become ours.
+"""The errors of asynccoll, and the one place where foreign errors are converted to them.
 
     AsyncCollError
     ├── NotInitializedError (RuntimeError)      no context, or already finalized
-    │   └── ForkedProcessError                  a forked child tried to communicate (a CollectiveError, too)
+    │   └── ForkedProcessError                  a forked child tried to communicate (also a CollectiveError)
     ├── BackendNotFoundError (ImportError)      unknown name, or its package is missing
     ├── LaunchEnvironmentError (ValueError)     contradictory or incomplete launcher variables
-    ├── InvalidArgumentError (ValueError)       a value that no call of this kind can have
-    │   └── InvalidCallError (TypeError)        arguments that do not fit the function, or are of another type
+    ├── InvalidArgumentError (ValueError)       a value that no call of this kind accepts
+    │   └── InvalidCallError (TypeError)        arguments that do not fit the function, or have the wrong type
     ├── PayloadTypeError (TypeError)            a payload that this collective cannot carry
-    ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the text names those that have it
+    ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the message names those that have it
     ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
     ├── LaneLimitError (RuntimeError)           too many lanes in one group
     ├── SpawnError (RuntimeError)               a rank that ``spawn`` started has failed; ``rank`` says which
     ├── WorkNotDoneError (RuntimeError)         ``result()`` before the work is done
-    └── CollectiveError (RuntimeError)          an operation that was sent has failed
+    └── CollectiveError (RuntimeError)          an operation that was accepted has failed
         ├── CollectiveTimeoutError (TimeoutError)
         ├── CollectiveMismatchError             ranks called different things
         ├── PeerRefusedError                    another rank refused its side of the call
         ├── PeerLostError                       a rank is gone; ``ranks`` says which
         └── AbortedError                        the group was aborted with the work in flight
 
-This module imports nothing of the package.
+This module imports nothing else from the package.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ __all__ = [
 
 
 class AsyncCollError(Exception):
-    """Base of everything this package raises."""
+    """Base class of all errors that this package raises."""
 
     _raised: weakref.ref[AsyncCollError] | None = None
 
     def for_waiter(self) -> AsyncCollError:
-        """A copy to raise, of an error that is kept: raising fills an error with frames.
+        """Return a copy to raise. This error is kept, and raising it would attach frames to it.
 
-        The same one as long as somebody has it.
+        The same copy is returned for as long as something refers to it.
         """
         raised = None if self._raised is None else self._raised()
         if raised is None:
@@ -71,9 +71,9 @@ class AsyncCollError(Exception):
         return raised
 
     def copied(self) -> AsyncCollError:
-        """A copy, with the same cause."""
+        """Return a copy with the same cause."""
         copied = copy.copy(self)
-        copied.__dict__.pop("_raised", None)  # or it could not be pickled
+        copied.__dict__.pop("_raised", None)  # a weak reference cannot be pickled
         copied.__cause__ = self.__cause__
         return copied
 
@@ -91,11 +91,11 @@ class LaunchEnvironmentError(AsyncCollError, ValueError):
 
 
 class InvalidArgumentError(AsyncCollError, ValueError):
-    """An argument has a value that no call of this kind can have."""
+    """An argument has a value that no call of this kind accepts."""
 
 
 class InvalidCallError(InvalidArgumentError, TypeError):
-    """The arguments do not fit the function: too many by position, an unknown name, or another type."""
+    """The arguments do not fit the function: too many by position, an unknown name, or the wrong type."""
 
 
 class PayloadTypeError(AsyncCollError, TypeError):
@@ -129,14 +129,14 @@ class SpawnError(AsyncCollError, RuntimeError):
 
 
 class WorkNotDoneError(AsyncCollError, RuntimeError):
-    """The result was asked for before the work was done."""
+    """The result was requested before the work was done."""
 
 
 class CollectiveError(AsyncCollError, RuntimeError):
     """An operation that was accepted has failed.
 
     ``ranks`` are the global ranks that caused the failure, as far as they are known; ``operation`` and
-    ``lane`` are its name and its lane's, "" if there is no single one.
+    ``lane`` are the names of the operation and of its lane, "" if there is no single one.
     """
 
     def __init__(
@@ -153,28 +153,28 @@ class CollectiveError(AsyncCollError, RuntimeError):
 
 
 class ForkedProcessError(NotInitializedError, CollectiveError):
-    """A process that was forked from a rank, as a DataLoader's worker is, cannot use that rank's connections.
+    """A process forked from a rank, such as a DataLoader worker, cannot use that rank's connections.
 
-    ``get_rank`` and the like work there.
+    ``get_rank`` and similar functions work there.
     """
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """The operation is not ready within its time; it may still be in flight.
+    """The operation was not ready within its timeout; it may still be in flight.
 
-    ``ranks`` are those that have not called it, or cannot go on (stopped, gone): the text says which, what
-    each called last, and what it does now.
+    ``ranks`` are those that have not called it or cannot continue (stopped, gone). The message names them,
+    and says what each called last and what it is doing now.
     """
 
 
 class CollectiveMismatchError(CollectiveError):
     """The ranks called different operations, or with different shapes, dtypes or roots."""
 
-    #: Place and part of the first call of its lane about which they differ, where that is known: a lane asks.
+    #: Place and part of the lane's first call in which they differ, if known; read by the lane.
     begins: tuple[int, int] | None = None
-    #: The place of the call in which it was found, where that is known; else 0.
+    #: The place of the call in which the mismatch was found; 0 if that is not known.
     place: int = 0
-    #: Whether a rank has found it by itself, so that the other ranks have to be told
+    #: Whether this rank alone has found the mismatch, so that the other ranks have to be told.
     alone: bool = False
 
 
@@ -185,7 +185,8 @@ class PeerRefusedError(CollectiveError):
 class PeerLostError(CollectiveError):
     """A rank of the group is gone. ``ranks`` holds the global ranks known to be lost.
 
-    ``left`` are those of them that have left their world in order (``finalize``): their processes may go on.
+    ``left`` are those of them that have left the world in an orderly way (``finalize``). Their processes may
+    still be running.
     """
 
     def __init__(
@@ -217,8 +218,7 @@ class UnawaitedWorkWarning(RuntimeWarning):
 class DiscardedResultWarning(RuntimeWarning):
     """A reduction or broadcast was awaited and its result discarded: inputs stay as they are.
 
-    The warning is given at the line of the call, on the ranks that get a result, for tensors without
-    ``out=``.
+    The warning is issued at the line of the call, on ranks that get a result, for tensors without ``out=``.
     """
 
 
@@ -229,12 +229,15 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 
-#: Native libraries begin their messages with the line of their own source.
+#: Native libraries prefix their messages with a line of their own source code.
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")
 
 
 def forget_frames(error: BaseException) -> None:
-    """Of an error that is kept, and of its causes: frames hold their callers, and those all their locals."""
+    """Drop the tracebacks of an error that is kept, and of its causes.
+
+    A frame keeps its callers alive, and with each of them all local variables.
+    """
     chain = [error]
     for one in chain:
         one.__traceback__ = None
@@ -243,7 +246,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def collective_error(error: BaseException, what: str) -> CollectiveError:
-    """The typed error for a failure that a native operation reported while doing ``what``."""
+    """Return the typed error for a failure that a native operation reported while doing ``what``."""
     if isinstance(error, CollectiveError):
         return error
     text = _SOURCE_LINE.sub("", str(error).strip().split("\n")[0]) or type(error).__name__

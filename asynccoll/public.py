@@ -1,4 +1,4 @@
-"""The public names, all at once: ``asynccoll`` has them as soon as one of them is used."""
+"""All public names. ``asynccoll`` imports this module when the first of them is used."""
 
 from asynccoll import elastic, overlap, trace
 from asynccoll.auto import (

@@ -1,6 +1,6 @@
-"""torch's modes (grad, inference, autocast, default device, ...), noted at a call, or kept by task.
+"""torch's modes (grad, inference, autocast, default device, ...): captured at a call, or kept per task.
 
-Must not know what is called in them.
+This package must not know which functions run in them.
 """
 
 from asynccoll.modes.captured import as_called, uncast

@@ -1,8 +1,8 @@
-"""Runs the rest of a call, in its waiter or on another thread, in the autograd modes in which it was made.
+"""Run the rest of a call, in its waiter or on another thread, in the autograd modes of the call.
 
-The modes belong to a thread and a block, and the rest runs later. But whether the result has a gradient
-depends on the mode at the call, not on the waiter's. And memory that was made in ``torch.inference_mode()``
-can only be written to in that mode.
+torch's modes belong to a thread and a ``with`` block, and the rest of a call runs later. But whether the
+result has a gradient depends on the mode at the call, not on the waiter's. And memory that was allocated in
+``torch.inference_mode()`` can only be written to in that mode.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Modes(NamedTuple):
 
 
 _EITHER = (False, True)
-#: All modes, made once: ``__new__`` of a named tuple runs in Python, and every call needs one.
+#: All modes, made once: ``__new__`` of a named tuple is slow Python code, and every call needs one.
 _ALL = {(recording, inferring): Modes(recording, inferring) for recording in _EITHER for inferring in _EITHER}
 
 
@@ -60,5 +60,5 @@ def uncast(function: Callable[..., torch.Tensor], xs: Sequence[torch.Tensor], *a
 
 
 def as_called(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` bound to the present modes: later calls of it run in them."""
+    """Return ``function`` bound to the current modes: later calls of it run in them."""
     return partial(Modes.now().run, function)

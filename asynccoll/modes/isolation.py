@@ -1,9 +1,9 @@
-"""torch's modes, kept by task: what one task sets, no other sees, however their awaits interleave.
+"""torch's modes, kept per task: no task sees the modes that another sets, however their awaits interleave.
 
 torch keeps its modes (``no_grad``, ``autocast``, a default device, ...) per thread, and the tasks of an
 event loop share one thread. An isolated coroutine is run in steps, each from one suspension to
-the next. Before each step the thread's modes are put away and the coroutine's own are brought back; after
-it, the reverse.
+the next. Before each step the thread's modes are saved and the coroutine's own are restored; after it, the
+reverse.
 
 This module must not know what a collective is, nor which event loop runs.
 """
@@ -46,13 +46,13 @@ _top_hooks = functools.partial(_C._autograd._top_saved_tensors_default_hooks, Fa
 
 
 def _autocast_depth() -> int:
-    """Return in how many blocks of autocast this thread is, including those that disable it."""
+    """Return how many autocast blocks this thread is in, including those that disable it."""
     _enter_autocast()
     return int(_leave_autocast())
 
 
 def _plain() -> bool:
-    """Whether this thread has torch's default modes, as nearly always."""
+    """Whether this thread has torch's default modes, as it nearly always does."""
     _enter_autocast()
     return (
         not _leave_autocast()  # as in _autocast_depth
@@ -66,13 +66,13 @@ def _plain() -> bool:
 
 
 def _built_for() -> tuple[str, ...]:
-    """Return the types of device that this torch was built for.
+    """Return the device types that this torch was built for.
 
-    Does not ask whether such a device exists: that starts CUDA, after which a forked child cannot use it.
+    Does not check whether such a device exists: that initializes CUDA, and a forked child cannot use it then.
     """
     built = {
         "cpu": True,
-        "cuda": torch.backends.cuda.is_built(),  # type: ignore[no-untyped-call]  # torch leaves it so
+        "cuda": torch.backends.cuda.is_built(),  # type: ignore[no-untyped-call]  # untyped in torch
         "mps": torch.backends.mps.is_built(),
         "xpu": torch.xpu._is_compiled(),
     }
@@ -83,7 +83,7 @@ _BUILT_FOR = _built_for()
 
 
 def _dtypes() -> Dtypes:
-    """Return the dtype that autocast casts to, by type of device on which this process could compute."""
+    """Return the dtype that autocast casts to, for each device type on which this process could compute."""
     devices = (*_BUILT_FOR, "xla") if "torch_xla" in sys.modules else _BUILT_FOR
     return {device: torch.get_autocast_dtype(device) for device in devices}
 
@@ -92,10 +92,10 @@ _USUAL_DTYPES = _dtypes()
 
 
 class _Away:
-    """The modes of a thread, put away: making this gives the thread torch's defaults.
+    """The saved modes of a thread. Creating this resets the thread to torch's defaults.
 
-    ``bring_back``, called once, sets these modes in the thread that calls it. If this is dropped without
-    that, no thread's modes change.
+    ``bring_back``, called once, sets these modes in the thread that calls it. If this object is dropped
+    without that, no thread's modes change.
     """
 
     __slots__ = ("_autocast", "_dispatchers", "_flags", "_functions", "_hooks")
@@ -105,9 +105,9 @@ class _Away:
         self._functions = _Functions() if _functions() else None
         self._dispatchers = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatchers())]
         self._hooks = _taken_hooks()
-        # Inference mode can only be left by the guard that entered it, which is the task's. But entering a
-        # guard saves all autograd flags and dispatch keys of the thread (autocast's switches among them), and
-        # leaving it restores them, in any thread and whatever was set since.
+        # Only the guard that entered inference mode can leave it, and that one belongs to the task. But
+        # entering a guard saves all autograd flags and dispatch keys of the thread (including autocast's
+        # switches), and leaving it restores them, in any thread and regardless of what was set since.
         self._flags = _C._InferenceMode(False)
         self._flags.__enter__()
         depth = _autocast_depth()
@@ -127,7 +127,7 @@ class _Away:
             self._functions.bring_back()
 
     def __del__(self) -> None:
-        if self._flags is not None:  # freeing the guard leaves it, in the thread that runs this
+        if self._flags is not None:  # freeing the guard leaves it in this thread, so undo that
             now = _C._InferenceMode(False)
             now.__enter__()
             self._flags.__exit__(None, None, None)
@@ -135,7 +135,7 @@ class _Away:
 
 
 class _Functions:
-    """The modes of a thread that see calls of torch functions; a default device is one of them."""
+    """The torch function modes of a thread. A default device is one of them."""
 
     __slots__ = ("_default", "_device", "_modes")
 
@@ -154,9 +154,9 @@ class _Functions:
 
 
 def _use_default(context: Any) -> None:
-    """Set ``context`` as this thread's context of the default device; None removes the attribute.
+    """Set ``context`` as this thread's default-device context; None removes the attribute.
 
-    If it were set to None, ``torch.get_default_device()`` would raise AttributeError (torch 2.9).
+    With an attribute of None, ``torch.get_default_device()`` would raise AttributeError (torch 2.9).
     """
     if context is not None:
         _default_device.device_context = context
@@ -165,14 +165,14 @@ def _use_default(context: Any) -> None:
 
 
 class _Autocast:
-    """The state of autocast except its switches: dtypes, depth of blocks, and whether it caches casts."""
+    """The state of autocast except its switches: dtypes, nesting depth, and whether it caches casts."""
 
     __slots__ = ("_caching", "_depth", "_dtypes")
 
     def __init__(self, depth: int, usual: Dtypes) -> None:
         self._depth = depth
         self._caching = _caching()
-        self._dtypes: Dtypes = {}  # those that are not the usual ones
+        self._dtypes: Dtypes = {}  # those that differ from the defaults
         for device, dtype in usual.items():
             if _casts(device):
                 _cast(device, False)
@@ -183,8 +183,8 @@ class _Autocast:
             _set_caching(True)
         for _ in range(depth):
             _leave_autocast()
-        # All threads share one cache of cast weights. Another task must not find weights in it that this one
-        # has cast, perhaps without gradients, or before they were updated.
+        # All threads share one cache of cast weights. Another task must not find weights there that this task
+        # has cast, perhaps without gradients, or before an update.
         _C.clear_autocast_cache()
 
     def bring_back(self) -> None:
@@ -197,7 +197,7 @@ class _Autocast:
 
 
 def _taken_hooks() -> list[tuple[object, object]]:
-    """Remove the default hooks of saved tensors; returns them, outermost first."""
+    """Remove the default hooks for saved tensors, and return them, outermost first."""
     hooks = []
     while (top := _top_hooks()) is not None:
         hooks.append(top)
@@ -206,7 +206,7 @@ def _taken_hooks() -> list[tuple[object, object]]:
 
 
 class _Inherited:
-    """A copy of the thread's present modes, for a coroutine that begins later."""
+    """A copy of the thread's current modes, for a coroutine that begins later."""
 
     def __init__(self) -> None:
         self._recording = _recording()
@@ -240,10 +240,10 @@ class _Inherited:
 
 
 class Steps(Awaitable[object]):
-    """An awaitable that runs a coroutine in modes of its own.
+    """An awaitable that runs a coroutine in its own modes.
 
-    It has a coroutine's ``cr_frame`` and ``cr_await``, so that stacks of tasks (trio, asyncio) look through
-    it.
+    It has a coroutine's ``cr_frame`` and ``cr_await``, so that task stacks (trio, asyncio) show the
+    coroutine's frames.
     """
 
     __slots__ = ("_begun", "_coroutine", "_inherited", "_modes", "_usual")
@@ -297,7 +297,7 @@ class Steps(Awaitable[object]):
 
     def __del__(self) -> None:
         if not self._begun:
-            self._coroutine.close()  # no warning: Python warns of the coroutine that awaits this
+            self._coroutine.close()  # no second warning: Python warns of the coroutine awaiting this
 
     @property
     def cr_frame(self) -> object:
@@ -323,20 +323,20 @@ def isolated(
 
 
 def isolated(work: object) -> object:
-    """Return ``work``, a coroutine or an async function, such that it has torch's modes to itself.
+    """Wrap ``work``, a coroutine or an async function, so that it has its own torch modes.
 
-    torch keeps its modes per thread, so that ``with torch.no_grad():`` around an ``await`` in one task
-    switches gradients off in every other. An isolated coroutine neither changes the modes of others nor sees
+    torch keeps its modes per thread, so ``with torch.no_grad():`` around an ``await`` in one task disables
+    gradients in every other task. An isolated coroutine neither changes the modes of other tasks nor sees
     theirs: gradients, inference mode, autocast of every device, the default device, torch function and
-    dispatch modes, and default hooks for saved tensors. It begins in the modes at the call of
-    ``isolated``, or of the function that ``isolated`` returned. Children of ``ac.create_task_group()`` are
-    isolated already. For other tasks:
+    dispatch modes, and default hooks for saved tensors. It begins in the modes that are set when
+    ``isolated`` is called, or when the function that ``isolated`` returned is called. Children of
+    ``ac.create_task_group()`` are isolated already. For other tasks:
 
     >>> asyncio.create_task(ac.isolated(evaluate(model)))
     >>> nursery.start_soon(ac.isolated(evaluate), model)
     >>> asyncio.run(ac.isolated(main()))
 
-    ``await`` behaves as for the coroutine itself: its result, its exceptions, its cancellation.
+    Awaiting it is like awaiting the coroutine itself: same result, exceptions and cancellation.
 
     Raises:
         InvalidArgumentError: ``work`` is neither a coroutine nor a function that returns one.

@@ -1,8 +1,8 @@
-"""Tensor operations of the library that modes and transformations of the user's do not see.
+"""Tensor operations of the library that the user's torch modes and transformations do not see.
 
-Those of a transport on its buffers are no concern of any: a mode would count or change them (``unseen``). And
-whatever a call computes has to be of tensors with data, which are not made in ``FakeTensorMode``, nor inside
-of ``torch.func``, which also forbids to fill memory from outside of it (``with_data``).
+A transport's operations on its own buffers are internal: a mode would count or change them (``unseen``). And
+a call has to compute on tensors that have data. ``FakeTensorMode`` and ``torch.func`` create tensors without
+data, and ``torch.func`` also forbids writing to memory from outside a transformation (``with_data``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _C: ModuleType = torch._C
 _KEYS = _C.DispatchKeySet(_C.DispatchKey.Python)
 for _key in ("PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"):
     _KEYS = _KEYS | _C.DispatchKeySet(getattr(_C.DispatchKey, _key))
-#: How many modes there are in this thread, of either kind, and the innermost transformation of torch.func.
+#: How many modes of either kind this thread has, and the innermost transformation of torch.func.
 _dispatching = _C._len_torch_dispatch_stack
 _overriding = _C._len_torch_function_stack
 _transforming = _C._functorch.peek_interpreter_stack
@@ -32,7 +32,7 @@ _FAKE = _C._TorchDispatchModeKey.FAKE
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Have ``function`` run outside of the modes and transformations of the thread that calls it."""
+    """Wrap ``function`` to run outside the modes and transformations of the thread that calls it."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,7 +44,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def with_data(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return ``function(*args)``; where tensors are made that have no data, outside of what does that."""
+    """Return ``function(*args)``, called outside any mode or transformation whose tensors have no data."""
     if _transforming() or (_dispatching() and _C._get_dispatch_mode(_FAKE) is not None):
         return _outside(function, *args, **kwargs)
     return function(*args, **kwargs)
