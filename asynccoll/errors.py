@@ -229,7 +229,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 
-#: Native libraries prefix their messages with a line of their own source code.
+#: Native libraries prefix their messages with the file and line in their own source.
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\]\s*")
 
 

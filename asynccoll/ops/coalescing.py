@@ -1,12 +1,12 @@
-"""``ac.coalescing``: calls that are made one by one and are sent together.
+"""``ac.coalescing``: calls that are made one by one and sent together.
 
-A tree fuses tensors that are at hand at once; a block does so for code that makes one call after the other.
-``all_reduce`` and ``broadcast`` of tensors are deferred until the block ends. Then all calls with the same
-lane, operation and timeout (a *kind*) are fused, like the leaves of a tree, and kinds are sent in the order
-of their first calls. So every rank, which makes the same calls, sends the same. Any other call inside, and
-any await, first sends the calls that were deferred on its lane, so that the lane's order is kept. Calls that
-are sent together cannot depend on each other; if they would, the later one is refused. Autograd records each
-call, or not, by the mode in which it was made.
+A tree fuses tensors that are available at the same time; a block does this for code that makes one call
+after another. ``all_reduce`` and ``broadcast`` of tensors are deferred until the block ends. Then all calls
+with the same lane, operation and timeout (a *kind*) are fused, like the leaves of a tree, and kinds are sent
+in the order of their first calls. All ranks make the same calls, so they send the same. Any other call inside, and
+any await, first sends the calls that were deferred on its lane, which keeps the lane's order. Calls that are
+sent together cannot depend on each other: a call that depends on an earlier one is refused. Whether autograd
+records a call depends on the mode in which it was made.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Deferred(Work[T]):
 
     @property
     def put_off(self) -> bool:
-        """Whether the call was neither sent nor given up yet."""
+        """Whether the call has been neither sent nor given up yet."""
         return self._batch is not None
 
     def sent(self, started: Started[Any]) -> None:
-        """Take over the operations of ``started``, with which the call was sent."""
+        """Take over the operations of ``started``, by which the call was sent."""
         self._batch = None
         self._operations = started.operations
         self._finish = started.finish
@@ -134,7 +134,7 @@ class _Call(NamedTuple):
     work: Deferred[object]
 
 
-#: The modes for calls of which autograd records only some; the tensors of the others are detached.
+#: The modes for a set of calls if autograd records only some of them; the others' tensors are detached.
 _MIXED = Modes(recording=True, inferring=False)
 #: The errors of a call whose place (its number in the lane's order) is lost already, because of a peer.
 _PLACE_LOST = (PeerRefusedError, CollectiveMismatchError)
@@ -143,8 +143,8 @@ _PLACE_LOST = (PeerRefusedError, CollectiveMismatchError)
 class _Parts:
     """Deferred calls of one kind, which will be fused.
 
-    The kind is only lane, operation and timeout, which are the same on every rank. Autograd's modes and
-    ``out`` may differ between ranks, so the grouping and the order must not depend on them.
+    A kind is only lane, operation and timeout, which are the same on every rank. Autograd's modes and ``out``
+    may differ between ranks, so neither the grouping nor the order may depend on them.
     """
 
     __slots__ = ("calls", "fuse", "lane", "timeout")
@@ -159,7 +159,7 @@ class _Parts:
         return f"{self.fuse.name} {self.fuse.detail}"
 
     def send(self, batch: _Batch, together: str | None) -> None:
-        """Send the calls. ``together`` names all kinds that are sent now, to be compared between ranks."""
+        """Send the calls. ``together`` names all kinds that are sent now, for ranks to compare."""
         modes = {call.modes for call in self.calls}
         before = called_at.set(self.calls[0].spot)
         try:
@@ -168,7 +168,7 @@ class _Parts:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
                     _MIXED.run(self._send, False)
-        except _PLACE_LOST as error:  # for the waiters of the works, as when the place is lost later
+        except _PLACE_LOST as error:  # raised by the works, as it is if the place is lost later
             for call in self.calls:
                 call.work.abandoned(error)
         except Exception as error:
@@ -178,13 +178,13 @@ class _Parts:
             called_at.reset(before)
 
     def _send(self, fills: bool) -> None:
-        """Start the calls as one. ``fills`` says that all of them have ``out``, which is filled directly."""
+        """Start the calls as one. ``fills``: all of them have ``out``, which is then filled directly."""
         recording = torch.is_grad_enabled()
         xs = [call.x.detach() if recording and not call.modes.recording else call.x for call in self.calls]
         outs = [call.out for call in self.calls if call.out is not None] if fills else None
         started = with_data(autograd.fused, self.lane, self.fuse, xs, outs, self.timeout)
-        # The work of each call takes its result from this one, which finishes once. No user gets it, so it is
-        # detached, and does not warn.
+        # The work of each call takes its result from this one, which finishes once. No user ever gets it, so
+        # it is detached, and does not warn.
         shared = Work(started.operations, started.finish, started.value)
         shared.detach()
         if outs is not None:
@@ -194,7 +194,7 @@ class _Parts:
             call.work.sent(Started(started.operations, result))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
-        """Tell the peers, which may be sending their calls, and fail the works here that were not sent."""
+        """Notify the peers, which may be sending their calls, and fail the works that were not sent here."""
         left = [call.work for call in self.calls if call.work.put_off]
         if left:
             batch.refuse(self.lane, error, self.fuse.name)
@@ -207,13 +207,13 @@ def _result_of(
 ) -> object:
     """Return the result of one call, in its ``out`` if it has one.
 
-    This runs in the modes of the call: an ``out`` that was made in inference mode can only be written there.
+    This runs in the modes of the call: an ``out`` made in inference mode can only be written to in that mode.
     """
     return modes.run(tensors.deliver, shared.result()[index], out)
 
 
 class _Read:
-    """A claim on the input of a deferred call: while that is pending, no later call of the block fills it."""
+    """A claim on the input of a pending deferred call, which no later call of the block may fill."""
 
     __slots__ = ("__weakref__", "_work", "out")
 
@@ -230,14 +230,14 @@ class _Batch:
     """The deferred calls of a block by kind, in the order of the first call of each kind.
 
     All calls of a block on one lane share one place (number) in the lane's order. So a rank that refuses one
-    of them refuses as many places as its peers take, though it cannot know whether they send that call alone
-    or with others.
+    of them refuses as many places as its peers take, although it cannot know whether they send that call
+    alone or with others.
     """
 
     __slots__ = ("_actor", "_lock", "_parts", "_places", "_read", "_reads")
 
     def __init__(self) -> None:
-        #: held while calls are put off or sent: another thread may wait for a work, which sends them
+        #: held while calls are deferred or sent: another thread may wait for a work, which sends them
         self._lock = host.RLock()
         self._actor = actors.current().actor
         self._parts: dict[object, _Parts] = {}
@@ -247,14 +247,14 @@ class _Batch:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the caller opened the block. Tasks that it has started are not part of the block."""
+        """Whether the caller opened the block. Tasks that the caller has started are not part of it."""
         return actors.current().actor is self._actor
 
     @contextmanager
     def place_on(self, lane: Lane, name: str, what: str | None = None) -> Iterator[None]:
-        """Give what is started inside the block's place on ``lane``.
+        """Let the calls started inside share the place of the coalescing block on ``lane``.
 
-        ``name`` is its collective, ``what`` describes all that is sent together.
+        ``name`` is their collective; ``what`` describes everything that is sent together.
         """
         with lane.together(self._places.get(lane), what, name) as place:
             self._places[lane] = place
@@ -286,8 +286,8 @@ class _Batch:
             if (read := read_by(())) is not None:
                 put_off.reads(read)
             return put_off
-        # The deferred calls are sent only once this call is known to be made: if it is refused here, the
-        # peers' call at this point may be one that they defer.
+        # The deferred calls are sent only once it is certain that this call is made: if it is refused here,
+        # the peers' call at this point may be one that they defer.
         try:
             with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
                 started = with_data(start, lane, *args, timeout=timeout, **filled)
@@ -305,7 +305,7 @@ class _Batch:
         timeout: float | None,
         out: Any = None,
     ) -> Work[object] | None:
-        """Defer the call and return its work, or return None if it is not a call that can be deferred."""
+        """Defer the call and return its work; return None for a call that cannot be deferred."""
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
             name = f"{start.__name__} in a coalescing block"
@@ -344,7 +344,7 @@ class _Batch:
     def check_unread(self, name: str, out: object) -> None:
         """Refuse an ``out`` that overlaps the input of an earlier call of the block that is still pending.
 
-        Sending that call first is no way out: only this rank knows of the overlap, so the ranks would send
+        Sending that call first would not help: only this rank knows of the overlap, so the ranks would send
         different calls.
         """
         filled = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
@@ -356,11 +356,11 @@ class _Batch:
             )
 
     def flush(self, lane: Lane | None = None) -> None:
-        """Send the calls deferred on ``lane``, or on all lanes; if one kind is refused, the others are sent.
+        """Send the calls deferred on ``lane``, or on all lanes, even if one kind of them is refused.
 
         Another call inside the block sends only those on its own lane. Once a rank has refused a call on a
         lane, ranks may differ in which calls are made and deferred there; what is sent together on other
-        lanes must not depend on that.
+        lanes must not depend on these differences.
         """
         with self._lock:
             waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
@@ -379,7 +379,7 @@ class _Batch:
             raise first
 
     def end(self) -> None:
-        """Send the remaining calls, and tell the lanes that no more will have the block's places."""
+        """Send the remaining calls, and tell the lanes that no more calls will share the block's places."""
         self.flush()
         for lane, place in self._places.items():
             lane.end_of_parts(place)
@@ -399,10 +399,10 @@ class _Batch:
 
 
 def _said_together(waiting: list[_Parts], lane: Lane) -> str | None:
-    """Return a text with all kinds that are sent together on ``lane``, or None if there is only one.
+    """Return a text that names all kinds that are sent together on ``lane``, or None if there is only one.
 
-    It is compared between ranks with the first kind. So ranks also detect a kind that only some of them have,
-    although the others make no other call to compare it with.
+    The ranks compare it along with the first kind. So they also detect a kind that only some of them have,
+    although the others make no call to compare it with.
     """
     kinds = [str(parts) for parts in waiting if parts.lane is lane]
     return f"coalescing({', '.join(kinds)}):" if len(kinds) > 1 else None
@@ -412,7 +412,7 @@ _batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=N
 
 
 def name_of(start: Callable[..., object]) -> str:
-    """Return the public name of the operation that ``start`` starts, as ``barrier`` for ``start_barrier``."""
+    """Return the public name of the operation that ``start`` starts: ``barrier`` for ``start_barrier``."""
     return start.__name__.removeprefix("start_").removesuffix("_scaled")
 
 
@@ -423,7 +423,7 @@ def own_block() -> _Batch | None:
 
 
 class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
-    """Calls inside are sent together when the block ends: ``with ac.coalescing():`` (or ``async with``).
+    """A block whose calls are sent together when it ends: ``with ac.coalescing():`` (or ``async with``).
 
     >>> with ac.coalescing():
     ...     works = [ac.all_reduce(layer.weight.grad) for layer in layers]
@@ -434,18 +434,18 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     first send the calls deferred on their lane; ``send`` and ``recv``, which only some ranks call, do not.
     Tasks that are started inside are not part of the block: their calls are sent at once.
 
-    The calls are sent together, so none may depend on another: one that reads what an earlier one writes to
-    (``out=``), or that writes to what an earlier one reads or writes, raises ``InvalidArgumentError`` until
-    that one was awaited.
+    The calls are sent together, so none may depend on another. A call that reads memory which an earlier one
+    fills (``out=``), or that fills memory which an earlier one reads or fills, raises
+    ``InvalidArgumentError`` until the earlier one has been awaited.
 
-    If one rank refuses a call inside, all calls of the block on that lane that were not sent yet fail with
-    it, on every rank, even if the error is caught inside: the other ranks have fused them. Calls that were
-    sent before remain valid.
+    If one rank refuses a call inside, all calls of the block on that lane that have not been sent yet fail
+    with it, on every rank, even if the error is caught inside: the other ranks have fused them. Calls that
+    were sent before remain valid.
 
     If the block ends with an exception, the deferred calls are not sent: their works raise
-    ``CollectiveError``, and peers whose block went well get ``PeerRefusedError`` on each lane on which a call
-    was deferred here. Nothing is known of calls that this rank would have made on other lanes: there its
-    peers wait, as for any rank that raises before it calls.
+    ``CollectiveError``, and peers whose block succeeded get ``PeerRefusedError`` on each lane on which a call
+    was deferred here. Calls that this rank would have made on other lanes are unknown: there its peers wait,
+    as they do for any rank that raises before it makes a call.
     """
 
     def __init__(self) -> None:
@@ -454,7 +454,7 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     def __enter__(self) -> coalescing:
         outer = _batch.get()
         if outer is not None and outer.is_mine:
-            outer.flush()  # its calls were made first
+            outer.flush()  # its calls were made earlier
         self._before.append(outer)
         _batch.set(_Batch())
         return self

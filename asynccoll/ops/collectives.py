@@ -1,34 +1,35 @@
 """The collectives: plain functions that start at once and return a ``Work``.
 
-What holds for every function here:
+The following holds for every function here:
 
 - **Group and lane.** ``group`` is None (the world), a ``Group``, a list of global ranks, a
-  one-dimensional ``DeviceMesh`` or a torch process group; ``lane`` names the order in which the call
-  takes its place (default: that of ``with ac.lane(...)``, else ``"default"``). Roots and pairs are
-  global ranks; ``group_src`` or ``group_dst`` is the index in the group instead.
-- **Await.** ``await work`` (or ``work.wait()``) gives a result that may be used on the current device
+  one-dimensional ``DeviceMesh`` or a torch process group; ``lane`` names the order of calls that the call
+  belongs to (default: that of ``with ac.lane(...)``, else ``"default"``). Roots and pairs are global
+  ranks; ``group_src`` and ``group_dst`` are indices in the group instead.
+- **Await.** ``await work`` (or ``work.wait()``) returns a result that may be used on the current device
   stream: on gloo, mpi and horovod the bytes are there; on nccl the current stream is ordered after
   the operation; ``await work.on_host()`` also waits until the device has finished.
 - **Inputs** are never changed by a call, and you must not change them until the work has been waited for.
-  ``done()`` alone does not suffice: the waiter may still read the inputs, and fill ``out``. If torch has
-  written to an input before that, the await raises ``InvalidArgumentError`` (writes through NumPy,
-  ``x.data`` and views of a part of other memory are not noticed).
-- **out** (one tensor, the result's shape and dtype) is filled and returned; ``out=x`` is the in-place
-  operation. If the waiter fills ``out`` (a tree, strides, an average), no other call may use it before the
-  wait: ``InvalidArgumentError``, with the line of the call to be awaited. After an error the transport may
-  still write to ``out`` until the lane's next call is over.
-  Without ``out``, a result of the input's shape has the input's strides, as of ``torch.empty_like``.
-- **timeout** in seconds bounds the waiting for this operation, counted from the call. Past it, a second
-  await waits for the same time again.
-- **Gradients** are those of the sum of all ranks' losses. Whether autograd records is decided by the call,
-  not where its work is awaited; ``out=`` for a call that it records is refused (``InvalidArgumentError``).
+  ``done()`` alone is not enough: the waiter may still read the inputs and fill ``out``. If torch has
+  written to an input before that, the await raises ``InvalidArgumentError``. (Writes through NumPy or
+  ``x.data`` are not detected, nor are writes to an input that is a view of a part of its base.)
+- **out** (one tensor of the result's shape and dtype) is filled and returned; ``out=x`` is the in-place
+  operation. If the waiter fills ``out`` (a tree, strides, an average), any other call that uses it before
+  the wait raises ``InvalidArgumentError`` with the line of the call to await. After an error the transport
+  may still write to ``out`` until the lane's next call is over.
+  Without ``out``, a result of the input's shape has the input's strides, as with ``torch.empty_like``.
+- **timeout** in seconds, counted from the call, limits how long this operation is waited for. Once it has
+  expired, a second await waits for the same time again.
+- **Gradients** are those of the sum of all ranks' losses. Whether autograd records depends on the mode at
+  the call, not where the work is awaited. ``out=`` is refused for a call that autograd records
+  (``InvalidArgumentError``).
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``, and ``InvalidCallError`` for arguments
-  that do not fit the function; the peers that did call get a ``PeerRefusedError``. From ``await``:
-  ``CollectiveTimeoutError``, ``CollectiveMismatchError``, ``PeerLostError``, ``PeerRefusedError``; and those
-  above, if a mistake is found only after a part was sent, or when a queued call is issued.
+  that do not fit the function; peers that have made the call get a ``PeerRefusedError``. From ``await``:
+  ``CollectiveTimeoutError``, ``CollectiveMismatchError``, ``PeerLostError``, ``PeerRefusedError``; and the
+  errors above, if a mistake is found only after a part was sent, or when a queued call is issued.
 
-In the examples two ranks call; ``r0``/``r1`` is what each gets.
+In the examples two ranks make the call; ``r0`` and ``r1`` mark what each of them gets.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 Plain = TypeVar("Plain", bool, int, float, str)
 
 #: The point-to-point functions: which side of a message each is, and the index of the other rank among its
-#: arguments (the tag follows). They are not numbered in a lane's order of calls, and a refusal is told to the
-#: other rank only.
+#: arguments (the tag follows). Messages are not numbered in a lane's order of calls, and only the other rank
+#: is notified of a refusal.
 _MESSAGES: dict[Callable[..., object], tuple[str, int]] = {
     payload.send: ("send", 1),
     payload.recv: ("recv", 1),
@@ -121,7 +122,7 @@ _DEPTH = 4
 _ENDS = {"send": "dst", "recv": "src"}
 _ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
 
-#: The functions that read their argument where it is passed. (That of others may be an example, as of recv.)
+#: The functions that read their argument on every rank that passes one. (That of recv is only an example.)
 _READING = frozenset(
     {
         payload.all_reduce,
@@ -137,15 +138,15 @@ _READING = frozenset(
     }
 )
 
-#: The functions that in torch change their argument: on every rank (None), on all but the root (False), or on
-#: the root only (True).
+#: The functions whose torch counterparts change their argument: on every rank (None), on all but the root
+#: (False), or on the root only (True).
 _IN_PLACE_IN_TORCH = {
     payload.all_reduce: None,
     payload.all_reduce_scaled: None,
     payload.broadcast: False,
     payload.reduce: True,
 }
-#: Their further arguments by position, with the defaults, which nobody has to write.
+#: Their further positional arguments, with the defaults, which a call need not spell out.
 _SAID: dict[Callable[..., object], tuple[tuple[str, object], ...]] = {
     payload.all_reduce: (("op", "sum"),),
     payload.all_reduce_scaled: (("op", "sum"),),
@@ -170,7 +171,7 @@ def _start(
     *args: object,
     **filled: Any,
 ) -> Work[Any]:
-    """Start a call on its lane; if this rank refuses it, tell the other ranks, which may be waiting.
+    """Start a call on its lane; if this rank refuses it, notify the other ranks, which may be waiting.
 
     ``filled`` is ``out=``, for calls that have it.
     """
@@ -192,7 +193,7 @@ def _start(
         return handed_out(
             started, read=_read_by(start, args, context.rank, started.leaves, **filled), **filled
         )
-    except Exception as error:  # of any kind, also a codec's or torch's: the call was not made
+    except Exception as error:  # from a codec or torch, too: the call was not made
         _tell_refused(context, at, start, args, error)
         raise
     finally:
@@ -206,7 +207,7 @@ def _tell_refused(
     args: Sequence[Any],
     error: Exception,
 ) -> None:
-    """Tell ranks that may wait for a call that it was refused with ``error``; ``at``: its lane, if known."""
+    """Notify ranks that may wait for a call that was refused with ``error``; ``at``: its lane, if known."""
     name = name_of(start)
     if at is None:
         context.note_refused(name, error)
@@ -221,7 +222,7 @@ def _tell_refused(
 
 
 def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:
-    """Warn if the result of a call is thrown away that in torch would have changed its input."""
+    """Warn if the result of a call is discarded, and the call would have changed its input in torch."""
     roots_own = _IN_PLACE_IN_TORCH[start]
     if roots_own is not None and (args[1] == at.world.rank) is not roots_own:
         return
@@ -239,20 +240,20 @@ def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[obj
 
 
 def _said(start: Callable[..., object], args: Sequence[object]) -> str:
-    """Return the root and the reduction of such a call as they are written, without defaults."""
+    """Return the root and the reduction of such a call as source text, without defaults."""
     names = _SAID.get(start, ())
     given = [(name, x) for (name, usual), x in zip(names, args[1:], strict=False) if x != usual]
     return "".join(f", {name}={_shown(x)}" for name, x in given)
 
 
 def _shown(x: object) -> str:
-    if isinstance(x, str):  # a ``ReduceOp`` too is a str: show its text
+    if isinstance(x, str):  # a ``ReduceOp`` is a str, too: show its text
         return repr(str.__str__(x))
     return repr(x) if isinstance(x, int) else "..."
 
 
 def _check_each_is_meant(_: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:
-    """Warn of a list with one tensor for each rank, all alike, as torch's reduce_scatter takes."""
+    """Warn about a list with one tensor per rank, all alike, which is what torch's reduce_scatter takes."""
     xs, size = args[0], at.group.size
     if (
         type(xs) is not list
@@ -270,7 +271,7 @@ def _check_each_is_meant(_: Callable[..., Started[Any]], args: Sequence[object],
         )
 
 
-#: The checks of calls that mean something else in torch.
+#: The checks for calls that mean something else in torch.
 _OTHER_IN_TORCH = dict.fromkeys(_IN_PLACE_IN_TORCH, _check_result_is_kept) | {
     payload.reduce_scatter: _check_each_is_meant
 }
@@ -288,7 +289,7 @@ def _read_by(
 def refuse(
     error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None, name: str = "call"
 ) -> NoReturn:
-    """Raise ``error`` instead of making a call of ``name``, and tell the peers, which may be making it.
+    """Raise ``error`` instead of calling ``name``, and notify the peers, which may be making that call.
 
     For code on top of these functions that checks more than they do.
     """
@@ -320,7 +321,7 @@ _ARGUMENTS = {
 
 
 def _fitting(function: Function) -> Function:
-    """Wrap a public function with ``fitting``, which tells the peers of a misfit; complete its docstring."""
+    """Wrap a public function so that the peers are notified of a misfit call, and complete its docstring."""
     taken = inspect.signature(function).parameters
     arguments = "\n".join(f"- ``{name}``: {told}" for name, told in _ARGUMENTS.items() if name in taken)
     told = _AS_EVERY_CALL.format(arguments=arguments)
@@ -335,7 +336,7 @@ def _refuse_misfit(name: str, wrong: Misfit) -> NoReturn:
 
 
 def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
-    """Raise the error of a misfit ``send`` or ``recv``, and tell the other rank, if the call named it."""
+    """Raise the error of a misfit ``send`` or ``recv``, and notify the other rank, if the call named it."""
     end, meant = _ENDS[_ROLES[name]], wrong.meant
     with suppress(AsyncCollError):
         lane = lane_of(current(), wrong.group, meant.get("lane"))
@@ -345,7 +346,7 @@ def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
 
 
 def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:
-    """Return the global rank of a collective's root; if it is invalid, raise, and tell the peers."""
+    """Return the global rank of a collective's root; if it is invalid, raise, and notify the peers."""
     if index is None:
         return rank
     try:
@@ -383,27 +384,28 @@ def all_reduce(
     out: object = None,
     timeout: float | None = None,
 ) -> Work[T]:
-    """The reduction of every rank's ``x``, the same on all of them, of the type of ``x``.
+    """Reduce every rank's ``x``; all ranks get the same result, of the type of ``x``.
 
-    A tensor keeps shape and dtype; Python's ints and bools reduce to exact ints (never overflowing), its
-    floats to floats; a tree is reduced leaf by leaf, its tensors fused; ``out`` is then a tree as well.
+    A tensor keeps its shape and dtype. Python ints and bools reduce to exact ints (which never overflow),
+    floats to floats. A tree is reduced leaf by leaf, with its tensors fused; ``out`` is then a tree as well.
 
     >>> await ac.all_reduce(torch.tensor([1, 2]))     # r0 has [1, 2], r1 has [3, 4]
     tensor([4, 6])                                    # both
 
     ``op``: ``sum``, ``avg`` or ``mean`` (of floats), ``product``, ``min``, ``max``, ``and``, ``or`` (logical:
     0 or 1 in the dtype of ``x``), ``band``, ``bor``, ``bxor`` (of integers and bool), or torch's
-    ``ReduceOp``. For tensors of bool a sum is an *or* and a product an *and*. Averages of half precision are
-    made in float32 and rounded once. Only in shared memory do ``min`` and ``max`` of tensors keep every NaN:
-    gloo and Horovod may give another rank's number instead, and MPI may do so on some ranks only. For
-    Python's numbers every backend keeps NaN.
+    ``ReduceOp``. For bool tensors a sum is an *or* and a product an *and*. Averages in half precision are
+    computed in float32 and rounded once. ``min`` and ``max`` of tensors keep every NaN only in shared memory:
+    gloo and Horovod may return another rank's number instead, and MPI may do so on some ranks only. For
+    Python numbers every backend keeps NaN.
     sum and avg have gradients (all_reduce of the gradients); the others raise in backward.
 
-    ``adasum`` is Horovod's (where it is built with MPI or NCCL).
+    ``adasum`` is available on Horovod only (if built with MPI or NCCL).
 
-    ``prescale`` and ``postscale`` multiply a tensor of floats before and after; ``compression="fp16"`` sends
-    it as float16 if it is wider, and converts the result back. They apply to each tensor of a tree. torch's
-    ``_make_nccl_premul_sum(factor)`` as ``op`` is ``prescale=factor``, on every backend.
+    ``prescale`` and ``postscale`` multiply a floating-point tensor before and after the reduction;
+    ``compression="fp16"`` sends wider floats as float16 and converts the result back. All three apply to each
+    tensor of a tree. torch's ``_make_nccl_premul_sum(factor)`` as ``op`` means ``prescale=factor``, on every
+    backend.
 
     >>> await ac.all_reduce(gradient, prescale=1 / 8, postscale=8 / n, compression="fp16")
 
@@ -433,7 +435,7 @@ def reduce(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[T | None]:
-    """The reduction of every rank's ``x`` on ``dst``; None elsewhere. Has no gradient.
+    """Reduce every rank's ``x`` to ``dst``; the result is None elsewhere. Has no gradient.
 
     >>> await ac.reduce(torch.tensor([1, 2]), dst=1)  # r0 has [1, 2], r1 has [3, 4]
     None                                              # r0
@@ -458,19 +460,20 @@ def broadcast(
     out: object = None,
     timeout: float | None = None,
 ) -> Work[T]:
-    """The ``x`` of ``src``, on every rank.
+    """Send the ``x`` of ``src`` to every rank.
 
-    The others pass something of the same kind: a tensor of the same shape and dtype, a number or string of
-    their own, a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
-    pass None or anything: what is sent describes itself.
+    The other ranks pass something of the same kind: a tensor of the same shape and dtype, any number or
+    string, or a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
+    pass None or anything else: the message describes its own content.
 
     >>> await ac.broadcast(torch.tensor([1, 2]), src=0)           # r1 passes any int64 of 2
     tensor([1, 2])                                                # both
     >>> await ac.broadcast("héllo" if rank == 0 else None, safe_mode=True)
     'héllo'                                                       # both
 
-    Numbers are exact, strings any Unicode. The gradient is the sum of all ranks' on ``src``, zeros
-    elsewhere; not in ``safe_mode``. Source: ``torch.distributed.broadcast``, ``MPI_Ibcast``.
+    Numbers are sent exactly, and strings may be any Unicode. The gradient is the sum of all ranks' gradients
+    on ``src``, and zeros elsewhere; ``safe_mode`` has none. Source: ``torch.distributed.broadcast``,
+    ``MPI_Ibcast``.
     """
     src = _root("src", src, group_src, group, lane)
     if is_compiling():
@@ -516,11 +519,11 @@ def all_gather(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """Every rank's ``x``, on every rank, in rank order.
+    """Gather every rank's ``x`` on every rank, in rank order.
 
-    Tensors of one shape are concatenated along ``dim``; 0-d ones become a vector of n. With
-    ``uneven=True`` shapes (and dtypes) may differ and need not be known: the result is a list of n
-    tensors, which has no gradient. Numbers and strings give a list; of a tree, every leaf is gathered.
+    Tensors of one shape are concatenated along ``dim``; 0-d tensors become a vector of n. With
+    ``uneven=True`` shapes (and dtypes) may differ and need not be known in advance: the result is a list of n
+    tensors, without gradients. Numbers and strings give a list; a tree is gathered leaf by leaf.
 
     >>> await ac.all_gather(torch.tensor([[1, 2]]))           # r0 has [[1, 2]], r1 has [[3, 4]]
     tensor([[1, 2], [3, 4]])                                  # shape (1, 2) -> (2, 2)
@@ -591,7 +594,7 @@ def gather(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """As ``all_gather`` on ``dst``; None elsewhere. Has no gradient.
+    """Gather every rank's ``x`` on ``dst``, as ``all_gather`` does; None elsewhere. Has no gradient.
 
     With ``uneven=True`` shapes and dtypes may differ, and ``dst`` gets a list of n tensors.
 
@@ -633,10 +636,10 @@ def scatter(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """This rank's part of what ``src`` passes; the others pass None. Has no gradient.
+    """Distribute the parts that ``src`` passes, one to each rank; the others pass None. Has no gradient.
 
     ``src`` passes one tensor whose dim 0 is divisible by n, or a list of n parts: tensors of any shapes and
-    dtypes, numbers, strings, trees of these. What is sent describes itself.
+    dtypes, numbers, strings, trees of these. Each message describes its own content.
 
     >>> await ac.scatter(torch.tensor([1, 2, 3, 4]) if rank == 0 else None)
     tensor([1, 2])                                            # r0: shape (4,) -> (2,)
@@ -663,7 +666,7 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[T]:
-    """Rank r gets the r-th of n equal parts along ``dim`` of the reduction of every rank's ``x``.
+    """Reduce every rank's ``x``; rank r gets the r-th of n equal parts of the result along ``dim``.
 
     ``reduce_scatter(x)`` is ``all_reduce(x).chunk(n, dim)[rank]``.
 
@@ -703,17 +706,18 @@ def all_to_all(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """Part j of dim 0 goes to rank j; the result is the received parts, in rank order.
+    """Send part j of dim 0 to rank j; the result is the received parts, in rank order.
 
     Without split sizes the parts are equal. With them, ``input_split_sizes[j]`` rows go to rank j, and
-    ``output_split_sizes[i]`` come from rank i. If only ``input_split_sizes`` are given (on every rank), the
-    counts are sent first, and there can be no ``out``. If both are given, the counts are still sent first on
-    the CPU between ranks that do not share memory: if they do not fit, every rank gets a
-    ``CollectiveMismatchError``. With ``check="off"`` they are not sent: counts that do not fit abort the
-    process, or return uninitialized memory.
+    ``output_split_sizes[i]`` rows come from rank i. If only ``input_split_sizes`` are given (on every rank),
+    the counts are sent first, and there can be no ``out``. If both are given, the counts of CPU tensors are
+    still sent first between ranks that do not share memory: if they do not match, every rank gets a
+    ``CollectiveMismatchError``. With ``check="off"`` they are not sent: counts that do not match abort the
+    process, or the result is uninitialized memory.
 
-    Of a list of n parts, part j goes to rank j: tensors of any shapes and dtypes, numbers, strings, trees of
-    these. What is sent describes itself, and the result is the list of received parts. Has no gradient.
+    From a list of n parts, part j goes to rank j. Parts are tensors of any shapes and dtypes, numbers,
+    strings, and trees of these. Each message describes its own content, and the result is the list of
+    received parts. Has no gradient.
 
     >>> await ac.all_to_all(torch.tensor([0, 1]) + 10 * rank)
     tensor([ 0, 10])                                          # r0: shape (2,) -> (2,)
@@ -743,10 +747,10 @@ def permute(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[T]:
-    """The ``x`` of this rank's source in ``pairs`` of (source, destination); zeros if it has none.
+    """Send ``x`` along ``pairs`` of (source, destination); a rank without a source gets zeros.
 
-    Every rank of the group passes the same ``pairs`` and an ``x`` of the same shape; each rank is at most
-    once a source and at most once a destination.
+    Every rank of the group passes the same ``pairs`` and an ``x`` of the same shape; each rank is a source at
+    most once and a destination at most once.
 
     >>> await ac.permute(torch.tensor([rank + 1]), [(0, 1)])
     tensor([0])                                               # r0: no rank sends to it
@@ -771,9 +775,9 @@ def send(
 ) -> Work[None]:
     """Send ``x`` to rank ``dst``, matched by a ``recv`` there with the same ``tag``, group and lane.
 
-    Ready once the receiver has taken it (on nccl: ordered by the stream). Messages between two ranks
-    with one tag arrive in the order they were sent; different tags do not wait for each other. Has no
-    gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
+    The work is ready once the receiver has taken ``x`` (on nccl: ordered by the stream). Messages between two
+    ranks with the same tag arrive in the order they were sent; different tags do not wait for each other. Has
+    no gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
     """
     dst = _peer("dst", dst, group_dst, group)
     return _start(group, lane, timeout, payload.send, x, dst, tag)
@@ -792,9 +796,9 @@ def recv(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Work[torch.Tensor]:
-    """The tensor that rank ``src`` sends, shaped as ``like`` (whose content does not matter).
+    """Receive the tensor that rank ``src`` sends, shaped like ``like`` (whose content does not matter).
 
-    From any source: ``recv_any``.
+    To receive from any source, use ``recv_any``.
 
     >>> await ac.recv(torch.empty(2), src=0)                  # r0: ac.send(torch.tensor([1., 2.]), dst=1)
     tensor([1., 2.])
@@ -807,7 +811,7 @@ def recv(
 
 @_fitting
 def barrier(*, group: GroupLike = None, lane: str | None = None, timeout: float | None = None) -> Work[None]:
-    """Ready once every rank of the group has called it.
+    """Synchronize the ranks: the work is ready once every rank of the group has made this call.
 
     Source: ``torch.distributed.barrier``, ``MPI_Ibarrier``.
     """
@@ -820,13 +824,13 @@ def monitored_barrier(
     group: GroupLike = None,
     lane: str | None = None,
     timeout: float | timedelta | None = None,
-    wait_all_ranks: bool = False,  # torch's: all are named anyway
+    wait_all_ranks: bool = False,  # for torch's signature: all ranks are named anyway
 ) -> Work[None]:
-    """``barrier`` under torch's name: past ``timeout`` it raises on every rank that has called it.
+    """Call ``barrier``, under torch's name: past ``timeout`` it raises on every rank that has called it.
 
     The ``CollectiveTimeoutError``, like that of any other call, names each rank that has not called it and
-    what it does instead; ``error.ranks`` has their numbers. torch's function raises only on rank 0 and,
-    without ``wait_all_ranks``, names only the first rank.
+    says what it is doing instead; ``error.ranks`` has their numbers. torch's function raises only on rank 0
+    and, without ``wait_all_ranks``, names only the first such rank.
 
     >>> await ac.monitored_barrier(timeout=30)        # r0, while r1 reads a file
     CollectiveTimeoutError: ... rank 1 (host n1, pid 71) has not called barrier #7 on lane 'default'; ...
@@ -839,16 +843,16 @@ def monitored_barrier(
 
 @_fitting
 def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
-    """For inputs of uneven length: say that this rank has no more. Ready once all ranks have called it.
+    """Signal that this rank has run out of inputs, where the ranks have different numbers of them.
 
-    The result is the rank that called it last. While this rank waits for the others, their ``all_reduce``
-    calls go on, with zeros in place of this rank's tensors: an average still divides by the number of all
-    ranks, and the zeros count in a product, a max or a min, too. All other collectives of theirs fail, and so
-    does an ``all_reduce`` of numbers, of sparse tensors or with a logical ``op``. This rank must not call
-    anything before the join is ready.
+    The work is ready once all ranks have called it; the result is the rank that called it last. While this
+    rank waits for the others, their ``all_reduce`` calls continue, with zeros in place of this rank's tensors:
+    an average still divides by the number of all ranks, and the zeros also count in a product, a max or a
+    min. All their other collectives fail, and so does an ``all_reduce`` of numbers, of sparse tensors or with
+    a logical ``op``. This rank must not call anything before the join is ready.
 
-    Only Horovod supports it, in the world, and only if no rank has refused a call before; elsewhere it is
-    refused.
+    Only Horovod supports it, for the world only, and only if no rank has refused a call before; otherwise it
+    is refused.
 
     >>> for batch in batches:                         # two on r0, three on r1
     ...     await ac.all_reduce(gradient(batch))
@@ -873,11 +877,11 @@ def all_gather_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[list[T]]:
-    """Every rank's ``obj``, as a list in rank order, on every rank.
+    """Gather every rank's ``obj`` on every rank, as a list in rank order.
 
     The default codec encodes plain data: None, numbers of any size, strings, bytes, containers, dates, paths,
-    ``argparse.Namespace``, NumPy arrays and scalars, tensors (which arrive on the CPU); it decodes without
-    running code. docs/guide.md has the list. ``codec="pickle"`` encodes any picklable object; use it if you
+    ``argparse.Namespace``, NumPy arrays and scalars, tensors (which arrive on the CPU). Decoding it runs no
+    code. docs/guide.md has the full list. ``codec="pickle"`` encodes any picklable object; use it only if you
     trust every rank.
 
     >>> await ac.all_gather_object({"rank": rank})
@@ -900,7 +904,7 @@ def gather_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[list[T] | None]:
-    """As ``all_gather_object`` on ``dst``; None elsewhere.
+    """Gather every rank's ``obj`` on ``dst``, as ``all_gather_object`` does; None elsewhere.
 
     >>> await ac.gather_object(f"rank {rank}", dst=0)
     ['rank 0', 'rank 1']                                      # r0
@@ -922,9 +926,9 @@ def broadcast_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """The ``obj`` of ``src``, on every rank; what the others pass is ignored.
+    """Send the ``obj`` of ``src`` to every rank; what the others pass is ignored.
 
-    Every rank gets its own copy, ``src`` too.
+    Every rank gets its own copy, including ``src``.
 
     >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
     {'lr': 0.1}                                               # both
@@ -945,7 +949,7 @@ def scatter_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[T]:
-    """This rank's object of the n that ``src`` passes; what the others pass is ignored.
+    """Distribute the n objects that ``src`` passes, one to each rank; what the others pass is ignored.
 
     >>> await ac.scatter_object(["a", {"b": 1}] if rank == 0 else None)
     'a'                                                       # r0
@@ -968,10 +972,11 @@ def send_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:
-    """Send ``obj`` to rank ``dst``, which gets it by ``recv_object`` with the same ``tag``, group and lane.
+    """Send ``obj`` to rank ``dst``, which calls ``recv_object`` with the same ``tag``, group and lane.
 
-    Ready once the receiver has taken it. Messages between two ranks with one tag arrive in order, whether of
-    objects or of tensors. Short objects (up to about 480 bytes) take one message, longer ones two.
+    The work is ready once the receiver has taken ``obj``. Messages between two ranks with the same tag arrive
+    in order, both objects and tensors. Short objects (up to about 480 bytes) take one message, longer ones
+    two.
 
     Source: ``torch.distributed.send_object_list``, ``mpi4py.MPI.Comm.isend``.
     """
@@ -990,7 +995,7 @@ def recv_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """The object that rank ``src`` sends by ``send_object``; nothing about it need be known.
+    """Receive the object that rank ``src`` sends by ``send_object``; its type need not be known in advance.
 
     >>> await ac.recv_object(src=0)                           # r0: ac.send_object({"lr": 0.1}, dst=1)
     {'lr': 0.1}
@@ -1003,14 +1008,15 @@ def recv_object(
 
 @misfits.fitting
 def explain(name: str, x: object = None, /, **call: Any) -> Plan:
-    """The plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
+    """Return the plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
-    Takes the arguments of the call. The plan says which native call runs, how the elements are sent, and why.
+    It takes the arguments of the call. The plan says which native call runs, how the elements are sent, and
+    why.
     """
     from asynccoll.ops.explaining import explain_call
 
     taken = inspect.signature(globals()[Op.parse(name)]).parameters
-    known = [each for each in taken if each not in ("x", "like")]  # those are ``x`` here
+    known = [each for each in taken if each not in ("x", "like")]  # ``x`` stands for them here
     misfits.check_options(f"explain: {name}", call, known)
     at = lane_of(current(), call.pop("group", None), call.pop("lane", None))
     return explain_call(at, name, x, call)
