@@ -1,7 +1,7 @@
-"""``adopt``: an operation that another library has started, awaited as a ``Work`` of ours.
+"""``adopt``: awaits an operation that another library has started, as a ``Work``.
 
 Such a work has a deadline and a waiter, and errors name the line that adopted it. But it has no number in the
-order of a lane: what the operation is, and which ranks take part in it, is not known here.
+order of a lane: neither the operation nor the ranks that take part in it are known here.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _NO_TICKET = -(1 << 40)
 
 @fitting
 def adopt(x: object, /, *, timeout: float | None = None) -> Work[Any]:
-    """A work for an operation that another library has started: await it on asyncio or trio, or ``wait()``.
+    """Return a work for an operation that another library has started, to await on asyncio or trio.
 
     ``x`` is a torch ``Work`` (its tensors are filled; the result is None), a torch or concurrent ``Future``
-    (its value), a CUDA event (None), an mpi4py ``Request`` (its message), or a list of these (a list).
+    (the result is its value), a CUDA event (None), an mpi4py ``Request`` (its message), or a list of these (a
+    list). Without an event loop, call ``wait()``.
 
     >>> handle = torch.distributed.all_reduce(x, async_op=True)
     >>> await ac.adopt(handle, timeout=60)            # while other tasks of the loop run
 
     If the operation fails, the work raises a ``CollectiveError`` with the library's error as its cause; for a
-    future, the future's own exception. ``timeout`` seconds after the call (by default as ``initialize`` says)
-    it raises ``CollectiveTimeoutError``. A thread tests an mpi4py request until it is over: do not test the
-    request, or wait for it, yourself.
+    future, the future's own exception. It raises ``CollectiveTimeoutError`` if the operation is not complete
+    ``timeout`` seconds after the call (default: the timeout of ``initialize``). A thread tests an mpi4py
+    request until it completes: do not test the request, or wait for it, yourself.
 
     Raises:
         PayloadTypeError: ``x`` is something else.
@@ -106,7 +107,7 @@ class _Around:
         self.computed = context.computed
 
     def blame(self, operation: Operation) -> Blame:
-        """Return a ``Blame`` without ranks: what the operation waits for is not known."""
+        """Return a ``Blame`` without ranks: it is not known what the operation waits for."""
         return Blame(operation.name, "", (), ())
 
     def dump(self) -> str:
@@ -114,6 +115,6 @@ class _Around:
         return ""
 
     def watch_over(self, operation: Operation) -> None:
-        """Do nothing: there are no peers to look at."""
+        """Do nothing: there are no peers to check on."""
 
     watch_no_more = watch_over

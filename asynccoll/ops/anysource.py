@@ -1,7 +1,7 @@
 """``recv_any``: messages from several ranks, in the order in which they arrive.
 
-It is made of a ``recv`` from each rank: not all libraries can receive from any source, and shared memory
-cannot. This module must not know how a message is sent.
+It is composed of a ``recv`` from each rank, since not all libraries can receive from any source, and shared
+memory cannot. This module must not know how a message is sent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class AnySource(Generic[T]):
     """Messages from several ranks as they arrive, each as ``(source, message)``: the result of ``recv_any``.
 
-    Iterate by ``async for``, or plain ``for`` without an event loop, in one task or thread at a time. The
-    iteration ends when every message that was asked for has been taken: one from each source, and one more
+    Iterate with ``async for``, or with plain ``for`` if there is no event loop, in one task or thread at a
+    time. The iteration ends when every requested message has been taken: one from each source, and one more
     for each ``again``.
     """
 
@@ -55,7 +55,7 @@ class AnySource(Generic[T]):
         return tuple(self._works)
 
     def again(self, source: int) -> None:
-        """Ask for one more message from ``source``, whose last message has been taken."""
+        """Request one more message from ``source``, whose last message has been taken."""
         if source in self._works:
             raise InvalidArgumentError(
                 f"a message from rank {source} has been asked for and is not taken yet"
@@ -95,9 +95,9 @@ class AnySource(Generic[T]):
 
     @contextmanager
     def _taken(self) -> Iterator[int]:
-        """Give the source of the message that arrived first, and take it off after the block.
+        """Yield the source of the message that arrived first, and remove it from the queue after the block.
 
-        If the block is cancelled, the message stays the first.
+        If the block is cancelled, the message stays first in the queue.
         """
         source = self._arrivals.sources[0]
         try:
@@ -109,7 +109,7 @@ class AnySource(Generic[T]):
         self._take_off()
 
     def _take_off(self) -> None:
-        # Within one call of C, so that an interrupt takes it off both or neither.
+        # In a single C call, so that a KeyboardInterrupt removes it from both or from neither.
         list(map(self._works.pop, map(deque.popleft, (self._arrivals.sources,))))
 
     def _seconds_left(self) -> float:
@@ -117,7 +117,7 @@ class AnySource(Generic[T]):
         return max(0.0, min(deadlines) - host.monotonic())
 
     def _check_deadlines(self) -> None:
-        """If a receive is past its deadline, raise its timeout; the next wait has the same time again."""
+        """Raise the timeout of a receive that is past its deadline; the next wait has the same time again."""
         if self._arrivals.sources:
             return
         now = host.monotonic()
@@ -127,13 +127,13 @@ class AnySource(Generic[T]):
                 work.wait()
 
     def _let_go(self) -> None:
-        """Detach all works after an error, so that none of them warns that nobody awaited it."""
+        """Detach all works after an error, so that none of them warns that it was not awaited."""
         for work in self._works.values():
             work.detach()
 
 
 class _Arrivals:
-    """The sources whose messages have arrived. Works in flight refer to this, but it to none of them."""
+    """The sources whose messages have arrived. Works in flight refer to this, but this refers to no work."""
 
     __slots__ = ("_wake", "sources")
 
@@ -142,7 +142,7 @@ class _Arrivals:
         self._wake: Callable[[], object] | None = None
 
     def tell(self, source: int, _: Work[object]) -> None:
-        """Note that a message from ``source`` has arrived. Called on the thread that completes it."""
+        """Record that a message from ``source`` has arrived. Called on the thread that completes it."""
         self.sources.append(source)
         wake = self._wake
         if wake is not None:
@@ -150,7 +150,7 @@ class _Arrivals:
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Call ``wake`` when a message arrives during the block. In it, check ``sources`` before sleeping."""
+        """Call ``wake`` if a message arrives during the block. There, check ``sources`` before sleeping."""
         if self._wake is not None:
             raise InvalidArgumentError("another task or thread waits for these messages already")
         self._wake = wake
@@ -171,22 +171,22 @@ def recv_any(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> AnySource[torch.Tensor]:
-    """A tensor shaped as ``like`` from each of ``sources`` (None: all other ranks of the group).
+    """Receive a tensor shaped like ``like`` from each of ``sources`` (None: all other ranks of the group).
 
-    They are given in order of arrival, each with the global rank that sent it. ``again(source)`` asks that
-    rank for one more: a server calls it for each client that goes on.
+    Iteration yields them in order of arrival, each with the global rank that sent it. ``again(source)``
+    requests one more from that rank: a server calls it for each client that has more to send.
 
     >>> async for source, x in ac.recv_any(torch.empty(2)):   # r0; r1: ac.send(torch.ones(2), dst=0)
     ...     print(source, x)
     1 tensor([1., 1.])
 
-    Each requested message is a ``recv``, posted at once. So each source must send as many messages with this
-    tag as it is asked for. If you stop early, the remaining receives still get the next messages of their
-    sources, and warn as any ``Work`` does that is dropped (``UnawaitedWorkWarning``). On nccl a ``recv`` into
-    a GPU is ready once it is issued, so there the order is that of ``sources``.
+    Each requested message is a ``recv`` that is posted immediately. So each source must send as many messages
+    with this tag as are requested from it. If you stop early, the remaining receives still get the next
+    messages of their sources, and warn like any ``Work`` that is dropped (``UnawaitedWorkWarning``). On nccl
+    a ``recv`` into a GPU is ready once it is issued, so there the order is that of ``sources``.
 
     Raises:
-        CollectiveTimeoutError: a message has not arrived ``timeout`` seconds after it was asked for; the
+        CollectiveTimeoutError: a message has not arrived ``timeout`` seconds after it was requested; the
             error names its source. Continue to iterate to wait for the same time again.
 
     Source: ``torch.distributed.recv`` without ``src``, ``MPI_Recv`` with ``MPI_ANY_SOURCE``.
@@ -209,7 +209,7 @@ def recv_any_object(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> AnySource[Any]:
-    """As ``recv_any``, for objects sent by ``send_object``.
+    """Receive objects from several ranks: as ``recv_any``, for objects sent by ``send_object``.
 
     >>> async for source, request in ac.recv_any_object():    # r0; r1: ac.send_object("ready", dst=0)
     ...     print(source, request)
@@ -226,7 +226,7 @@ def recv_any_object(
 
 
 def _checked(sources: Iterable[int] | None, group: GroupLike) -> list[int]:
-    """Return the ranks that ``sources`` means; refuse invalid ones before any receive is posted."""
+    """Return the ranks that ``sources`` stands for; refuse invalid ones before any receive is posted."""
     context = current()
     resolved = resolve_group(context, group)
     others = [rank for rank in resolved.ranks if rank != context.rank]

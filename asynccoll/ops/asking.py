@@ -12,12 +12,12 @@ __all__ = ["who_is_missing"]
 
 @fitting
 def who_is_missing(work: Work[object], /) -> Blame:
-    """Which ranks ``work`` waits for, and what they do instead, as they say now.
+    """Return which ranks ``work`` waits for, and what they report doing instead.
 
-    ``found.ranks`` are the global ranks that have not made the call, or cannot go on (stopped, gone); empty
-    if every rank has called it, or it is done. ``str(found)`` says of each what it called last, when and
-    where, and what it does now, in the words of ``CollectiveTimeoutError``. Blocks until it has the answer:
-    half a second, or some seconds if hosts cannot be reached.
+    ``found.ranks`` are the global ranks that have not made the call or cannot continue (stopped, gone). It is
+    empty if every rank has made the call, or if the work is done. ``str(found)`` says what each of them
+    called last, when and where, and what it is doing now, in the words of ``CollectiveTimeoutError``. Blocks
+    until it has the answer: half a second, or several seconds if hosts cannot be reached.
 
     >>> work = ac.all_reduce(x)
     >>> print(ac.who_is_missing(work))

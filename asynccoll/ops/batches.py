@@ -1,4 +1,4 @@
-"""``batch_isend_irecv``: many messages at once, for programs written for torch's function of that name."""
+"""``batch_isend_irecv``: many messages in one call, for programs that use torch's function of that name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["P2POp", "batch_isend_irecv"]
 class P2POp:
     """One message of a batch: ``ac.P2POp(ac.send, x, 1)``, ``ac.P2POp(ac.recv, buffer, 0)``.
 
-    ``op`` may be torch's ``isend`` or ``irecv`` as well. ``peer`` is a global rank, ``group_peer`` the index
-    in the group instead. A tensor that is received is filled in place, as torch does, and is the result.
+    ``op`` may be torch's ``isend`` or ``irecv`` as well. ``peer`` is a global rank; ``group_peer`` is the
+    index in the group instead. A receive fills its tensor in place, as in torch, and returns it.
     """
 
     __slots__ = ("group", "group_peer", "op", "peer", "tag", "tensor")
@@ -60,14 +60,14 @@ class P2POp:
 def batch_isend_irecv(
     p2p_op_list: Sequence[P2POp], /, *, lane: str | None = None, timeout: float | None = None
 ) -> list[Work[object]]:
-    """The works of all messages in the list, in its order. No message waits for another one.
+    """Start all messages in the list, and return their works in the same order. None waits for another.
 
     >>> following, previous = (rank + 1) % n, (rank - 1) % n
     >>> works = ac.batch_isend_irecv([ac.P2POp(ac.send, x, following), ac.P2POp(ac.recv, y, previous)])
     >>> await ac.wait_all(works)                      # y holds the x of the rank before
 
     Raises:
-        PayloadTypeError: something in the list is no ``P2POp``; nothing was sent.
+        PayloadTypeError: an item of the list is not a ``P2POp``; nothing was sent.
         InvalidArgumentError: an argument of a message is invalid; those before it in the list were sent.
 
     Source: ``torch.distributed.batch_isend_irecv``.
@@ -86,6 +86,6 @@ def batch_isend_irecv(
         works.extend(one.start(lane, timeout) for one in p2p_op_list)
     except BaseException:
         for work in works:
-            work.detach()  # the caller does not get them: they must not warn
+            work.detach()  # the caller does not get them, so they must not warn
         raise
     return works

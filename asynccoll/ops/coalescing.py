@@ -3,10 +3,10 @@
 A tree fuses tensors that are available at the same time; a block does this for code that makes one call
 after another. ``all_reduce`` and ``broadcast`` of tensors are deferred until the block ends. Then all calls
 with the same lane, operation and timeout (a *kind*) are fused, like the leaves of a tree, and kinds are sent
-in the order of their first calls. All ranks make the same calls, so they send the same. Any other call inside, and
-any await, first sends the calls that were deferred on its lane, which keeps the lane's order. Calls that are
-sent together cannot depend on each other: a call that depends on an earlier one is refused. Whether autograd
-records a call depends on the mode in which it was made.
+in the order of their first calls. All ranks make the same calls, so they send the same. Any other call
+inside, and any await, first sends the calls that were deferred on its lane, which keeps the lane's order.
+Calls that are sent together cannot depend on each other: a call that depends on an earlier one is refused.
+Whether autograd records a call depends on the mode in which it was made.
 """
 
 from __future__ import annotations

@@ -846,7 +846,7 @@ def join(*, lane: str | None = None, timeout: float | None = None) -> Work[int]:
     """Signal that this rank has run out of inputs, where the ranks have different numbers of them.
 
     The work is ready once all ranks have called it; the result is the rank that called it last. While this
-    rank waits for the others, their ``all_reduce`` calls continue, with zeros in place of this rank's tensors:
+    rank waits for the others, their ``all_reduce`` calls continue, with zeros for this rank's tensors:
     an average still divides by the number of all ranks, and the zeros also count in a product, a max or a
     min. All their other collectives fail, and so does an ``all_reduce`` of numbers, of sparse tensors or with
     a logical ``op``. This rank must not call anything before the join is ready.

@@ -1,8 +1,8 @@
 """Lanes and scopes as a user sees them: ``ac.lane``, ``ac.scope``, ``ac.create_task_group``.
 
-All three are kept in context variables, which child tasks inherit. Each entry is noted in the context, not in
-the object, so that several tasks may enter one object. Leaving a block looks for the block's own entry there,
-since async generators may leave blocks in another order, or in another context.
+All three are kept in context variables, which child tasks inherit. Each entry is recorded in the context, not
+in the object, so that several tasks may enter one object. Leaving a block looks up the block's own entry
+there, since async generators may leave blocks in a different order, or in a different context.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 _lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
 current_lane: Callable[[], str] = _lane_name.get
-#: The lanes that this context (or one that it was copied from) has entered and not left; innermost last.
+#: The lanes that this context (or one it was copied from) has entered and not left; innermost last.
 _lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
 #: The innermost task group that was entered.
 _groups: ContextVar[TaskGroup | None] = ContextVar("asynccoll_task_groups", default=None)
@@ -67,28 +67,28 @@ class _BackwardLane(str):
 
 @fitting
 def backward_lane(name: str) -> str:
-    """The lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
+    """Return the name of the lane ``<name>/backward``: ``lane=ac.backward_lane("gradients")``.
 
-    Any task or thread may issue on it, as backward passes do in threads of autograd. Nothing checks their
+    Any task or thread may issue on it, as backward passes do on autograd's threads. Nothing checks their
     order (no ``LaneOrderError``): the caller has to ensure that all ranks issue in the same order.
-    It does not count among the 32 lanes of a group, and ``close_lane(name)`` closes it, too.
+    It does not count towards the 32 lanes of a group, and ``close_lane(name)`` closes it, too.
 
     Raises:
-        InvalidArgumentError: ``name`` is no name of a lane.
+        InvalidArgumentError: ``name`` is not a valid name for a lane.
     """
     return _BackwardLane(checked_name(name) + BACKWARD)
 
 
 @fitting
 def new_lane(kind: str) -> str:
-    """A name for one more lane: ``ac.new_lane("metrics")`` is ``"metrics 1"``, and next ``"metrics 2"``.
+    """Return a new lane name: ``ac.new_lane("metrics")`` is ``"metrics 1"``, then ``"metrics 2"``.
 
-    For objects that need a lane each, however many there are. The names are the same on every rank if the
-    ranks ask for names of a ``kind`` in the same order; nothing is sent, and the lane is opened when it is
+    For objects that need a lane each, however many there are. The names are the same on every rank if all
+    ranks request names of a ``kind`` in the same order. Nothing is sent, and the lane is opened when it is
     first used.
 
     Raises:
-        InvalidArgumentError: ``kind`` is not a name for a lane.
+        InvalidArgumentError: ``kind`` is not a valid name for a lane.
     """
     named = current().named
     named[checked_name(kind)] += 1
@@ -108,17 +108,17 @@ def checked_name(name: object) -> str:
 
 
 def lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
-    """The lane that a call with these arguments takes."""
+    """Return the lane that a call with these arguments uses."""
     resolved = context.world if group is None else resolve_group(context, group)
     name = current_lane() if lane is None else checked_name(lane)
     return resolved.opened.get(name) or resolved.lane(name)
 
 
 class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
-    """Collectives inside run on the lane ``name``: ``with ac.lane("eval"):``, or ``async with``.
+    """A block whose collectives run on the lane ``name``: ``with ac.lane("eval"):``, or ``async with``.
 
     Each lane has its own order of calls: two tasks on two lanes may issue in any order relative to each
-    other. Ranks match lanes by name. A group has at most 32.
+    other. Ranks match lanes by name. A group has at most 32 lanes.
     """
 
     @fitting
@@ -150,10 +150,10 @@ class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
 def close_lane(name: str, *, group: GroupLike = None) -> None:
     """Close the lane ``name`` of ``group``, with its connections and threads. Its name can be used again.
 
-    Every member has to call this equally often, and at the same place among its calls on that lane; it does
-    not wait for the others. Operations in flight go on to their end; calls that a ``coalescing`` block has
+    Every member has to call this equally often, and at the same point among its calls on that lane; it does
+    not wait for the others. Operations in flight still complete, and calls that a ``coalescing`` block has
     deferred there are sent first. The connections are closed once every member has called this. Closing a
-    lane that this rank has not used is fine.
+    lane that this rank has not used is allowed.
 
     >>> for step in range(1000):
     ...     await ac.all_reduce(x, lane=f"step {step}")
@@ -176,13 +176,13 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
 
 
 class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
-    """A block whose end waits for the works started in it: ``async with ac.scope():``; ``with`` blocks.
+    """A block that waits at its end for the works started in it: ``async with ac.scope():``, or ``with``.
 
-    Works of child tasks are waited for, too; those that were not awaited raise their errors at the end. When
-    the block fails or is cancelled, by anyio, trio or ``task.cancel()``, the waiting still continues, up to
-    each operation's timeout; then the block's own error, or the cancellation, is raised. Only Ctrl-C ends the
-    waiting. Works that a child task starts after the block has ended belong to the enclosing scope, if there
-    is one.
+    The end also waits for works of child tasks, and raises the errors of works that were not awaited; ``with``
+    blocks the thread meanwhile. If the body fails or is cancelled, by anyio, trio or ``task.cancel()``, the
+    wait still happens, up to each operation's timeout; then the body's own error, or the cancellation, is
+    raised. Only Ctrl-C ends the wait. Works that a child task starts after the block has ended belong to the
+    enclosing scope, if there is one.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
         _raise_first(error, first.error)
 
     def _left(self) -> Members:
-        """Forget the entry of the block that ends here, and return its works."""
+        """Remove the entry of the block that ends here, and return its works."""
         entered = _scopes.get()
         for k in reversed(range(len(entered))):
             owner, members = entered[k]
@@ -263,27 +263,27 @@ class TaskGroup:
     The children may be scheduled in any order on each rank, since ranks match lanes by name. A
     ``with torch.no_grad():`` around awaits in one child does not affect other tasks (``ac.isolated``): a
     child begins in the modes in which it was started.
-    ``tg.start_soon(validate, model, name="eval")``; the name defaults to the function's, and further
-    children of one function are ``validate 2``, ``validate 3`` in the order in which the group's task starts
-    them.
+    ``tg.start_soon(validate, model, name="eval")`` names a child. The name defaults to the function's, and
+    further children of one function are ``validate 2``, ``validate 3`` in the order in which the group's task
+    starts them.
 
-    A child that fails, or is cancelled, makes no more calls: other ranks that wait for one get
-    ``PeerRefusedError`` within seconds. Children of one name are told apart, so that the next one is in step
-    on all ranks, however many calls each had made (``#2 of child task 3`` in errors).
+    A child that fails or is cancelled makes no more calls: other ranks that wait for one get
+    ``PeerRefusedError`` within seconds. Successive children of one name are told apart, so that each begins
+    in step on all ranks, however many calls the previous one made (``#2 of child task 3`` in errors).
 
     Names may be new each time: when the first child of a name has ended, its lane is closed in the
-    background. From the second child of that name on the lane stays open, until the groups that a task has
-    left have had more than eight names: then the lanes of all of these are closed. Calls that are made after
-    the child has ended (by a task that it has left behind, or a prepared call) need another lane: ``lane=``.
+    background. From the second child of that name on, the lane stays open until the groups that a task has
+    left have had more than eight names; then the lanes of all these names are closed. Calls that are made
+    after the child has ended (by a task that outlives it, or a prepared call) need another lane: ``lane=``.
     """
 
     def __init__(self) -> None:
         self._group: AnyioTaskGroup | None = None
         self._live: set[str] = set()
-        self._started: Counter[str] = Counter()  # how many children were started, by their functions' names
+        self._started: Counter[str] = Counter()  # how many children were started, by function name
         self._ended: dict[str, None] = {}
         self._actor: actors.Actor = None
-        self._outer: TaskGroup | None = None  # the group around this one, if the same task entered it
+        self._outer: TaskGroup | None = None  # the enclosing group, if the same task entered it
         self._parent = DEFAULT
 
     async def __aenter__(self) -> TaskGroup:
@@ -317,7 +317,7 @@ class TaskGroup:
         return self._actor is actor and self._group is not None
 
     def _forget(self) -> None:
-        """After the block: pass the children's names to the outer group, or have their lanes closed."""
+        """After the block, pass the children's names to the outer group, or have their lanes closed."""
         _groups.set(self._outer)
         ended, self._ended = self._ended, {}
         actor, self._actor = self._actor, None
@@ -346,11 +346,12 @@ class TaskGroup:
         """Start ``function(*args)`` as a child on the lane ``parent/name``, in torch's current modes.
 
         ``function`` is an async function, a ``functools.partial`` of one, an object with an async
-        ``__call__``, or whatever returns an awaitable.
+        ``__call__``, or any other callable that returns an awaitable.
 
         Raises:
-            InvalidArgumentError: a child of that name is still running, the name cannot be part of a
-                lane's, ``function`` is not an async function, or the group is not entered (a ``ValueError``).
+            InvalidArgumentError: a child of that name is still running, the name cannot be part of a lane's
+                name, ``function`` is not an async function, or the group has not been entered (a
+                ``ValueError``).
         """
         group = self._entered()
         _check_function(function)
@@ -374,8 +375,8 @@ class TaskGroup:
     def _numbered(self, name: str) -> str:
         """Return the name of the next child of a function called ``name``.
 
-        It must not depend on whether the previous child has ended, since that differs between ranks. Children
-        that another task starts are not numbered, since the order of several tasks differs, too.
+        The name must not depend on whether the previous child has ended, since that differs between ranks.
+        Children that another task starts are not numbered, since the order of several tasks differs, too.
         """
         if not self.is_of(actors.current().actor):
             return name
@@ -438,18 +439,18 @@ async def _awaiting(made: Awaitable[object]) -> object:
 
 
 def create_task_group() -> TaskGroup:
-    """A ``TaskGroup``: ``async with ac.create_task_group() as tg: tg.start_soon(validate, model)``.
+    """Return a ``TaskGroup``: ``async with ac.create_task_group() as tg: tg.start_soon(validate, model)``.
 
     It is anyio's task group, on asyncio and trio: the end of the block waits for the children, and if one
-    fails the others are cancelled and an exception group is raised. In addition, each child has its own lane,
-    so that children may be scheduled in any order on each rank, and its own torch modes (``no_grad``).
+    fails, the others are cancelled and an exception group is raised. In addition, each child has its own
+    lane, so that children may be scheduled in any order on each rank, and its own torch modes (``no_grad``).
 
     >>> async with ac.create_task_group() as tg:
     ...     tg.start_soon(train, model)
     ...     tg.start_soon(validate, copy.deepcopy(model), name="eval")
 
     If a child fails on one rank only, it is not cancelled on the others: there its next call raises
-    ``PeerRefusedError``, which names that rank and the child's error. If ranks may go on after an error,
-    catch it inside the child, and agree on what to do: ``await ac.all_reduce(ok, op="and")``.
+    ``PeerRefusedError``, which names that rank and the child's error. If ranks should continue after an
+    error, catch it inside the child, and agree on what to do: ``await ac.all_reduce(ok, op="and")``.
     """
     return TaskGroup()
