@@ -1,10 +1,11 @@
 """The collectives inside ``torch.compile``: torch's own functional ops on the world's process group.
 
-In a world of one, which has no such group, a copy: a program that is compiled runs unchanged on one laptop.
+In a world of one rank, which has no such group, they return a copy, so that a compiled program runs unchanged
+on a laptop.
 
 Dynamo does not support context variables, frames and locks, so the public functions call this module before
-they use any. Everything that has to be looked up is looked up while the graph is made, and is a constant in
-it. The result's ``wait()`` orders the graph; dynamo itself refuses ``await`` there.
+they use any. Everything that has to be looked up is looked up while the graph is traced, and is a constant in
+it. The result's ``wait()`` is part of the graph and orders it; dynamo itself refuses ``await`` there.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:
-    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, which would import the compiler.
+    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, without importing the compiler.
 
-    That import takes seconds. An error of ours that it raises reaches the user as one of its type.
+    That import takes seconds. An ``AsyncCollError`` that ``function`` raises reaches the user with its type.
     """
 
     @wraps(function)
@@ -72,9 +73,9 @@ def constant_in_graphs(function: F) -> F:
 
 
 def _passed_on(kind: type[AsyncCollError]) -> type[AsyncCollError]:
-    """A subclass of ``kind`` whose errors dynamo passes on to the user, as it does with an AssertionError.
+    """Return a subclass of ``kind`` whose errors dynamo passes on to the user, as it does an AssertionError.
 
-    Others it replaces by an ``InternalTorchDynamoError`` with their text.
+    Dynamo replaces other errors by an ``InternalTorchDynamoError`` with their text.
     """
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     # Pickled as ``kind``, and without what dynamo has attached.
@@ -83,7 +84,7 @@ def _passed_on(kind: type[AsyncCollError]) -> type[AsyncCollError]:
 
 @cache
 def have_gradients() -> bool:
-    """Whether torch's functional ops have gradients. Up to 2.9 they lack them: backward is silently wrong."""
+    """Whether torch's functional ops have gradients. Up to 2.9 they do not: backward is silently wrong."""
     import torch.distributed._functional_collectives  # registers them
 
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -91,7 +92,7 @@ def have_gradients() -> bool:
 
 
 class _Graphs:
-    """Rank and number of ranks, which are constants in the graphs that this process has made."""
+    """Rank and number of ranks, which are constants in the graphs that this process has traced."""
 
     place: tuple[int, int] | None = None
 
@@ -100,9 +101,10 @@ _graphs = host.per_process(_Graphs)
 
 
 def _renew(context: Context) -> None:
-    """After ``initialize``, make the group again that graphs of an earlier world use by name.
+    """After ``initialize``, recreate the group that graphs of an earlier world refer to by name.
 
-    Graphs of another place in another world would give wrong numbers: they are made anew.
+    If rank or world size differ, those graphs would compute wrong results: they are discarded, to be traced
+    anew.
     """
     if _graphs.place not in (None, (context.rank, context.world_size)):
         torch.compiler.reset()
@@ -116,16 +118,16 @@ when_joined(_renew)
 
 @constant_in_graphs
 def _world() -> str:
-    """Return the registered name of the world's process group. The first graph makes the group."""
+    """Return the registered name of the world's process group. The first graph creates the group."""
     return str(current().world.process_group().group_name)
 
 
 @constant_in_graphs
 def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> None:
-    """Refuse a call of ``name`` where torch has no process group to make it on.
+    """Refuse a call of ``name`` if torch has no process group for it.
 
-    Other ranks are told on the ``lane`` of the group of ``ranks``, where they may be making it outside of a
-    graph: inside of one nobody does.
+    The other ranks are notified on ``lane`` of the group of ``ranks``, since they may be making the call
+    outside a graph. Inside a graph, every rank refuses it.
     """
     context = current()
     if context.world_size == 1:
@@ -137,7 +139,7 @@ def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> 
             f"{name} cannot be a part of a graph of torch.compile here ({error}): call it outside of what is "
             "compiled, or in a function of its own under @torch.compiler.disable, without fullgraph=True"
         )
-        with suppress(AsyncCollError):  # no such group or lane, and so nobody to tell
+        with suppress(AsyncCollError):  # no such group or lane, so no rank to notify
             context.refusals.refuse(lane_of(context, ranks, lane), refused, name=name)
             leaves_its_call(refused)
         raise refused from None
@@ -145,9 +147,9 @@ def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> 
 
 @constant_in_graphs
 def _size() -> int:
-    """The number of ranks. Every collective asks for it, so that it is known what is constant in graphs."""
+    """Return the number of ranks. Every collective calls this, to record which values are graph constants."""
     context = current()
-    if context.world_size == 1 or not context.thread_rank:  # else no graph has collectives (``_world``)
+    if context.world_size == 1 or not context.thread_rank:  # otherwise no graph has collectives (``_world``)
         _graphs.place = (context.rank, context.world_size)
     return context.world_size
 
@@ -158,7 +160,7 @@ def _world_size() -> int:
 
 @constant_in_graphs
 def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype, device: str) -> tuple[str, int, torch.dtype]:
-    """Return torch's name of the reduction, the divisor of the result, and the dtype that is sent.
+    """Return torch's name for the reduction, the divisor of the result, and the dtype that is sent.
 
     Refuses an unsupported ``op``.
     """
@@ -167,11 +169,11 @@ def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype, device: str) -> 
         known = ", ".join(sorted(op.value for op in _REDUCTIONS))
         raise UnsupportedOpError(f"op={op!r} is not known inside torch.compile, where there are {known}")
     refuse_meaningless(Op.parse(name), TensorSpec(dtype), parsed)
-    if dtype is torch.bool:  # whose sum would have bytes of 2
+    if dtype is torch.bool:  # a sum would produce bytes of 2
         parsed = ON_BOOL[parsed]
     if parsed is not ReduceOp.AVG:
         return parsed.value, 1, _sent(dtype, device, parsed)
-    # As a sum and a division, since torch's avg has no gradient; the sum of half precision could overflow.
+    # As a sum and a division, since torch's avg has no gradient. A sum in half precision could overflow.
     divisor = _world_size()
     sent = torch.float32 if divisor > 1 and dtype in HALF else _sent(dtype, device, ReduceOp.SUM)
     return ReduceOp.SUM.value, divisor, sent
@@ -179,13 +181,13 @@ def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype, device: str) -> 
 
 @constant_in_graphs
 def _sent(dtype: torch.dtype, device: str, reduce: ReduceOp | None = None) -> torch.dtype:
-    """Return the dtype as which elements are sent: a wider one if torch's group does not support theirs."""
+    """Return the dtype in which elements are sent: a wider one if torch's group does not support theirs."""
     known = current().backend.capabilities(device)
     native = dtype in known.move if reduce is None else known.reduces(dtype, reduce)
     if native or dtype is torch.bool or _world_size() == 1:
         return dtype
     wire, wider, *_ = arithmetic(dtype, reduce or ReduceOp.SUM, known)
-    return wider if wire is Wire.CAST else dtype  # torch itself sends complex ones as pairs of reals
+    return wider if wire is Wire.CAST else dtype  # torch itself sends complex numbers as pairs of reals
 
 
 @constant_in_graphs
@@ -257,14 +259,14 @@ def _dim(name: str, x: torch.Tensor, dim: int) -> int:
 
 
 def _is_known(condition: Any) -> bool:
-    """Whether ``condition`` holds whatever the sizes are that only the graph computes."""
+    """Whether ``condition`` holds for all values of the sizes that only the graph computes."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
 
     return guard_or_false(condition)
 
 
 class CompiledWork:
-    """The handle of a collective inside a compiled graph: ``wait()`` returns the result, without a limit."""
+    """The handle of a collective inside a compiled graph: ``wait()`` returns the result; it never times out."""
 
     def __init__(
         self,
@@ -299,9 +301,10 @@ def _started(
     sent: torch.dtype | None = None,
     **rest: Any,
 ) -> Work[Any]:
-    """Return the work of torch's functional ``op``. Type checkers see a ``Work``, whose ``wait()`` it has.
+    """Return the work of torch's functional ``op``, typed as a ``Work``, whose ``wait()`` it has.
 
-    In a world of one there is no group: every collective gives a copy. ``sent`` is the dtype of a reduction.
+    In a world of one rank there is no group, and every collective returns a copy. ``sent`` is the dtype in
+    which a reduction is sent.
     """
     if _size() == 1:
         return cast("Work[Any]", CompiledWork(x.clone(), dtype=x.dtype, alone=True))

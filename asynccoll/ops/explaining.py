@@ -48,12 +48,12 @@ def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan
     spec = TensorSpec.of(x) if isinstance(x, torch.Tensor) else TensorSpec(torch.uint8, (512,))
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
     if reduce is ReduceOp.AVG and call.get("compression") is not None:
-        reduce = ReduceOp.SUM  # as ``payload.scaling``, which divides before it converts
+        reduce = ReduceOp.SUM  # as in ``payload.scaling``, which divides before it converts
     return dispatch.plan(op, spec, lane.group.topology(spec.device), lane.world.policy, reduce)
 
 
 def _check(op: Op, leaves: Sequence[object]) -> None:
-    """Refuse what the call would refuse as no payload of its."""
+    """Refuse payloads that the call itself would refuse."""
     for leaf in map(as_number, leaves):
         if isinstance(leaf, torch.Tensor):
             continue
@@ -64,7 +64,7 @@ def _check(op: Op, leaves: Sequence[object]) -> None:
 
 
 def _described(op: Op, x: object, call: dict[str, Any]) -> str | None:
-    """Say how a payload is sent that describes itself, as others do not know its kind or shape; else None."""
+    """Return a text on how a payload is sent if receivers do not know its kind or shape; None if they do."""
     if op is Op.BROADCAST and call.get("safe_mode"):
         return "all of it in one message, which says what it is (safe_mode=True)"
     if op in (Op.ALL_GATHER, Op.GATHER) and call.get("uneven") and isinstance(x, torch.Tensor):
@@ -79,7 +79,7 @@ TAKE_VALUES = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.ALL_GATHER, Op.GATHER, Op.
 
 
 def _plan_of_values(lane: Lane, op: Op, values: list[Any], call: dict[str, Any]) -> Plan:
-    """Return the plan of a call for numbers, strings and paths: what is sent is bytes, and reduced here."""
+    """Return the plan of a call for numbers, strings and paths, which are sent as bytes and reduced here."""
     reduce = ReduceOp.parse(call.get("op", "sum")) if op.reduces else None
     for x in values:
         if reduce is not None:
@@ -91,7 +91,7 @@ def _plan_of_values(lane: Lane, op: Op, values: list[Any], call: dict[str, Any])
 
 
 def _plan_of_messages(lane: Lane, op: Op, how: str, reduce: ReduceOp | None = None) -> Plan:
-    """Return the plan of a call whose ranks send messages, which are bytes, and never by node."""
+    """Return the plan of a call whose ranks send messages: these are bytes, and never go node by node."""
     native = op if op in (Op.BROADCAST, Op.SCATTER, Op.ALL_TO_ALL) else Op.ALL_GATHER
     slot = TensorSpec(torch.uint8, (512,))
     policy = replace(lane.world.policy, by_node=False)
@@ -105,7 +105,7 @@ FUSED = frozenset({Op.ALL_REDUCE, Op.BROADCAST})
 
 
 def fusion_of(lane: Lane, leaves: list[torch.Tensor]) -> str:
-    """Say into how many buckets the tensors of a tree are packed, and by which measured costs."""
+    """Return a text on how many buckets the tensors of a tree are packed into, and the costs behind that."""
     total_bytes = sum(map(dense_bytes, leaves))
     if direct_buckets(lane, leaves) is not None:
         return f"{total_bytes} bytes are sent packed, in a bucket for each dtype"
@@ -134,7 +134,7 @@ def explain_offline(
 ) -> Plan:
     """Return the plan of a call, without a process group or data (for ``asynccoll explain``).
 
-    ``memory`` is that of ``initialize``; if it is true, the ranks of each host are taken to share memory.
+    ``memory`` is that of ``initialize``; if it is true, the ranks of each host are assumed to share memory.
     """
     parsed = Op.parse(name)
     found = getattr(torch, dtype.removeprefix("torch."), None)

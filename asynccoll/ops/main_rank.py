@@ -19,7 +19,7 @@ __all__ = ["is_main", "main_first", "print0"]
 def is_main(*, local: bool = False) -> bool:
     """Whether this is rank 0; with ``local=True``, whether it is the first rank of its node.
 
-    After ``finalize()``: whether it was.
+    After ``finalize()``, whether it was.
     """
     return was_rank(local=local) == 0
 
@@ -32,7 +32,7 @@ def print0(
     file: IO[str] | None = None,
     flush: bool = False,
 ) -> None:
-    """As ``print`` on rank 0; does nothing elsewhere. It does not wait for other ranks.
+    """Print on rank 0, as ``print`` does; do nothing elsewhere. Does not wait for other ranks.
 
     >>> ac.print0(f"epoch {epoch}: {loss:.3f}")
     """
@@ -44,13 +44,13 @@ class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
     """A block that rank 0 runs first, and the others once it is done: to download or prepare data.
 
     With ``local=True`` the first rank of each node goes first, for data on the node's disk; the others follow
-    once all of these are done. Every rank enters the block. ``async with`` lets the event loop run meanwhile.
+    once all of these are done. Every rank enters the block. ``async with`` does not block the event loop.
 
     >>> async with ac.main_first():
     ...     dataset = load(cache)                     # rank 0 writes the cache, the others read it
 
-    If the block raises in a first rank, the others raise ``PeerRefusedError`` with its reason and do not
-    enter. After ``timeout`` seconds (by default as ``initialize`` says) those that wait raise
+    If the block raises on a first rank, the others raise ``PeerRefusedError`` with its reason and do not
+    enter. After ``timeout`` seconds (default: the timeout of ``initialize``) the waiting ranks raise
     ``CollectiveTimeoutError``.
     """
 
@@ -64,7 +64,7 @@ class main_first:  # noqa: N801  # read as a statement: `with ac.main_first():`
         return barrier(lane=self._lane, timeout=self._timeout)
 
     def _failed(self, error: BaseException) -> None:
-        """Tell the other ranks that the block failed here, so that they stop waiting."""
+        """Notify the other ranks that the block failed here, so that they stop waiting."""
         with contextlib.suppress(AsyncCollError):  # the block's own error is the one to be raised
             refuse(
                 CollectiveError(f"main_first: the block raised {error!r}"), lane=self._lane, name="main_first"

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Prepared(Uncopied, Generic[T]):
-    """A collective bound to its memory: ``start()`` sends what its input holds then. Made by ``prepare``."""
+    """A collective bound to its memory: ``start()`` sends its input's content. Made by ``prepare``."""
 
     __slots__ = (
         "_calls",
@@ -74,7 +74,7 @@ class Prepared(Uncopied, Generic[T]):
         *,
         reads: bool,
     ) -> None:
-        """``make`` makes the calls, with memory for their results.
+        """``make`` creates the calls, with memory for their results.
 
         ``fills`` are the tensors that the user passed as ``out``. ``reads`` is false if this rank receives a
         broadcast: ``like`` is only an example of what is received.
@@ -86,41 +86,41 @@ class Prepared(Uncopied, Generic[T]):
         self._world = lane.world
         self._reads, spec = flatten(like)
         self._whole = name, Outline.of(spec, self._reads)
-        #: the input that nobody may write to until a start was waited for
+        #: the input, which must not be written to until a start has been waited for
         read = beside(self._reads, fills) if fills else self._reads
         self._read = counted_of(read) if reads else None
         self._timeout = timeout
         self._fills = fills
         self._memory = _memory_of(self._reads, fills)
         self._last: Work[T] | None = None
-        #: what each start fills; without ``out``, known once a start was waited for
+        #: what each start fills; without ``out``, known once a start has been waited for
         self._results = fills
 
     def __repr__(self) -> str:
         return f"<Prepared {self.name} on {self._lane}>"
 
     def start(self) -> Work[T]:
-        """Start the operation with what its input holds now; return a ``Work``, as the ordinary call does.
+        """Start the operation with its input's current content; return a ``Work``, like the ordinary call.
 
-        The result is the same memory every time, so the work has to be awaited before the next start. (After
-        an error it is other memory, if a native call may still write to the former.) If that await was cut
-        short (cancelled, or timed out), start again without writing to the input: the new start waits in its
-        lane for the previous one, whose result is lost (awaiting that work again raises).
+        The result is in the same memory every time, so the work has to be awaited before the next start.
+        (After an error it is in new memory, if a native call may still write to the old.) If that await was
+        cut short (cancelled, or timed out), start again without writing to the input: the new start waits in
+        its lane for the previous one, whose result is lost (awaiting that work again raises).
 
         Raises:
-            InvalidArgumentError: the work of the start before has not been awaited; or its await was cut
-                short, and the input was written to since, while other ranks may still get it: await that
-                work before you write; or a tensor has other memory than when it was prepared, as after
-                ``x.data = y``; or autograd would record the input now; or ``out`` was made in inference mode,
-                and it is started outside of it, or a call that has failed may still write to it.
-            LaneOrderError, CollectiveError: as of the ordinary call.
+            InvalidArgumentError: the work of the previous start has not been awaited; or its await was cut
+                short and the input has been written to since, while other ranks may still receive it (await
+                that work before you write); or a tensor's memory is no longer that for which this was
+                prepared, as after ``x.data = y``; or autograd would now record the input; or ``out`` was made
+                in inference mode and the start is outside of it; or a failed call may still write to ``out``.
+            LaneOrderError, CollectiveError: as for the ordinary call.
         """
         if self._world.closed:
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
         try:
             if (block := own_block()) is not None:
                 block.check_unread(self.name, self._fills)
-                block.flush(self._lane)  # the calls before this one in the program go first
+                block.flush(self._lane)  # the block's calls were made earlier
             check_untracked(self.name, self._reads)
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
@@ -204,27 +204,27 @@ def prepare(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Prepared[Any]:
-    """An operation that is planned, checked and given its memory once, to be started every step.
+    """Plan an operation, check it and allocate its memory once, to start it every step.
 
     >>> op = ac.prepare("all_reduce", like=x, op="avg")
     >>> for batch in batches:
     ...     x.copy_(gradient(batch))
     ...     mean = await op.start()       # r0 has x = [1.], r1 has [3.]: [2.] on both
 
-    ``start()`` sends what ``like`` holds at that moment. The result is memory that belongs to the operation,
-    which the next start overwrites, or ``out``; ``out=like`` is the in-place operation.
+    ``start()`` sends the content of ``like`` at that moment. The result is ``out``, or without it memory of
+    the operation that the next start overwrites; ``out=like`` is the in-place operation.
 
     Args:
         name: ``all_reduce`` (``op``), ``broadcast`` (``src``), both of a tensor or a tree of tensors, which
             are sent packed; ``all_gather``, ``reduce_scatter`` (``op``), along dim 0; ``all_to_all``
             (``input_split_sizes`` and ``output_split_sizes``, or even).
         like: the contiguous tensor that is read at each start.
-        op, src, input_split_sizes, output_split_sizes, out: as of the call, if it takes them.
+        op, src, input_split_sizes, output_split_sizes, out: as for the ordinary call, if it takes them.
         group, lane, timeout: as in every operation; fixed here, not at ``start``. Every rank has to prepare
             and start the same operations, but preparing sends nothing.
 
     Raises:
-        InvalidArgumentError, PayloadTypeError, UnsupportedOpError: as of the ordinary call; also for
+        InvalidArgumentError, PayloadTypeError, UnsupportedOpError: as for the ordinary call; also for
             tensors that are not contiguous, or that autograd records (there is no gradient).
 
     Source: persistent collectives of MPI 4 (``MPI_Allreduce_init``, ``MPI_Start``).

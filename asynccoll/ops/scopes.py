@@ -178,11 +178,11 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
 class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
     """A block that waits at its end for the works started in it: ``async with ac.scope():``, or ``with``.
 
-    The end also waits for works of child tasks, and raises the errors of works that were not awaited; ``with``
-    blocks the thread meanwhile. If the body fails or is cancelled, by anyio, trio or ``task.cancel()``, the
-    wait still happens, up to each operation's timeout; then the body's own error, or the cancellation, is
-    raised. Only Ctrl-C ends the wait. Works that a child task starts after the block has ended belong to the
-    enclosing scope, if there is one.
+    The end also waits for works of child tasks, and raises the errors of works that were not awaited. The
+    wait of ``with`` blocks the thread. If the body fails or is cancelled, by anyio, trio or
+    ``task.cancel()``, the end still waits, up to each operation's timeout; then the body's own error, or the
+    cancellation, is raised. Only Ctrl-C ends the wait. Works that a child task starts after the block has
+    ended belong to the enclosing scope, if there is one.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Errors for calls whose arguments do not fit: they show how the call that was meant has to be written.
+"""Errors for calls whose arguments do not fit, which show how to write the call that was meant.
 
 Users of torch.distributed pass ``op``, roots and groups by position, memory for the results first, and
 ``async_op=True``. Python's own error only says how many arguments it expected. This module must not know what
@@ -35,7 +35,7 @@ class Misfit(NamedTuple):
 
 
 class _Meaning(NamedTuple):
-    """A parameter, which arguments by position may be meant for it, and how these are written by name."""
+    """A parameter, which positional arguments may be meant for it, and how to write these by name."""
 
     name: str
     fits: Callable[[Any], bool]
@@ -45,7 +45,7 @@ class _Meaning(NamedTuple):
 def _is_reduction(x: object) -> bool:
     try:
         return isinstance(x, (str, dist.ReduceOp, dist.ReduceOp.RedOpType)) and bool(ReduceOp.parse(x))
-    except InvalidArgumentError:  # another text
+    except InvalidArgumentError:  # some other string
         return False
 
 
@@ -61,8 +61,8 @@ def _are_ranks(x: object) -> bool:
     return _is_rank(x) or (isinstance(x, (list, tuple)) and all(map(_is_rank, x)))
 
 
-#: An argument is meant for the first of these that it fits, if the function has that parameter and the call
-#: has not passed it otherwise.
+#: A positional argument is taken for the first of these that it fits, if the function has that parameter and
+#: the call has not passed it otherwise.
 _MEANINGS = (
     _Meaning("op", _is_reduction, lambda op: repr(ReduceOp.parse(op).value)),
     _Meaning("group", _is_group, lambda _: "group"),
@@ -82,9 +82,9 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "average": ("op",),
     "reduce_op": ("op",),
 }
-#: Torch's functions of these names change the tensor that they are given.
+#: torch's functions of these names change the tensor that they are given.
 _IN_PLACE_IN_TORCH = ("all_reduce", "broadcast", "reduce", "recv")
-#: Functions whose result has another shape than the one that torch fills.
+#: Functions whose result differs in shape from what torch fills.
 _OTHER_SHAPES = {"all_gather": ", one tensor, concatenated; y.chunk(world_size) are torch's list"}
 #: What to pass instead of torch's first argument, in functions that take memory for the result there.
 _SENT_IN_TORCH = {
@@ -104,7 +104,7 @@ def _raised(_: str, wrong: Misfit) -> NoReturn:
 def fitting(function: Function, refuse: Callable[[str, Misfit], NoReturn] = _raised) -> Function:
     """Wrap ``function`` so that arguments that do not fit raise an error which shows how to write the call.
 
-    ``refuse`` is called with the function's name to raise it, for functions whose peers have to be told.
+    ``refuse`` is called with the function's name to raise it, for functions whose peers have to be notified.
     """
 
     def refuse_misfit(
@@ -145,13 +145,13 @@ def _misfit(
         first = _sent_in_torch(function.__name__, written) or first
     right = ", ".join([*first, *(f"{name}={value}" for name, value in written.items())])
     text = "; ".join([str(said), *dict.fromkeys(advice)])
-    if understood:  # else the call that is shown would mean something else
+    if understood:  # otherwise the suggested call would mean something else
         text += _to_write(function, right)
     return Misfit(InvalidCallError(text), said_by_name.get("group"), said_by_name)
 
 
 def _sent_in_torch(name: str, written: dict[str, str]) -> list[str]:
-    """Return what is passed instead of torch's memory for the result; empty for functions without such."""
+    """Return what to pass instead of torch's memory for the result; empty for functions that take none."""
     sent = _SENT_IN_TORCH.get(name, "")
     if name == "scatter":
         written.setdefault("src", "0")
@@ -159,7 +159,7 @@ def _sent_in_torch(name: str, written: dict[str, str]) -> list[str]:
 
 
 def _to_write(function: Callable[..., object], right: str) -> str:
-    """Return advice on how to write the call, and where its result is: torch's users look in their arguments.
+    """Return advice on how to write the call, and where its result is: torch users look in their arguments.
 
     Without an event loop it shows ``wait()``, since ``await`` would not even compile there.
     """
@@ -181,7 +181,7 @@ def _takes(meaning: _Meaning, x: object, named: Iterable[str], written: Mapping[
 
 
 def _on_name(name: str, value: object, named: Sequence[str]) -> tuple[str, dict[str, str] | None]:
-    """Return advice on an argument whose name is not ours, and what to write for it (None if not known)."""
+    """Return advice on an argument with an unknown name, and what to write for it (None if not known)."""
     if name == "async_op":
         return _NO_ASYNC_OP, {}
     for ours in _OTHER_NAMES.get(name, ()):
