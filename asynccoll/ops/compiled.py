@@ -266,7 +266,7 @@ def _is_known(condition: Any) -> bool:
 
 
 class CompiledWork:
-    """The handle of a collective inside a compiled graph: ``wait()`` returns the result; it never times out."""
+    """The handle of a collective in a compiled graph: ``wait()`` returns the result, and never times out."""
 
     def __init__(
         self,

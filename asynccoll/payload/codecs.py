@@ -1,7 +1,7 @@
 """How arbitrary objects become bytes.
 
-The default codec has its own format (``safecodec``), which is decoded without running anybody's code.
-``codec="pickle"`` takes any picklable object, with the risk that decoding runs code which the sender chose.
+The default codec has its own format (``safecodec``), which is decoded without running user code.
+``codec="pickle"`` takes any picklable object, at the risk that decoding runs code that the sender chose.
 """
 
 from __future__ import annotations

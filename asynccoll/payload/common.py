@@ -1,4 +1,4 @@
-"""What the collectives of this package share: checking payloads, and sending a tree leaf by leaf."""
+"""Shared by the collectives of this package: checking payloads, and sending a tree leaf by leaf."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_filled(name: str, out: object, x: torch.Tensor | None = None) -> None:
         writable(name, out if out is x else plain_tensor(f"{name}: out=", out))
 
 
-#: Starts the collective for all tensors of a tree, given them and their ``out`` tensors (or None). The
+#: Starts the collective for all tensors of a tree, given these and their ``out`` tensors (or None). The
 #: result is the list of their results.
 OfTensors = Callable[[list[torch.Tensor], Any], Started[list[Any]]]
 #: Starts the collective for all numbers, strings and paths of a tree; the result is that of OfTensors.
@@ -89,7 +89,7 @@ def over_tree(
     Every leaf passes ``check`` before any is sent, and all leaves share one number in the lane's order. So a
     tree is refused as a whole, here and for the peers. A ``check`` that refuses all values needs no
     ``of_values``. ``alike`` says that ``check`` depends only on the dtype, device and layout of a tensor;
-    then only one tensor of each is checked. ``uneven``: of one leaf ranks may have tensors of any shape.
+    then only one tensor of each is checked. ``uneven``: the shape of a leaf may differ between ranks.
     """
     leaves, spec = leaves_of(name, x)
     for leaf in _one_of_each(leaves) if alike else leaves:
@@ -141,9 +141,9 @@ def _only_tensors(leaves: list[object]) -> bool:
 
 
 def _placed(leaves: list[object]) -> tuple[str, ...]:
-    """Which leaves are tensors, where some are and some are not: the parts of the call do not say.
+    """Return which leaves are tensors, if only some are: the parts of the call do not show that.
 
-    If it differed between ranks, a tensor would meet that of another leaf, and a number, too.
+    If it differed between ranks, tensors of different leaves would be matched, and so would numbers.
     """
     if _only_tensors(leaves):
         return ()
@@ -152,7 +152,7 @@ def _placed(leaves: list[object]) -> tuple[str, ...]:
 
 
 def _compared(name: str, leaf: object, uneven: bool) -> torch.Tensor | str:
-    """The tensor that ranks must have alike, or what they have in common."""
+    """Return the leaf if it is a tensor that must be alike on all ranks, else a text for what must be."""
     return leaf if isinstance(leaf, torch.Tensor) and not uneven else message_kind(name, leaf)
 
 
@@ -202,7 +202,7 @@ def _start_leaves(
 
 
 def one_by_one(start: Callable[[torch.Tensor], Started[object]]) -> OfTensors:
-    """Start one call for each tensor, for a collective that is not elementwise."""
+    """Return an ``OfTensors`` that starts one call per tensor, for a collective that is not elementwise."""
     return lambda xs, _: together([start(x) for x in xs], list)
 
 

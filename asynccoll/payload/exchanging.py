@@ -65,7 +65,7 @@ def _no_splits(*splits: object) -> None:
 
 
 def _all_to_all_list(lane: Lane, x: Sequence[object], timeout: float | None) -> Started[list[object]]:
-    """Send part j to rank j. Parts may differ in shape: their bytes say what each of them is."""
+    """Send part j to rank j. Parts may differ in shape: each one's message says what it is."""
     parts = parts_of("all_to_all", x, lane.group.size)
     joined, lengths = join_messages([part_message(part) for part in parts])
     device = lane.world.device

@@ -74,7 +74,7 @@ KINDS = (
     ),
     Kind((type(None),), lambda _: b"", lambda _: None),
 )
-#: The kinds of messages that are not in the table are numbered from the other end.
+#: The kinds of messages that are not in the table are numbered from the top down.
 TENSOR, OBJECT, VALUES = 255, 254, 253
 
 _BY_TYPE = {kind.types[0]: code for code, kind in enumerate(KINDS)}
@@ -93,7 +93,7 @@ def is_number(x: object) -> bool:
 
 
 def kind_of(x: object) -> int | None:
-    """Return the index in ``KINDS`` as which ``x`` is sent, or None if it is of none of them."""
+    """Return the index of the kind in ``KINDS`` that ``x`` is sent as, or None if none fits."""
     code = _BY_TYPE.get(type(x))
     if code is None:
         code = next((code for code, kind in enumerate(KINDS) if isinstance(x, kind.types)), None)
@@ -101,7 +101,7 @@ def kind_of(x: object) -> int | None:
 
 
 def kind_name(x: object) -> str:
-    """Return the name of the type as which ``x``, a number, string or path, is sent."""
+    """Return the name of the type that ``x``, a number, string or path, is sent as."""
     code = kind_of(x)
     assert code is not None, f"{x!r} was checked to be a value"
     return KINDS[code].types[0].__name__

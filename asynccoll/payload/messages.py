@@ -48,7 +48,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 class Message(NamedTuple):
     """One payload as it is sent.
 
-    ``kind`` is an index in ``kinds.KINDS``, or one of the kinds named beside it. ``body`` is bytes, or a flat
+    ``kind`` is an index in ``kinds.KINDS``, or one of the constants next to it. ``body`` is bytes, or a flat
     uint8 tensor on the CPU or on the communication device.
     """
 
@@ -79,7 +79,7 @@ def _slot(message: Message, longest: int = 0) -> bytearray:
     """Return the slot that the first round sends for ``message``.
 
     ``longest`` tells the receiver the longest body of all ranks' messages, if the sender knows it (scatter):
-    it then takes part in the second round even if its own body fitted.
+    the receiver then takes part in the second round even if its own body fitted into the slot.
     """
     kind, header, body = message
     size_bytes = message.size_bytes
@@ -233,7 +233,7 @@ def gather_messages(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """Gather every rank's message on the group's index ``dst``.
+    """Gather every rank's message on the member with index ``dst``.
 
     The result is ``then`` of the messages there, and ``then`` of an empty list on the other ranks.
     """
@@ -292,7 +292,7 @@ def broadcast_message(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """Broadcast the message of the group's index ``src``; the result is ``then`` of it on every rank.
+    """Broadcast the message of the member with index ``src``; the result is ``then`` of it on every rank.
 
     The other ranks pass None.
     """
@@ -329,7 +329,7 @@ def scatter_messages(
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """Scatter the messages of the group's index ``src``, one for each rank; the others pass None.
+    """Scatter the messages of the member with index ``src``, one for each rank; the others pass None.
 
     The result is ``then`` of the message for this rank.
     """
@@ -356,7 +356,7 @@ def scatter_messages(
 def send_message(
     lane: Lane, name: str, message: Message, dst: int, tag: int, timeout: float | None
 ) -> Started[None]:
-    """Send ``message`` to the group's index ``dst``, which calls ``recv_message`` with the same tag."""
+    """Send ``message`` to the member with index ``dst``, which calls ``recv_message`` with the same tag."""
     _refuse_missing(lane, (Op.SEND,))
     slot = _as_tensor(_slot(message))
     pieces = [slot] if message.fits else [slot, message.body_tensor().cpu()]
@@ -371,7 +371,7 @@ def send_message(
 def recv_message(
     lane: Lane, name: str, src: int, tag: int, timeout: float | None, *, then: Callable[[Message], T]
 ) -> Started[T]:
-    """Receive the next message that the group's index ``src`` sends by ``send_message`` with this tag.
+    """Receive the next message that the member with index ``src`` sends by ``send_message`` with this tag.
 
     The result is ``then`` of it.
     """

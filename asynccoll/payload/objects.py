@@ -1,4 +1,4 @@
-"""Collectives of arbitrary objects, by an explicit codec."""
+"""Collectives of arbitrary objects, encoded by an explicit codec."""
 
 from __future__ import annotations
 

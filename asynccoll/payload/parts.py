@@ -4,7 +4,7 @@ A part is sent as a message that says what the part is, so the receiver need not
 all_to_all the messages of all parts are joined into one buffer of bytes, which is exchanged with a split size
 for each rank.
 
-(``order.cut`` calls something else the parts of a call: the native calls that it is made of.)
+(In ``order.cut`` the parts of a call are something else: the native calls that it is made of.)
 """
 
 from __future__ import annotations

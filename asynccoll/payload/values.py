@@ -33,20 +33,20 @@ __all__ = [
     "values_message",
 ]
 
-#: Of each of several values in one message: its kind, and the length of what follows.
+#: The header of each value in a message of several: its kind, and the length of what follows.
 _VALUE = struct.Struct("<BQ")
 
 
 def as_number(x: object) -> object:
     """Return a NumPy scalar (anything 0-d with ``item()`` but a tensor) as a Python number, else ``x``.
 
-    NumPy's dates are no numbers, though some of them have an int as ``item()``.
+    NumPy dates are not numbers, although ``item()`` of some of them is an int.
     """
     item = getattr(x, "item", None)
     if item is None or getattr(x, "shape", None) != () or isinstance(x, torch.Tensor):
         return x
     if isinstance(x, str):
-        return str.__str__(x)  # ``item()`` leaves out the zeros at the end
+        return str.__str__(x)  # ``item()`` drops trailing zeros
     return x if getattr(getattr(x, "dtype", None), "kind", "") in ("M", "m") else item()
 
 
@@ -83,7 +83,7 @@ def _tensor_message(x: torch.Tensor) -> Message:
 
 
 def values_message(values: Sequence[object]) -> Message:
-    """Return numbers, strings and paths in one message, which ``from_message`` makes a list."""
+    """Return numbers, strings and paths in one message, which ``from_message`` turns into a list."""
     packed = [(message.kind, message.body_bytes()) for message in map(to_message, values)]
     return Message(VALUES, b"", b"".join(_VALUE.pack(kind, len(body)) + body for kind, body in packed))
 
@@ -167,8 +167,8 @@ _ON_NUMBERS: dict[ReduceOp, Callable[[object, object], Any]] = {
 def reduce_numbers(numbers: list[Any], op: ReduceOp) -> Any:
     """Reduce the numbers of all ranks, in rank order, by Python's own arithmetic.
 
-    Every rank reduces the same numbers in the same order and gets the same bits; a sum of ints may take more
-    than the 64 bits of each.
+    Every rank reduces the same numbers in the same order and gets the same bits. A sum of ints may need more
+    than the 64 bits in which each is sent.
     """
     if op is ReduceOp.AND:
         return type(numbers[0])(all(numbers))

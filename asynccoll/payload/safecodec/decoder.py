@@ -90,7 +90,7 @@ class _Decoder:
         return count
 
     def skip(self, count: int) -> int:
-        """Pass over the next ``count`` bytes, and return where they begin."""
+        """Skip the next ``count`` bytes, and return where they begin."""
         at = self._at
         if count > self._end - at:
             raise UnfitError(f"{count} bytes are announced, but {self._end - at} are left")
@@ -178,7 +178,7 @@ class _Decoder:
     def ints_only(self) -> tuple[int, ...]:
         found = tuple(self.items())
         if not all(type(x) is int and x >= 0 for x in found):
-            raise UnfitError("an invalid shape")  # nothing that came may be formatted: that runs its __repr__
+            raise UnfitError("an invalid shape")  # do not format what was received: that runs its __repr__
         return found
 
     def known_class(self, tag: str) -> Any:
@@ -274,7 +274,7 @@ def _namespace(of: _Decoder) -> argparse.Namespace:
     of.remember(made)
     attributes = dict(of.mapping())
     check_attributes(attributes)
-    vars(made).update(attributes)  # type: ignore[arg-type]  # texts, as was checked
+    vars(made).update(attributes)  # type: ignore[arg-type]  # checked to be strings
     return made
 
 
@@ -321,8 +321,8 @@ def _tensor(of: _Decoder) -> torch.Tensor:
 def _array(of: _Decoder) -> object:
     dtype, shape = np.dtype(scalar_dtype(of.text())), of.ints_only()
     raw = of.writable(prod(shape) * dtype.itemsize)
-    # Not np.empty: it makes a text dtype of no characters one of one character, and so would allocate memory
-    # for as many elements as the message says.
+    # Not np.empty: it widens a text dtype of no characters to one character, and so would allocate memory for
+    # as many elements as the message claims.
     made = np.frombuffer(raw, dtype=dtype).reshape(shape) if raw else np.ndarray(shape, dtype)
     of.remember(made)
     return made
@@ -334,7 +334,7 @@ def _scalar(of: _Decoder) -> object:
         raise UnfitError("a scalar with a shape")
     raw = of.writable(dtype.itemsize)
     made: Any = np.frombuffer(raw, dtype=dtype)[0] if raw else dtype.type()
-    if dtype.kind == "U":  # NumPy leaves out the zeros at the end
+    if dtype.kind == "U":  # NumPy drops trailing zeros
         made = np.str_(made.ljust(len(raw) // 4, "\0"))
     elif dtype.kind == "S":
         made = np.bytes_(made.ljust(len(raw), b"\0"))

@@ -59,7 +59,7 @@ class _Encoder:
     def __init__(self) -> None:
         self.parts: list[Any] = []  # bytes, and memory of tensors and arrays
         self._seen: dict[int, int] = {}  # id of an object -> its number, by which later values refer to it
-        self._kept: list[object] = []  # those objects: while they are kept, no id is used again
+        self._kept: list[object] = []  # these objects: while they are kept, no id is reused
         self._keys: dict[tuple[object, ...], int] = {}
         self._names: dict[tuple[str, type], int] = {}
         self._depth = 0
@@ -73,7 +73,7 @@ class _Encoder:
         if type(x) in (dict, list) and _is_json(x, set()):
             try:
                 raw = _to_json(x).encode("utf-8", "surrogatepass")
-            except ValueError:  # an int of more digits than Python writes
+            except ValueError:  # an int with more digits than Python converts
                 raw = b""
             if 0 < len(raw) <= tags.JSON_LENGTH:
                 self.parts.append(_BYTE[tags.JSON])
@@ -135,7 +135,7 @@ class _Encoder:
         elif kind is int:
             try:
                 self.parts += (_BYTE[tags.INTS], struct.pack(f"<{len(values)}q", *values))
-            except struct.error:  # one of them is longer
+            except struct.error:  # one of them is wider
                 return False
         elif kind is str:
             return self._texts(values)
@@ -159,10 +159,10 @@ class _Encoder:
         self._key_depth -= 1
 
     def mapping(self, x: dict[object, Any]) -> None:
-        """Write keys and values; keys that are texts and the same in several dicts are written once."""
+        """Write keys and values; string keys that several dicts share are written only once."""
         keys = tuple(x)
         texts = set(map(type, keys)) == {str}
-        known = self._keys.get(keys) if texts else None  # equal keys may be of other types
+        known = self._keys.get(keys) if texts else None  # equal keys may differ in type
         if known is not None:
             self.parts.append(_BYTE[tags.SAME_KEYS])
             self.size(known)
@@ -199,9 +199,9 @@ class _Encoder:
 
 
 def _is_json(x: Any, seen: set[int]) -> bool:
-    """Whether JSON gives the dict or list ``x`` back as it is: no other types, and no container in it twice.
+    """Whether JSON reproduces the dict or list ``x`` exactly: no other types, and no container twice in it.
 
-    False also for long lists and dicts of one type, which ``items`` writes as a block, and quicker.
+    False also for long lists and dicts of one type, which ``items`` writes faster, as a block.
     """
     values = x
     if type(x) is dict:

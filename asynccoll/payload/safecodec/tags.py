@@ -1,4 +1,4 @@
-"""The tags (each value begins with one, a byte), and the limits that encoder and decoder keep to."""
+"""The tags (each value begins with one, a byte), and the limits that encoder and decoder observe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 MAX_DEPTH = 300
 #: A size byte of this value says that the real size follows in eight bytes.
 LONG = 255
-#: An object with a run of one type longer than ``JSON_RUN`` (quicker as a block), or whose JSON text would be
+#: An object with a run of one type longer than ``JSON_RUN`` (faster as a block), or whose JSON text would be
 #: longer than ``JSON_LENGTH``, is not written as JSON.
 JSON_RUN, JSON_LENGTH = 32, 1 << 20
 #: Texts and bytes longer than this are sent once, however often they occur.

@@ -74,7 +74,7 @@ def _split_zone(zone: object) -> tuple[object, ...]:
         return (None, None, None, None)
     if type(zone) is not dt.timezone:
         raise UnfitError("its time zone is not a datetime.timezone; send x.astimezone(datetime.timezone.utc)")
-    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]  # what pickle and copy ask
+    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]  # what pickle and copy use
     return (offset.days, offset.seconds, offset.microseconds, name[0] if name else None)
 
 
@@ -123,7 +123,7 @@ _ALL = (
         (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
     ),
 )
-#: By the number that stands for the type in a message.
+#: By the number that represents the type in a message.
 PARTS: dict[int, Parts] = dict(enumerate(_ALL))
 
 #: The default factories that a defaultdict may have; a message has the index. None of them is a user's code.
@@ -153,7 +153,7 @@ def scalar_dtype(text: str) -> str:
 
 
 def class_named(module: str, name: str) -> Any:
-    """Return the class of this name. It must be imported already: a message never causes an import."""
+    """Return the class with this name. It must be imported already: a message never causes an import."""
     found: object = sys.modules.get(module)
     try:
         for part in name.split("."):
