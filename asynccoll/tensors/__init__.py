@@ -1,9 +1,9 @@
-"""Collectives of tensors, one or many as few: plan, encode; decode at the waiter.
+"""Collectives of one tensor, or of many fused into few: plan, encode, and decode in the waiter.
 
-Each ``*_call`` function gives a ``Call`` for the whole result, in a canonical layout (ranks are rows), which
-is begun, kept and begun again, or made a part of a program. ``autograd`` alone makes them differentiable.
-Must not validate what ``payload`` has validated, nor know which backend runs it. Roots are indices in the
-group.
+Each ``*_call`` function returns a ``Call`` for the whole result in a canonical layout (ranks are rows). It is
+started once, kept and started again, or made a part of a program. Only ``autograd`` makes calls
+differentiable. This package must not validate what ``payload`` has validated, nor know which backend runs a
+call. Roots are indices in the group.
 """
 
 from asynccoll.tensors.common import Call, check_out, deliver, plan_for

@@ -1,10 +1,10 @@
 """The differentiable collectives: each starts in forward and is waited for later.
 
-Gradients are those of the sum of all ranks' losses, so that the backward of each collective is its
-adjoint over ranks: all_reduce for all_reduce, reduce_scatter for all_gather, and so on. A function
-returns its output tensor before it is filled; nobody can see it but through the ``Work``. Backward
-runs the same functions again (so they can be differentiated twice) on the lane
-``<lane>/backward``, where it cannot cross a forward pass that is still being issued.
+Gradients are those of the sum of all ranks' losses, so the backward of each collective is its adjoint over
+ranks: all_reduce for all_reduce, reduce_scatter for all_gather, and so on. The output tensor exists before it
+is filled, but can only be reached through the ``Work``. Backward calls the same functions (so they can be
+differentiated twice) on the lane ``<lane>/backward``, where it cannot get out of order with a forward pass
+that is still being issued.
 
 Source: the adjoints of torch.distributed._functional_collectives and of jax.lax.psum et al.
 """
@@ -45,18 +45,18 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def tracked(x: torch.Tensor) -> bool:
-    """Whether autograd is recording what happens to ``x``."""
+    """Whether autograd records operations on ``x``."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def any_tracked(xs: Sequence[torch.Tensor]) -> bool:
-    """Whether autograd is recording what happens to one of ``xs``."""
+    """Whether autograd records operations on any of ``xs``."""
     return torch.is_grad_enabled() and any(map(_requires_grad, xs))
 
 
 def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> bool:
-    """Whether the results for ``xs`` have a gradient; refused where ``out=`` is given, which has none."""
-    filled = [out for out in outs or () if isinstance(out, torch.Tensor)]  # others are refused as such
+    """Return whether the results for ``xs`` have a gradient; refuse that with ``out=``, which has none."""
+    filled = [out for out in outs or () if isinstance(out, torch.Tensor)]  # other types are refused elsewhere
     if not any_tracked([*xs, *filled] if filled else xs):
         return False
     if any(x.layout is not torch.strided for x in xs):
@@ -73,14 +73,14 @@ def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] 
 
 
 def _untracked(x: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether there is nothing that autograd could record, so that ``records`` need not be asked."""
+    """Whether there is nothing that autograd could record, so that ``records`` need not be called."""
     return not (
         x.requires_grad or (out is not None and out is not x and getattr(out, "requires_grad", False))
     )
 
 
 class _Start(torch.autograd.Function):
-    """One node for all of them: ``start(x, out)`` issues, ``adjoint(grad)`` is the backward."""
+    """The autograd node of a collective: ``start(x, out)`` issues it, ``adjoint(grad)`` is its backward."""
 
     @staticmethod
     def forward(
@@ -111,9 +111,9 @@ def _begun(
     timeout: float | None,
     shape: Sequence[int] | None = None,
 ) -> Started[torch.Tensor]:
-    """``make(x, out)``, begun; recorded with ``adjoint`` as its backward where autograd is recording ``x``.
+    """Begin ``make(x, out)``; if autograd records ``x``, record it with ``adjoint`` as its backward.
 
-    The result has ``shape``, or shape and strides of ``x``.
+    A recorded result has ``shape``, or if that is None, the shape and strides of ``x``.
     """
     if not records(name, (x,), None if out is None else (out,)):
         return make(x, out).begin(lane, timeout)
@@ -126,7 +126,7 @@ def _begun(
 def all_reduce(
     lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
-    """Backward: the same all_reduce of the gradients (sum and avg are their own adjoints)."""
+    """Start an all_reduce. Backward: the same all_reduce of the gradients (sum and avg are self-adjoint)."""
     if _untracked(x, out):
         return tensors.all_reduce_call(lane, x, op, out).begin(lane, timeout)
 
@@ -154,7 +154,10 @@ def all_gather(
     timeout: float | None,
     shape: tuple[int, ...] | None = None,
 ) -> Started[torch.Tensor]:
-    """Rows (n, *x.shape), or as many elements in ``shape``. Backward: reduce_scatter of the gradients."""
+    """Start an all_gather into rows (n, *x.shape), or into ``shape``, which has as many elements.
+
+    Backward: reduce_scatter of the gradients.
+    """
     if _untracked(x, out):
         return tensors.all_gather_call(lane, x, out, shape).begin(lane, timeout)
     rows = (lane.group.size, *x.shape)
@@ -170,7 +173,7 @@ def all_gather(
 def reduce_scatter(
     lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
-    """Row ``rank`` of the reduction. Backward: all_gather of the gradients."""
+    """Start a reduce_scatter; the result is row ``rank``. Backward: all_gather of the gradients."""
     if _untracked(rows, out):
         return tensors.reduce_scatter_call(lane, rows, op, out).begin(lane, timeout)
 
@@ -193,7 +196,7 @@ def all_to_all(
     *,
     even: bool = False,
 ) -> Started[torch.Tensor]:
-    """Backward: the exchange in the other direction. ``even``: nobody has said the splits."""
+    """Start an all_to_all. Backward: the reverse exchange. ``even``: the user has passed no split sizes."""
     if _untracked(x, out):
         return tensors.all_to_all_call(lane, x, in_splits, out_splits, out, even=even).begin(lane, timeout)
 
@@ -209,7 +212,7 @@ def all_to_all(
 def broadcast(
     lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None, timeout: float | None
 ) -> Started[torch.Tensor]:
-    """Backward: the sum of the gradients on ``src``, zeros elsewhere."""
+    """Start a broadcast. Backward: the sum of the gradients on ``src``, zeros elsewhere."""
     if _untracked(x, out):
         return tensors.broadcast_call(lane, x, src, out).begin(lane, timeout)
 
@@ -224,7 +227,7 @@ def broadcast(
 def _on_root(lane: Lane, total: torch.Tensor, src: int) -> torch.Tensor:
     if lane.group.rank == src:
         return total
-    # Zeros that still hang on the total: every rank must join a second backward.
+    # Zeros that still depend on the total, since every rank has to take part in a second backward.
     return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
 
 
@@ -235,7 +238,7 @@ def permute(
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[torch.Tensor]:
-    """Backward: the pairs the other way round. They are indices in the group, in order."""
+    """Start a permute along ``pairs``: sorted indices in the group. Backward: each pair reversed."""
 
     def adjoint(grad: torch.Tensor) -> torch.Tensor:
         back = sorted((target, source) for source, target in pairs)
@@ -246,7 +249,7 @@ def permute(
 
 
 class _StartMany(torch.autograd.Function):
-    """``_Start`` for many tensors that are sent together; those that have no gradient come along."""
+    """``_Start`` for many tensors that are sent together, including those that have no gradient."""
 
     @staticmethod
     def forward(
@@ -265,7 +268,7 @@ class _StartMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: object) -> object:
-        # All floating ones, whether they are tracked here or not: the same on every rank.
+        # For all floating-point and complex tensors, tracked or not, so that every rank sends the same.
         found = iter(ctx.adjoint([grad for grad, floats in zip(grads, ctx.floating, strict=True) if floats]))
         return None, None, None, *(next(found) if floats else None for floats in ctx.floating)
 
@@ -277,7 +280,7 @@ def fused(
     outs: list[torch.Tensor] | None,
     timeout: float | None,
 ) -> Started[list[torch.Tensor]]:
-    """The collective of many tensors; its backward is that of one, for the gradients together."""
+    """Start the collective of many tensors; its backward is that of one, for all gradients together."""
     if not records(fuse.name, xs, outs):
         return tensors.fused(lane, fuse, xs, outs, timeout)
 
@@ -295,7 +298,7 @@ def fused(
 
 
 class _NoGradient(torch.autograd.Function):
-    """The identity, for results of collectives that have no gradient: says so in backward."""
+    """The identity, for results of collectives that have no gradient; its backward raises and says so."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, instead: str) -> torch.Tensor:
@@ -308,7 +311,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(x: torch.Tensor, name: str, instead: str) -> torch.Tensor:
-    """``x``, whose backward raises: a gradient that is not there must not be silently zero."""
+    """Return ``x`` with a backward that raises: a missing gradient must not silently be zero."""
     leaf = x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
     result: torch.Tensor = _NoGradient.apply(leaf, name, instead)  # type: ignore[no-untyped-call]
     return result

@@ -1,7 +1,7 @@
-"""Many small tensors as few large ones: which are sent together, packed, and handed back as views.
+"""Many small tensors as a few large ones: which are sent together, and how they are packed and unpacked.
 
-Buckets are filled in leaf order, by dtype and device, up to a size: a function of the tensors' shapes and
-of that size alone, so that every rank makes the same ones.
+Buckets are filled in leaf order, by dtype and device, up to a size limit. They depend only on the tensors'
+shapes, dtypes and devices and on that limit, so every rank makes the same buckets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _nn  # where DDP has them, too: one call for all tensors
+from torch._C import _nn  # the functions that DDP uses, too: one call for all tensors
 
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.aligned import Layout
@@ -29,10 +29,10 @@ __all__ = [
     "unpack",
 ]
 
-#: As DDP's: large enough to reach the bandwidth, small enough to overlap.
+#: As in DDP: large enough to reach full bandwidth, small enough to overlap.
 BUCKET_BYTES = 25 << 20
 
-#: What tensors that are sent together have in common. Read of every one, so by a function in C.
+#: What tensors that are sent together have in common. Read from every tensor, so a function in C.
 kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device, torch.layout]] = attrgetter(
     "dtype", "device", "layout"
 )
@@ -43,20 +43,20 @@ _is_neg = torch.Tensor.is_neg
 
 
 class Bucket(NamedTuple):
-    """The leaves (by position) that are sent together."""
+    """The leaves (by position) of a tree that are sent together."""
 
     indices: tuple[int, ...]
 
 
 def dense_bytes(x: torch.Tensor) -> int:
-    """Its size in bytes; 0 of a sparse one, which holds another number of elements on each rank."""
+    """Return the size of ``x`` in bytes; 0 if it is sparse, since then the size differs between ranks."""
     return x.nbytes if x.layout is torch.strided else 0
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Which of ``tensors`` are sent together: same dtype and device, at most ``limit_bytes`` (or one).
+    """Return which ``tensors`` are sent together: same dtype and device, at most ``limit_bytes``.
 
-    What is not dense is sent alone.
+    A larger tensor, and one that is not dense, is sent alone.
     """
     kinds = list(map(kind_of, tensors))
     if len(set(kinds)) == 1 and kinds[0][2] is torch.strided:
@@ -84,12 +84,12 @@ def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether none needs another shape (biases, norms, buckets), which takes as long as copying it."""
+    """Whether all are 1-d (biases, norms, buckets): flattening a tensor takes as long as copying it."""
     return set(map(_dim, tensors)) == {1}
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor of the elements of ``tensors``, in order; on CUDA each is aligned, as results are."""
+    """Return the elements of ``tensors`` in one flat tensor; on CUDA each is aligned, as results are."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     if tensors[0].is_cuda:
@@ -104,7 +104,7 @@ def _layout(tensors: Sequence[torch.Tensor]) -> Layout:
 
 
 def _with_gaps(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat, and between them what a `Layout` leaves free."""
+    """Return the flattened tensors, with zeros in the gaps that a ``Layout`` leaves after each."""
     layout = _layout(tensors)
     free = tensors[0].new_zeros(max(layout.gaps))
     return [
@@ -113,25 +113,25 @@ def _with_gaps(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Put ``tensors`` into ``views`` of one flat tensor."""
+    """Copy ``tensors`` into ``views`` of one flat tensor."""
     with torch.no_grad():
         torch._foreach_copy_(list(views), list(tensors))
 
 
 def fill(outs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-    """Put ``views`` of one flat tensor into ``outs``, which the user has given."""
+    """Copy ``views`` of one flat tensor into ``outs``, which the user has passed."""
     if not (any(map(_is_conj, outs)) or any(map(_is_neg, outs))):
         repack(outs, views)
         return
-    with torch.no_grad():  # torch refuses those together
+    with torch.no_grad():  # torch refuses to copy to such tensors together
         for out, view in zip(outs, views, strict=True):
             out.copy_(view)
 
 
 def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``flat`` (whose history autograd does not record) in the shapes of ``like``: the inverse of ``pack``.
+    """Return ``flat``, which has no autograd history, in the shapes of ``like``: the inverse of ``pack``.
 
-    They share its memory.
+    The results share its memory.
     """
     sizes = list(map(_numel, like))
     if flat.is_cuda and len(like) > 1:
@@ -139,9 +139,9 @@ def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
         return [place.view(x.shape) for place, x in zip(layout.cut(flat), like, strict=True)]
     if flat.numel() != sum(sizes):
         raise ValueError(f"{flat.numel()} elements are not those of {len(like)} tensors")
-    if _flat(like) and has_memory(flat):  # lazy ones would be copies
+    if _flat(like) and has_memory(flat):  # of a lazy tensor these would be copies
         return list(flat.unsafe_split_with_sizes(sizes))
     views = list(_nn.unflatten_dense_tensors(flat, list(like)))
-    if 0 in sizes:  # which torch before 2.10 gives back without their other dimensions
+    if 0 in sizes:  # torch before 2.10 drops the other dimensions of empty tensors
         views = [view if view.numel() else view.view(x.shape) for view, x in zip(views, like, strict=True)]
     return views

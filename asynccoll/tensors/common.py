@@ -1,4 +1,4 @@
-"""What the collectives of one tensor share: planning, issuing, and the memory of results."""
+"""Shared by the collectives of one tensor: planning, issuing, and the memory of results."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.suspending import in_loop
 
-#: Above this size the copy that a functional result needs would hold the event loop for more than a
-#: millisecond (64 MiB: some 50 ms of page faults), so a thread makes it, while the operation keeps its place
-#: in the lane. That makes what takes 4 ms 0.7 ms longer: the thread has to wake, and then the waiter.
+#: Above this size the copy that a functional result needs would block the event loop for more than a
+#: millisecond (64 MiB: about 50 ms of page faults), so a thread makes it, while the operation keeps its place
+#: in the lane. An operation of 4 ms takes 0.7 ms longer this way: the thread has to wake, then the waiter.
 OFFLOAD_BYTES = 4 << 20
 _nbytes = attrgetter("nbytes")
 _copiers = host.per_process(lambda: Waiters("asynccoll-copy"))
 
 
 class Route:
-    """A plan, and what is known of the tensors that follow it: looked up once for every call."""
+    """A plan, and what is known about the tensors that it applies to. Each call looks it up once."""
 
     __slots__ = ("_plain", "in_order", "keeps_input", "near", "plan")
 
@@ -50,11 +50,11 @@ class Route:
         spec = TensorSpec.of(x)
         topology = lane.group.topology(spec.device)
         self.plan: Plan = dispatch.plan(op, spec, topology, lane.world.policy, reduce)
-        #: the native call leaves its input as it is
+        #: whether the native call leaves its input unchanged
         self.keeps_input: bool = op in topology.capabilities.keeps_input
-        #: calls that go by node go through memory there
+        #: whether calls that go node by node use shared memory within a node
         self.near: bool = bool(topology.capabilities.near)
-        #: its elements lie in memory in the order of their indices
+        #: whether the elements lie in memory in the order of their indices
         self.in_order: bool = spec.contiguous
         as_it_is = self.plan.wire is Wire.SAME and self.plan.stage is None
         self._plain = (
@@ -62,14 +62,14 @@ class Route:
         )
 
     def plain(self, x: torch.Tensor) -> bool:
-        """Whether the memory of ``x`` is what is sent, as it is."""
+        """Whether the memory of ``x`` can be sent as it is."""
         return self._plain and type(x) in ORDINARY and not x.is_neg()
 
 
 def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, numel: int) -> Route:
-    """The route for ``x``, which has ``numel`` elements, from the lane's own small cache.
+    """Return the route for ``x``, which has ``numel`` elements, from the lane's own small cache.
 
-    Of the size a plan knows the power of two (``spec.size_class``).
+    A plan depends on the size only by its power of two (``spec.size_class``).
     """
     layout = x.layout
     dense = layout is torch.strided
@@ -87,7 +87,7 @@ def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, nume
                 "torch.empty_like(x, device='cpu')"
             )
         home = lane.world.device
-        if x.device.type == home.type == "xla" and x.device != home:  # would be launched there, by two ranks
+        if x.device.type == home.type == "xla" and x.device != home:  # two ranks would launch there
             raise InvalidArgumentError(
                 f"{op.value} of a tensor on {x.device}, another rank's device: this rank's is {home} "
                 "(ac.device())"
@@ -97,21 +97,21 @@ def route_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None, nume
 
 
 def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None) -> Plan:
-    """The plan for ``x``."""
+    """Return the plan for ``x``."""
     return route_for(lane, op, x, reduce, x.numel()).plan
 
 
-#: Calls that go ahead of one at this place and line.
+#: Makes the calls that precede a call at this place of the lane's order, made at this line.
 Ahead = Callable[[int, Spot, Communicator], Generator[Completion, None, None]]
 
 
 class Call:
-    """One call that is planned and has its memory, and what is left to do once it is over.
+    """A call that has been planned and has its memory, and what remains to be done once it completes.
 
-    ``start`` is the native call, unless ``program`` has several. ``fill`` puts what is to be sent where they
-    read it, before the first start, ``refill`` before any later one (None: it is there). ``value``, or what
-    ``finish`` returns, is the result. ``ahead``, given the place of a start in the lane's order and its line,
-    makes calls that go ahead of it, and may raise.
+    ``start`` makes the native call, unless ``program`` makes several. ``fill`` puts the data to be sent where
+    these calls read it before the first start, ``refill`` before any later start (None: it is already there).
+    The result is what ``finish`` returns, or ``value`` without it. ``ahead``, given the place of a start in
+    the lane's order and its line, makes calls that precede it, and may raise.
     """
 
     __slots__ = (
@@ -156,19 +156,19 @@ class Call:
         self.refill: Callable[[], object] | None = refill
 
     def begin(self, lane: Lane, timeout: float | None) -> Started[Any]:
-        """Start it for the first time."""
+        """Start the call for the first time."""
         return self._begin(lane, timeout, self.fill)
 
     def begin_again(
         self, lane: Lane, timeout: float | None, after: Sequence[Operation] = ()
     ) -> Started[object]:
-        """Start it once more, with what its input holds then, once ``after`` are over."""
+        """Start the call again, with its input's content once the operations ``after`` are over."""
         if after:
             return self._run(lane, timeout, _after(after, self.refill, self.steps), host.monotonic())
         return self._begin(lane, timeout, self.refill)
 
     def _begin(self, lane: Lane, timeout: float | None, fill: Callable[[], object] | None) -> Started[object]:
-        called = host.monotonic()  # what is copied here is a part of the communication
+        called = host.monotonic()  # before the copy below, which counts as communication
         size_bytes = self.wire.nbytes
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
             fill()
@@ -193,36 +193,36 @@ class Call:
         return Started((operation,), self.finish, self.value)
 
     def _what(self) -> What:
-        """What has to be the same on all ranks."""
+        """Return what has to be the same on all ranks."""
         dtype = None if self.plan.op is Op.BARRIER else self.wire.dtype
         return self.plan.name, self.detail, dtype, self.shape
 
     def _dtype(self) -> str:
-        """By its name; "" of a barrier, which has none."""
+        """Return the name of the dtype; "" for a barrier, which has none."""
         return "" if self.plan.op is Op.BARRIER else dtype_name(self.wire.dtype)
 
     def detail_text(self) -> str:
-        """What it does beyond its name: the reduction, the root."""
+        """Return what the call does beyond its name: the reduction, the root."""
         return "" if self.detail is None else str(getattr(self.detail, "value", self.detail))
 
     def described(self) -> str:
-        """What it is of: ``float32[4, 8] sum``."""
+        """Return a description of the call's data: ``float32[4, 8] sum``."""
         shape = "" if self.shape is None else shown(list(self.shape))
         return f"{self._dtype()}{shape} {self.detail_text()}".strip()
 
     def steps(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
-        """It as a program, or as a part of a larger one."""
+        """Run the call as a program, or as a part of a larger one."""
         if self.program is not None:
             return (yield from self.program(communicator))
         assert self.start is not None
         return self.start(communicator)
 
     def outcome(self) -> Any:
-        """The result, once the native call is over."""
+        """Return the result, once the native call is over."""
         return self.value if self.finish is None else self.finish()
 
     def then(self, function: Callable[[Any], object]) -> Call:
-        """The same call; its result is ``function`` of what it was."""
+        """Return this call, with ``function`` applied to its result."""
         finish, value = self.finish, self.value
         self.finish = lambda: function(value if finish is None else finish())
         self.value = None
@@ -230,7 +230,7 @@ class Call:
 
 
 def _preceded(ahead: Callable[[Communicator], Iterable[Completion]], steps: Program) -> Program:
-    """``ahead``, then ``steps``."""
+    """Return a program that runs ``ahead``, then ``steps``."""
 
     def both(communicator: Communicator) -> Generator[Completion, None, Completion]:
         yield from ahead(communicator)
@@ -240,7 +240,7 @@ def _preceded(ahead: Callable[[Communicator], Iterable[Completion]], steps: Prog
 
 
 def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, steps: Program) -> Program:
-    """``steps`` once ``operations`` are over, in whatever way, and ``fill`` has run in a thread."""
+    """Return ``steps`` to be run after ``operations``, however these end, and after ``fill`` in a thread."""
 
     def filled(communicator: Communicator) -> Generator[Completion, None, Completion]:
         for operation in operations:
@@ -263,7 +263,7 @@ class _InThread(Promise):
 
 
 def in_thread(job: Callable[[], object]) -> Promise:
-    """Done, or failed, as ``job`` is, which runs in a thread of its own."""
+    """Run ``job`` in another thread. The promise is settled when it ends, with its error if it raises."""
     promise = _InThread()
     job = carried(as_called(job))
 
@@ -280,7 +280,7 @@ def in_thread(job: Callable[[], object]) -> Promise:
 
 
 def physical(x: torch.Tensor) -> torch.Tensor:
-    """``x`` without autograd history, lazy conjugation or negation: what memory really holds."""
+    """Return ``x`` without autograd history, lazy conjugation or negation: what its memory really holds."""
     if x.is_complex() and x.is_conj():
         x = x.resolve_conj()
     if x.is_neg():
@@ -289,9 +289,9 @@ def physical(x: torch.Tensor) -> torch.Tensor:
 
 
 def _computed(x: torch.Tensor) -> torch.Tensor:
-    """The value that a lazy tensor has now, as one of our own that its user cannot write into.
+    """Return the value that a lazy tensor has now, as a tensor of our own that the user cannot write to.
 
-    The graph runs here, in the user's thread, where no other touches it. No memory is copied yet.
+    The graph runs here, in the user's thread, where no other thread touches it. No memory is copied yet.
     """
     try:
         lazy(x.device).compute(x)
@@ -301,13 +301,13 @@ def _computed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _twin(x: torch.Tensor) -> torch.Tensor:
-    """``_computed``, ready to be sent as it is."""
+    """Return the value of a lazy tensor (``_computed``), ready to be sent as it is."""
     twin: torch.Tensor = lazy(x.device).settled(physical(x))
     return twin
 
 
 def check_out(out: torch.Tensor | None, x: torch.Tensor, shape: Sequence[int]) -> None:
-    """``out`` must be able to hold a result of ``shape`` as it is."""
+    """Refuse an ``out`` that cannot hold a result of ``shape`` as it is."""
     if out is None or (out is x and x.shape == torch.Size(shape)):
         return
     if not isinstance(out, torch.Tensor):
@@ -327,10 +327,10 @@ def _described(x: torch.Tensor, shape: Sequence[int]) -> str:
 
 
 def kept(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-    """Where a result of the shape of ``x`` goes: ``out``, or memory of the strides of ``x``.
+    """Return where a result of the shape of ``x`` goes: ``out``, or memory with the strides of ``x``.
 
-    Elements are sent in the order of their indices, whatever the strides of each rank. None: that is the
-    order in which the result is wanted, so that what arrives can be the result.
+    Elements are sent in the order of their indices, whatever the strides on each rank. None means that the
+    result is wanted in that order, so the received tensor can be the result.
     """
     if out is not None or x.is_contiguous() or x.layout is not torch.strided or not has_memory(x):
         return out
@@ -338,21 +338,21 @@ def kept(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _can_receive(out: torch.Tensor) -> bool:
-    """Whether what arrives may be written to the memory of ``out``, as it is."""
+    """Whether received data may be written directly to the memory of ``out``."""
     return has_memory(out) and out.is_contiguous() and not (out.is_neg() or out.is_conj())
 
 
 def target_for(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Memory for ``shape`` elements of the wire: the caller's ``out`` where it can serve as it is."""
+    """Return memory of ``shape`` for wire elements: the caller's ``out`` if it can be used directly."""
     if out is not None and out.dtype is wire.dtype and out.device == wire.device and _can_receive(out):
         return out.detach().view(shape)
     return fresh(shape, wire)
 
 
 def undisturbing(out: torch.Tensor | None, wire: torch.Tensor, rank: int) -> torch.Tensor | None:
-    """``out``, unless filling it might change what of ``wire`` is yet to be sent; then None.
+    """Return ``out``, or None if filling it might change a part of ``wire`` that has yet to be sent.
 
-    The two have to be apart, or the shorter one exactly this rank's part of the longer one.
+    The two have to be disjoint, or the shorter one exactly this rank's part of the longer one.
     """
     if out is None or not may_overlap(out, wire):
         return out
@@ -361,7 +361,7 @@ def undisturbing(out: torch.Tensor | None, wire: torch.Tensor, rank: int) -> tor
 
 
 def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """The result; in ``out`` where the caller gave one that could not be used directly."""
+    """Return the result; copy it to the caller's ``out``, if any, unless it is there already."""
     if out is None:
         return result
     if out is not result and not (same_memory(out, result) and _can_receive(out)):
@@ -372,7 +372,7 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 def delivered(
     wire: torch.Tensor, plan: Plan, out: torch.Tensor | None, decoded: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
-    """What ``wire`` becomes, as a ``Call`` says it: the result itself, or how it is made of it."""
+    """Return ``value`` and ``finish`` for a ``Call``: ``wire`` as the result, or how it is made from it."""
     if not plan.direct:
         return None, lambda: deliver(decoded(), out)
     if out is None:
@@ -383,14 +383,14 @@ def delivered(
 
 
 def sent_as(route: Route, x: torch.Tensor) -> torch.Tensor:
-    """``x`` as it is sent; its own memory where nothing has to change."""
+    """Return ``x`` as it is sent: in its own memory if nothing has to change."""
     if route.plain(x):
         return x.detach() if x.requires_grad else x
     return encode(physical(x), route.plan)
 
 
 def wire_like(route: Route, like: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What arrives for a tensor like ``like``: an example of its elements, and its shape."""
+    """Return what is received for a tensor like ``like``: an example of its elements, and its shape."""
     if route.plan.direct:
         return like, tuple(like.shape)
     example = encode(torch.empty(0, dtype=like.dtype, device=like.device), route.plan)
@@ -401,9 +401,9 @@ def wire_like(route: Route, like: torch.Tensor) -> tuple[torch.Tensor, tuple[int
 def owned(
     route: Route, x: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Callable[[], object] | None, Callable[[], object] | None]:
-    """A wire tensor that may be overwritten, for ``x``; and how it is filled, first and later.
+    """Return a wire tensor for ``x`` that may be overwritten, and what fills it first, and later.
 
-    See ``Call``: None is nothing to do.
+    These are ``fill`` and ``refill`` of a ``Call``; None means that there is nothing to do.
     """
     plan = route.plan
     if (out is None or (out is x and plan.direct)) and route.plain(x):
@@ -419,7 +419,7 @@ def owned(
     wire = sent_as(route, x)
     ours = not (wire is x or same_memory(wire, x)) or not wire.numel()
     if out is x and not ours:
-        return wire, None, None  # in place, also where something is left to do to what arrives
+        return wire, None, None  # in place, even if what is received has to be processed further
     into = out if out is not None and plan.direct and _can_receive(out) else None
     if ours and into is None:
         return wire, None, encoding_again(wire, x, plan)
@@ -427,13 +427,13 @@ def owned(
     if same_memory(buffer, wire) and wire.numel():
         return buffer, None, None
     if into is not None and may_overlap(buffer, wire):
-        across = lambda: buffer.copy_(encode(physical(x), plan).clone())  # noqa: E731  # torch refuses without
+        across = lambda: buffer.copy_(encode(physical(x), plan).clone())  # noqa: E731  # they overlap
         return buffer, across, across
     return buffer, lambda: buffer.copy_(wire), encoding_again(buffer, x, plan)
 
 
 def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[[], object] | None:
-    """How ``wire``, which is ``x`` encoded, follows what ``x`` holds later; None if it is its memory."""
+    """Return what updates ``wire``, the encoded ``x``, when ``x`` has changed; None if they share memory."""
     if wire is x or same_memory(wire, x):
         return None
     if plan.wire is Wire.SAME and has_memory(x) and not x.is_complex() and not x.is_neg():
@@ -442,11 +442,11 @@ def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[
 
 
 def reduced(wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int) -> torch.Tensor:
-    """What came back from a reduction, as ``x`` was: divided if it is an average, decoded."""
+    """Return what a reduction has left in ``wire``, as ``x`` was: divided for an average, and decoded."""
     divided: list[torch.Tensor] = []
     try:
         if plan.divide:
-            divided.extend(map(wire.div_, (size,)))  # in one step: no signal is served between the two
+            divided.extend(map(wire.div_, (size,)))  # in one C call: no signal handler runs in between
         return decode(wire, plan, x.dtype, x.device)
     except KeyboardInterrupt:
         if divided:  # the next waiter tries again

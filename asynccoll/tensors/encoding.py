@@ -1,7 +1,7 @@
-"""Elements to the wire and back: what a ``Plan`` names, done. Local tensor work, no communication.
+"""Convert elements to their wire format and back, as a ``Plan`` says. Local work, no communication.
 
-``encode`` gives a contiguous tensor that the backend may send (and, for reductions, overwrite);
-``decode`` turns what came back into the dtype the caller passed.
+``encode`` returns a contiguous tensor for the backend to send; ``decode`` converts what was received back to
+the caller's dtype.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _TOP_BIT = torch.iinfo(torch.int64).min
 
 
 def encode(x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """``x`` as it is sent: contiguous, in the plan's wire dtype, on the plan's device.
+    """Return ``x`` as it is sent: contiguous, in the plan's wire dtype, on the plan's device.
 
-    Shares memory with ``x`` where nothing had to change; a caller that overwrites it clones first.
+    The result shares memory with ``x`` if nothing had to change, so a caller that overwrites it (for a
+    reduction) has to clone it first.
     """
     if plan.stage is not None:
         x = x.to(plan.stage)
@@ -28,21 +29,21 @@ def encode(x: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def decode(wire: torch.Tensor, plan: Plan, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The received ``wire`` tensor as ``dtype`` on ``device``: the inverse of ``encode``."""
+    """Return the received ``wire`` tensor as ``dtype`` on ``device``: the inverse of ``encode``."""
     x = wire if plan.wire is Wire.SAME else _DECODE[plan.wire](wire, dtype)
     return x if plan.stage is None else x.to(device)
 
 
 def _view(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x.view(dtype)``, for 0-d and empty tensors too; the last dimension grows or shrinks."""
+    """Return ``x.view(dtype)``, for 0-d and empty tensors, too; the last dimension grows or shrinks."""
     if x.dtype is dtype:
         return x
-    if not x.numel():  # torch checks the strides of what is not there
+    if not x.numel():  # torch checks strides even if there are no elements
         last = x.shape[-1] * x.element_size() // dtype.itemsize
         return x.new_empty((*x.shape[:-1], last), dtype=dtype)
     if x.dim() == 0:
         x = x.reshape(1)
-    if x.stride(-1) != 1:  # one element is contiguous whatever its stride, at which torch looks all the same
+    if x.stride(-1) != 1:  # the stride of a single element does not matter, but torch checks it
         x = x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x.view(dtype)
 
@@ -61,7 +62,7 @@ def _encode_real(x: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def _encode_logical(x: torch.Tensor, plan: Plan) -> torch.Tensor:
-    if x.is_complex():  # XLA's own conversion looks at the real part alone
+    if x.is_complex():  # XLA's own conversion considers only the real part
         return torch.view_as_real(x.contiguous()).to(torch.bool).any(-1).view(torch.uint8)
     wide = x.view(torch.int64) if x.dtype is torch.uint64 and x.dim() else x
     return (wide.contiguous().to(torch.bool)).view(torch.uint8)

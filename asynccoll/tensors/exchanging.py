@@ -39,11 +39,11 @@ def all_to_all_call(
     *,
     even: bool = False,
 ) -> Call:
-    """Rows of ``x`` exchanged: ``in_splits[j]`` of them go to rank j; in ``out`` or in memory of its own.
+    """Return the call that sends ``in_splits[j]`` rows of ``x`` to rank j, into ``out`` or new memory.
 
-    Without ``out_splits`` the counts are sent first. So they are to compare them where the backend would end
-    the process, or return what happens to be in memory, if they did not fit; not where nobody has said them
-    (``even``), for then the shape has to be the same on all ranks.
+    Without ``out_splits`` the counts are sent first. They are also sent first, to be compared, if on a
+    mismatch the backend would abort the process or return uninitialized memory. That is not needed if the
+    user has passed no split sizes (``even``): then the shape has to be the same on all ranks.
     """
     route = route_for(lane, op, x, None, x.numel())
     if out_splits is None:
@@ -80,14 +80,17 @@ def all_to_all_call(
 
 
 def _wants_counts(lane: Lane, wire: torch.Tensor) -> bool:
-    """Whether splits that do not fit are noticed too late; on a device counting would hold up the host."""
+    """Whether to compare counts first, since a mismatch would be noticed too late.
+
+    Not on a device, where this would block the host.
+    """
     if lane.group.size == 1 or wire.device.type != "cpu" or not lane.world.checks_order:
         return False
     return not lane.group.topology("cpu").capabilities.compares_splits
 
 
 def _counts(communicator: Communicator, in_splits: Sequence[int]) -> Generator[Completion, None, list[int]]:
-    """How many rows each rank sends to this one."""
+    """Exchange the counts, and return how many rows each rank sends to this one."""
     sent = torch.tensor(in_splits, dtype=torch.int64, device="cpu")
     counts = torch.empty_like(sent)
     ones = [1] * len(in_splits)
@@ -106,7 +109,7 @@ def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], sp
 
 
 def _rows(route: Route, x: torch.Tensor) -> torch.Tensor:
-    """``x`` as it is sent, its rows still apart."""
+    """Return ``x`` as it is sent, with its rows still separate."""
     if route.plain(x) and x.dim() > 1:
         return sent_as(route, x)
     return sent_as(route, x.reshape(x.shape[0], x.shape[1:].numel()))
@@ -135,7 +138,10 @@ def _counted(lane: Lane, route: Route, x: torch.Tensor, in_splits: Sequence[int]
 def permute_call(
     lane: Lane, x: torch.Tensor, pairs: Sequence[tuple[int, int]], out: torch.Tensor | None
 ) -> Call:
-    """Along each of ``pairs`` (source, target), indices in the group; zeros if nobody sends here."""
+    """Return the call that sends ``x`` along ``pairs`` (source, target), which are indices in the group.
+
+    Its result is zeros if no rank sends to this one.
+    """
     count = x.numel()
     size, me = lane.group.size, lane.group.rank
     to = next((target for source, target in pairs if source == me), None)

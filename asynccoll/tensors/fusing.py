@@ -1,9 +1,10 @@
 """An elementwise collective of many tensors, as few native calls.
 
-A little of one kind is one bucket, which the caller packs. More is a program of the lane: a thread packs
-the next bucket while the previous one is in flight, and buckets are as large as the group's measured cost
-says (``costs``). Without ``out`` the results are views of the buckets (of strided tensors copies, with
-their strides), so that nothing is held besides inputs and results; with it, at most one bucket besides.
+A small amount of data of one kind is one bucket, which the caller packs. More data is sent by a program of
+the lane: a thread packs the next bucket while the previous one is in flight, and the bucket size follows from
+the group's measured cost (``costs``). Without ``out`` the results are views of the buckets (for tensors that
+are not contiguous, copies with their strides), so no memory is held besides inputs and results; with ``out``,
+at most one bucket more.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from asynccoll.waiting.started import Started
 
 __all__ = ["DIRECT_BYTES", "Fuse", "MakeCall", "Parcel", "fused"]
 
-#: Packing this much holds the event loop for a millisecond or two; more is packed by a thread.
+#: Packing this much blocks the event loop for a millisecond or two; larger amounts are packed by a thread.
 DIRECT_BYTES = 4 << 20
 
-#: The call that carries a tensor, with its result in the second one (or in memory of its own).
+#: Makes the call that sends a tensor, with its result in the second tensor (or in new memory).
 MakeCall = Callable[[torch.Tensor, torch.Tensor | None], Call]
 
 
@@ -38,7 +39,7 @@ _is_cpu = attrgetter("is_cpu")
 
 
 class Fuse(NamedTuple):
-    """Which collective it is: its name, how a tensor is carried, what a signature says; ``op`` or ``src``."""
+    """A fused collective: its name, what makes a call, its detail in signatures, and ``op`` or ``src``."""
 
     name: str
     call: MakeCall
@@ -48,7 +49,7 @@ class Fuse(NamedTuple):
 
 
 class Parcel:
-    """A bucket on its way: tensors packed into one, the call that carries it, and the results."""
+    """A bucket being sent: tensors packed into one, the call that sends it, and the results."""
 
     __slots__ = ("_of", "call", "indices", "like", "outs", "packed", "started", "views")
 
@@ -59,14 +60,14 @@ class Parcel:
         self.like: list[torch.Tensor] = [xs[i] for i in bucket.indices]
         self.outs: list[torch.Tensor] | None = None if outs is None else [outs[i] for i in bucket.indices]
         self.packed: bool = len(self.like) > 1
-        #: which leaves these are, if not all: of another dtype there may be as many elsewhere
+        #: which leaves these are, if not all: on another rank, the same shapes may be those of other leaves
         self._of: str = "" if len(self.like) == len(xs) else f" of leaves {list(bucket.indices)}"
         self.call: Call | None = None
         self.views: list[torch.Tensor] = []
         self.started: Completion | None = None
 
     def pack(self, make: MakeCall) -> Call:
-        """Put the tensors into one, and make the call for it."""
+        """Pack the tensors into one, and return the call for it."""
         if self.packed:
             self.call = self._make(make, pack(self.like).detach())
         else:
@@ -74,19 +75,19 @@ class Parcel:
         return self.call
 
     def _make(self, make: MakeCall, flat: torch.Tensor) -> Call:
-        """The call for all of them packed, which says what they are: ranks must agree on that, too."""
+        """Return the call for all tensors packed, with their shapes: ranks must agree on these, too."""
         call = make(flat, flat)
         call.shape = tuple(x.shape for x in self.like)
         return self._told(call)
 
     def _told(self, call: Call) -> Call:
-        """The call, which says of which leaves it is: others must not meet them."""
+        """Return the call, with its leaves in the description, so that it matches no call of other leaves."""
         if self._of:
             call.detail = f"{call.detail_text()}{self._of}"
         return call
 
     def keep(self, make: MakeCall) -> Call:
-        """The call as one that can be started again, each time with what the tensors hold then."""
+        """Return a call that can be started repeatedly, each time with the tensors' current content."""
         if self.packed:
             flat = pack(self.like).detach()
             self.views = unpack(flat, self.like)
@@ -98,7 +99,7 @@ class Parcel:
         return self.call
 
     def results(self) -> list[torch.Tensor]:
-        """The results of a call that is kept, once it is over."""
+        """Return the results of a call that is kept, once it is over."""
         assert self.call is not None
         result = self.call.outcome()
         if not self.packed:
@@ -109,11 +110,11 @@ class Parcel:
         return self.outs
 
     def pack_again(self) -> None:
-        """Put what the tensors hold now where it was before."""
+        """Copy the tensors' current content to where they were packed."""
         repack(self.views, self.like)
 
     def hand_out(self) -> list[torch.Tensor]:
-        """The results, once the call is over; what carried them is let go if they are elsewhere."""
+        """Return the results, once the call is over; the bucket is released if it does not hold them."""
         if self.call is not None:
             result = self.call.outcome()
             self.views = unpack(result, self.like) if self.packed else [result]
@@ -149,7 +150,7 @@ def fused(
     outs: list[torch.Tensor] | None,
     timeout: float | None,
 ) -> Started[list[torch.Tensor]]:
-    """The collective of every one of ``xs``; the results are in their order, and in ``outs`` if given."""
+    """Start the collective for all of ``xs``; the results are in their order, and in ``outs`` if given."""
     if not xs:
         return Started((), list)
     direct = direct_buckets(lane, xs)
@@ -170,9 +171,10 @@ def fused(
 
 
 def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:
-    """One bucket of a kind, for the caller to pack; None where that is too much, so that a program does.
+    """Return the buckets that the caller packs, or None if a program has to pack them.
 
-    On a device packing holds nobody, and what is staged there has to be so in its user's thread.
+    On the CPU a program does so if a kind takes more than one bucket. On a device packing does not block, and
+    staging has to happen in the user's thread.
     """
     if lane.world.device.type != "cpu" or not all(map(_is_cpu, xs)):
         return buckets(xs)
@@ -199,9 +201,10 @@ def _sent(
     parcels: list[Parcel],
     total_bytes: int,
 ) -> Generator[Completion, None, Completion]:
-    """The program: each bucket is packed while the previous one is in flight.
+    """Run as the lane's program: pack each bucket while the previous one is in flight.
 
-    With ``outs`` there are never more than two in memory, of half the size; handed out, they are free.
+    With ``outs`` there are never more than two buckets in memory, each of half the size. A bucket is freed
+    once its results have been copied to ``outs``.
     """
     cost = yield from costs.agreed(lane, communicator)
     limit = BUCKET_BYTES if cost is None else cost.bucket_bytes(total_bytes)

@@ -1,4 +1,4 @@
-"""send and recv of one tensor, and what a refused one does to its peer."""
+"""send and recv of one tensor, and what a refused one means for the peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asynccoll.waiting.started import Started
 
 
 def start_send(lane: Lane, x: torch.Tensor, dst: int, tag: int, timeout: float | None) -> Started[None]:
-    """``x`` to ``dst``; done when the receiver has taken it."""
+    """Send ``x`` to ``dst``; done once the receiver has taken it."""
     plan = plan_for(lane, Op.SEND, x)
     wire = encode(physical(x), plan)
     size_bytes = wire.numel() * wire.element_size()
@@ -41,7 +41,7 @@ def start_recv(
     out: torch.Tensor | None,
     timeout: float | None,
 ) -> Started[torch.Tensor]:
-    """A tensor shaped as ``like`` from ``src``."""
+    """Receive a tensor shaped like ``like`` from ``src``."""
     plan = plan_for(lane, Op.RECV, like)
     check_out(out, like, like.shape)
     probe = encode(torch.empty(0, dtype=like.dtype, device=like.device), plan)
@@ -62,7 +62,7 @@ def start_recv(
 
 
 def _received(lane: Lane, communicator: Communicator, buffer: torch.Tensor, src: int, tag: int) -> Completion:
-    """Begin to receive, after a message of several pieces whose last has not been asked for yet."""
+    """Post the receive; if the second piece of an earlier message has yet to be requested, after that."""
 
     def ask(asked: Promise) -> Completion:
         completion = communicator.recv(buffer, src, tag)
@@ -73,9 +73,9 @@ def _received(lane: Lane, communicator: Communicator, buffer: torch.Tensor, src:
 
 
 def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseException) -> None:
-    """A send or recv was refused: in place of a send, let the receiver's side end, where it can be told.
+    """Handle a refused send or recv: in place of a send, fail the receiver's side, if it can be notified.
 
-    A recv has taken nothing: what comes is for the next one.
+    A refused recv has taken nothing: the message is left for the next recv.
     """
     role, _, _ = name.partition("_")
     reason = f"{type(error).__name__}: {error}"
@@ -89,5 +89,5 @@ def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseExcept
         communicator.refuse(peer, tag, why)
         return READY
 
-    with contextlib.suppress(AsyncCollError):  # a lane that is broken, or another task's: nothing was sent
+    with contextlib.suppress(AsyncCollError):  # the lane is broken, or another task's: nothing was sent
         lane.issue(Estimate(name), start, stream=(role, peer, tag)).refused(reason)

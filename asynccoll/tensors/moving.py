@@ -1,4 +1,4 @@
-"""Whole tensors from rank to rank: broadcast, gathering, and the barrier."""
+"""Calls that move whole tensors, broadcast, all_gather and gather; and join and the barrier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 def broadcast_call(lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | None) -> Call:
-    """The ``x`` of ``src``, in ``out`` or in memory of its own with the strides of this rank's ``x``."""
+    """Return the call that sends the ``x`` of ``src`` to all ranks.
+
+    The result is in ``out``, or in new memory with the strides of this rank's ``x``.
+    """
     route = route_for(lane, Op.BROADCAST, x, None, x.numel())
     plan = route.plan
     check_out(out, x, x.shape)
@@ -63,7 +66,7 @@ def broadcast_call(lane: Lane, x: torch.Tensor, src: int, out: torch.Tensor | No
 
 
 def broadcast_fuse(lane: Lane, src: int) -> Fuse:
-    """The broadcast of many tensors."""
+    """Return the broadcast of many tensors."""
     call: MakeCall = lambda x, out: broadcast_call(lane, x, src, out)  # noqa: E731
     return Fuse("broadcast", call, f"src={lane.group.ranks[src]}", src=src)
 
@@ -71,7 +74,10 @@ def broadcast_fuse(lane: Lane, src: int) -> Fuse:
 def all_gather_call(
     lane: Lane, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...] | None = None
 ) -> Call:
-    """Every rank's ``x`` as rows: (n, *x.shape), or as many elements in ``shape``, which ``out`` then has."""
+    """Return the call that gathers every rank's ``x`` as rows: (n, *x.shape).
+
+    If ``shape`` is given, the result and ``out`` have that shape, with as many elements.
+    """
     route = route_for(lane, Op.ALL_GATHER, x, None, x.numel())
     plan, size = route.plan, lane.group.size
     shape = shape or (size, *x.shape)
@@ -93,7 +99,7 @@ def all_gather_call(
 
 
 def gather_call(lane: Lane, x: torch.Tensor, dst: int) -> Call:
-    """Every rank's ``x`` as rows (n, *x.shape) on ``dst``, None elsewhere."""
+    """Return the call that gathers every rank's ``x`` as rows (n, *x.shape) on ``dst``; None elsewhere."""
     route = route_for(lane, Op.GATHER, x, None, x.numel())
     plan = route.plan
     here = lane.group.rank == dst
@@ -113,7 +119,10 @@ def gather_call(lane: Lane, x: torch.Tensor, dst: int) -> Call:
 
 
 def start_join(lane: Lane, timeout: float | None) -> Started[int]:
-    """The rank that called it last; until then the others' reductions go on with zeros of this one."""
+    """Start a join; its result is the rank that called it last.
+
+    Until then the other ranks' reductions continue, with zeros for this rank.
+    """
     group = lane.group
     backend = lane.world.backend
     if group.size > 1 and not (backend.joins and group.is_world):
@@ -123,8 +132,8 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
             "of steps first: await ac.all_reduce(len(batches), op='min')"
         )
     last = torch.full((), lane.world.rank, dtype=torch.int32, device="cpu")
-    # Horovod takes this rank for one that has joined in calls, too, that it has issued before and others have
-    # not: it would count twice there, and the others' numbers would be left out.
+    # Horovod treats this rank as joined even in calls that it has issued before and others have not. There it
+    # would count twice, and the others' numbers would be left out. So wait for these calls first.
     lanes, rounds = group.lanes(), group.rounds + 1
     before = [_over(operation) for one in lanes for operation in one.outstanding()]
 
@@ -142,14 +151,14 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
 
 
 def _over(operation: Operation) -> Promise:
-    """What is settled once ``operation`` is over, also where it fails."""
+    """Return a promise that is settled once ``operation`` is over, even if it fails."""
     promise = Promise()
     operation.add_waker(promise.settle)
     return promise
 
 
 def start_barrier(lane: Lane, timeout: float | None) -> Started[None]:
-    """Done once every member has called it."""
+    """Start a barrier, which is done once every member has called it."""
     plan: Plan | None = lane.routes.get(Op.BARRIER)
     if plan is None:
         spec = TensorSpec(torch.uint8)

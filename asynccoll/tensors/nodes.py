@@ -1,8 +1,8 @@
 """Collectives that go node by node, as programs of the lane: within each node, and between nodes.
 
-An all_reduce is reduced within each node, then between nodes, and then shared within the node. Where the
-ranks of a node share memory, broadcast, all_gather and reduce_scatter go so, too. All that crosses the
-network is between ranks in the same place of every node.
+An all_reduce is reduced within each node, then between nodes, and then shared within the node. If the ranks
+of a node share memory, broadcast, all_gather and reduce_scatter go this way, too. Only ranks with the same
+place in their nodes communicate across the network.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["broadcast_by_node", "gathered_by_node", "nodes_first", "scattered_by
 
 _Steps = Generator[Completion, None, Completion]
 
-#: Up to so many bytes one rank of a node speaks for it: a part for each means more steps between nodes.
+#: Up to this size one rank reduces for its whole node: a part for each rank means more steps between nodes.
 _BY_ONE_BYTES = 64 << 10
-#: Up to so many bytes for each other node, nodes exchange what they have and reduce it themselves.
+#: Up to this many bytes per other node, nodes exchange their data, and each reduces it itself.
 _EXCHANGE_BYTES = 128 << 10
 
 
 def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Program:
-    """The program that reduces the contiguous ``x`` in place, the same bits on every rank.
+    """Return the program that reduces the contiguous ``x`` in place, with the same bits on every rank.
 
-    Every element is reduced by one rank of the node, in rank order, and then across nodes: in their order if
-    it is little, else by the backend. ``near``: the ranks of a node share memory.
+    Every element is reduced by one rank of the node, in rank order, and then across nodes: in node order if
+    the data is small, else by the backend. ``near``: the ranks of a node share memory.
     """
     group = lane.group
     each = group.size // group.nodes
@@ -89,7 +89,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
 
 
 def broadcast_by_node(lane: Lane, x: torch.Tensor, src: int) -> Program:
-    """The program that overwrites the contiguous ``x`` with that of the member number ``src``."""
+    """Return the program that overwrites the contiguous ``x`` with that of the member with index ``src``."""
     group = lane.group
     node, index = group.place_of(src)
     flat = x.view(-1)
@@ -110,9 +110,10 @@ def broadcast_by_node(lane: Lane, x: torch.Tensor, src: int) -> Program:
 
 
 def gathered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor) -> Program:
-    """The program that fills the flat ``out`` with every rank's flat ``x``, in rank order.
+    """Return the program that fills the flat ``out`` with every rank's flat ``x``, in rank order.
 
-    Each rank gets what those in its place of the other nodes have; then the ranks of a node share that.
+    Each rank gathers from the ranks in the same place of the other nodes; then the ranks of a node share what
+    they have.
     """
     group = lane.group
     each = group.size // group.nodes
@@ -137,9 +138,9 @@ def gathered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor) -> Program:
 
 
 def scattered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Program:
-    """The program that fills the flat ``out`` with this rank's part of the reduction of the flat ``x``.
+    """Return the program that fills the flat ``out`` with this rank's part of the reduction of flat ``x``.
 
-    Every element is reduced within each node in rank order, and then in the order of nodes.
+    Every element is reduced within each node in rank order, and then across nodes in node order.
     """
     group = lane.group
     each = group.size // group.nodes
@@ -178,7 +179,7 @@ def scattered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor, op: Reduce
 
 
 def _by_place(lane: Lane) -> list[int]:
-    """The members of the group, ordered by their place within nodes, and then by node."""
+    """Return the members of the group, ordered by their place within nodes, and then by node."""
     group = lane.group
     return sorted(range(group.size), key=lambda index: group.place_of(index)[::-1])
 
@@ -186,7 +187,7 @@ def _by_place(lane: Lane) -> list[int]:
 def _reduced_across(
     across: Any, part: torch.Tensor, op: ReduceOp, nodes: int
 ) -> Generator[Completion, None, None]:
-    """Reduce ``part`` in place between nodes."""
+    """Reduce ``part`` in place across nodes."""
     if part.nbytes * (nodes - 1) > _EXCHANGE_BYTES:
         yield across.all_reduce(part, op)
         return
@@ -196,13 +197,13 @@ def _reduced_across(
 
 
 def _split(numel: int, parts: int) -> list[int]:
-    """How many elements each part has: as equal as can be."""
+    """Return how many elements each part has: as equal as possible."""
     least, more = divmod(numel, parts)
     return [least + (part < more) for part in range(parts)]
 
 
 def _locally(rows: torch.Tensor, job: Callable[[], object]) -> Generator[Completion, None, None]:
-    """Run ``job``, which reads or writes ``rows``: here, where completions arrive, unless it takes long."""
+    """Run ``job``, which uses ``rows``: on this thread, which handles completions, unless it takes long."""
     if rows.nbytes <= OFFLOAD_BYTES:
         job()
     else:
@@ -210,9 +211,9 @@ def _locally(rows: torch.Tensor, job: Callable[[], object]) -> Generator[Complet
 
 
 def _opened(lane: Lane, communicator: Any) -> Generator[Completion, None, tuple[Communicator, Communicator]]:
-    """The communicators within the node and across nodes, which the lane's first such program opens.
+    """Return the communicators within the node and across nodes, which the lane's first such program opens.
 
-    Without them the lane is given up: a rank that comes late would find the others gone on.
+    If that fails, the lane is given up: a rank that opens them late would find that the others have moved on.
     """
     if communicator.parts is None:
         try:

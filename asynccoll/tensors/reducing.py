@@ -34,12 +34,12 @@ from asynccoll.tensors.nodes import nodes_first, scattered_by_node
 from asynccoll.tensors.sparse import sum_sparse
 from asynccoll.transport.completion import Completion
 
-#: Up to here a copy costs less than the longer way of a call that fills another tensor.
+#: Up to this size a copy costs less than the longer code path of a call that fills another tensor.
 _SMALL_BYTES = 64 << 10
 
 
 def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor | None) -> Call:
-    """The reduction of every rank's ``x``, in ``out`` or in memory of its own with the strides of ``x``."""
+    """Return the call that reduces every rank's ``x``, in ``out`` or new memory with the strides of ``x``."""
     route = route_for(lane, Op.ALL_REDUCE, x, op, x.numel())
     if out is not None and out is not x:
         check_out(out, x, x.shape)
@@ -51,12 +51,12 @@ def all_reduce_call(lane: Lane, x: torch.Tensor, op: ReduceOp, out: torch.Tensor
 
 
 def all_reduce_fuse(lane: Lane, op: ReduceOp) -> Fuse:
-    """The all_reduce of many tensors."""
+    """Return the all_reduce of many tensors."""
     return Fuse("all_reduce", lambda x, out: all_reduce_call(lane, x, op, out), op.value, op=op)
 
 
 def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
-    """By the backend, in memory that starts as a copy of ``x``; or, node by node, by several calls of it."""
+    """Reduce by the backend, in memory that starts as a copy of ``x``; node by node, by several calls."""
     plan, size = route.plan, lane.group.size
     wire_op = plan.wire_reduce
     if out is not x and route.keeps_input and plan.direct and _apart(route, x, out):
@@ -78,7 +78,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
 
 
 def _apart(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether the result had better be filled from ``x``, which stays as it is, than copied and reduced."""
+    """Whether to fill the result from an unchanged ``x``, rather than copy ``x`` and reduce the copy."""
     if not route.plain(x):
         return False
     return x.nbytes > _SMALL_BYTES if out is None else not may_overlap(out, x)
@@ -89,7 +89,7 @@ def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) ->
     op, target = route.plan.wire_reduce, target_for(out, x, x.shape)
     value, finish = delivered(target, route.plan, out, lambda: target)
 
-    def start(communicator: Any) -> Completion:  # one that has this call
+    def start(communicator: Any) -> Completion:  # a communicator that has this call
         completion: Completion = communicator.all_reduce_into(target, x, op)
         return completion
 
@@ -105,7 +105,7 @@ def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) ->
 
 
 def _all_reduce_gathered(lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
-    """For reductions that no backend arithmetic has: everybody's data, reduced in rank order."""
+    """Gather all ranks' data and reduce it here in rank order, if the backend cannot reduce it."""
     plan = route.plan
     wire = sent_as(route, x)
     rows = torch.empty((lane.group.size, *wire.shape), dtype=wire.dtype, device=wire.device)
@@ -122,7 +122,7 @@ def _all_reduce_gathered(lane: Lane, route: Route, x: torch.Tensor, out: torch.T
 
 
 def _all_reduce_exchanged(lane: Lane, route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
-    """Of a small tensor: one message to and from every other rank, reduced in rank order."""
+    """Exchange a small tensor with every other rank, one message each way, and reduce in rank order."""
     plan = route.plan
     own = sent_as(route, x).view(-1)
     size, rank = lane.group.size, lane.group.rank
@@ -150,7 +150,7 @@ def _repeat_again(refill: Callable[[], object] | None, sent: torch.Tensor, own: 
     sent.copy_(own)
 
 
-#: How the plan's composition is done.
+#: What makes the call, by the plan's ``via``.
 _ALL_REDUCE: dict[str, Callable[[Lane, Route, torch.Tensor, torch.Tensor | None], Call]] = {
     "native": _all_reduce_native,
     "nodes": _all_reduce_native,
@@ -160,11 +160,11 @@ _ALL_REDUCE: dict[str, Callable[[Lane, Route, torch.Tensor, torch.Tensor | None]
 
 
 def _reused(out: torch.Tensor | None, own: torch.Tensor, rank: int, plan: Plan) -> torch.Tensor | None:
-    """The memory of the caller's ``out`` for the sum of all rows, if it may be written while they are read.
+    """Return the caller's ``out`` for the total of all rows, if it may be written while they are read.
 
-    The others' have arrived in memory of ours, and ``out`` may share that of ``own``, this rank's. The first
-    two rows are read before anything is written: it may be one of them. Torch refuses memory that lies
-    across a row, or has other strides, which may be of one element.
+    The other ranks' rows are in memory of ours, but ``out`` may share the memory of ``own``, this rank's row.
+    The first two rows are read before anything is written, so ``own`` may be one of them. torch refuses
+    memory that overlaps a row partially or has other strides, even those of a dimension of one element.
     """
     if out is None or plan.wire is not Wire.SAME:
         return None
@@ -178,7 +178,7 @@ def _reused(out: torch.Tensor | None, own: torch.Tensor, rank: int, plan: Plan) 
 def _reduce_rows(
     rows: Sequence[torch.Tensor], plan: Plan, x: torch.Tensor, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The local half of a composed reduction: the rows of all ranks, reduced and decoded."""
+    """Do the local half of a composed reduction: return the rows of all ranks, reduced and decoded."""
     op = plan.wire_reduce
     if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers were sent
         total = reduce_chunks([torch.view_as_complex(row.view(-1, 2)) for row in rows], op)
@@ -187,7 +187,7 @@ def _reduce_rows(
 
 
 def reduce_call(lane: Lane, x: torch.Tensor, dst: int, op: ReduceOp, out: torch.Tensor | None) -> Call:
-    """The reduction on ``dst``, None elsewhere."""
+    """Return the call that reduces every rank's ``x`` to ``dst``; its result is None elsewhere."""
     route = route_for(lane, Op.REDUCE, x, op, x.numel())
     check_out(out, x, x.shape)
     here = lane.group.rank == dst
@@ -217,7 +217,7 @@ def _reduce_native(lane: Lane, route: Route, x: torch.Tensor, dst: int, out: tor
 
 
 def _reduce_gathered(lane: Lane, route: Route, x: torch.Tensor, dst: int, out: torch.Tensor | None) -> Call:
-    """For reductions that no backend arithmetic has: everybody's data on ``dst``, reduced in rank order."""
+    """Gather all ranks' data on ``dst`` and reduce it there in rank order, if the backend cannot."""
     plan = route.plan
     wire = sent_as(route, x)
     here = lane.group.rank == dst
@@ -233,7 +233,10 @@ def _reduce_gathered(lane: Lane, route: Route, x: torch.Tensor, dst: int, out: t
 
 
 def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch.Tensor | None) -> Call:
-    """Row ``rank`` of the reduction of every rank's ``rows`` (n, ...), in ``out`` or in memory of its own."""
+    """Return the call for row ``rank`` of the reduction of every rank's ``rows``, in ``out`` or new memory.
+
+    ``rows`` has the shape (n, ...).
+    """
     route = route_for(lane, Op.REDUCE_SCATTER, rows, op, rows.numel())
     plan, size = route.plan, lane.group.size
     shape = rows.shape[1:]
@@ -268,9 +271,9 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
 
 
 def _exchanged_rows(lane: Lane, wire: torch.Tensor) -> tuple[Start, Sequence[torch.Tensor]]:
-    """The call that gives this rank its row of every rank's ``wire``, and these rows, in rank order."""
+    """Return the call that gives this rank its row of every rank's ``wire``, and these rows in rank order."""
     size, rank = lane.group.size, lane.group.rank
-    if size == 2:  # one's own need not be sent
+    if size == 2:  # this rank's own row need not be sent
         own, sent = wire[rank], wire[1 - rank]
         received = torch.empty_like(sent)
         splits = [sent.shape[0]] * size

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors, of any dtype: of what all ranks have gathered, worked out on each.
+"""The sum of sparse tensors of any dtype: all ranks gather all tensors, and each computes the sum.
 
 Shapes: three ranks with ``(5,)`` and 2, 0 and 1 values get ``(5,)`` with up to 3 values.
 """
@@ -19,23 +19,23 @@ __all__ = ["sum_sparse"]
 
 
 def sum_sparse(lane: Lane, plan: Plan, x: torch.Tensor) -> Call:
-    """The sum of every rank's sparse ``x``."""
+    """Return the call that sums every rank's sparse ``x``."""
     mine = x.detach().coalesce()
     gathered = _Gathered(mine, lane.group.size)
     values = mine.values()
-    detail = f"sum sparse_dim={mine.sparse_dim()}"  # of one shape there may be indices of other lengths
+    detail = f"sum sparse_dim={mine.sparse_dim()}"  # index lengths may differ between tensors of one shape
     return Call(plan, None, values, gathered.total, shape=x.shape, detail=detail, program=gathered.program)
 
 
 class _Gathered:
-    """The indices and values of all ranks: how many differs, so that all send as many as the longest has."""
+    """The indices and values of all ranks. Their number differs, so all are padded to the longest."""
 
     def __init__(self, mine: torch.Tensor, size: int) -> None:
         self._mine = mine
         self._size = size
 
     def program(self, communicator: Communicator) -> Generator[Completion, None, Completion]:
-        """Gather them."""
+        """Gather the counts, then the indices and values."""
         mine, size = self._mine, self._size
         self._counts = torch.empty(size, dtype=torch.int64, device=mine.device)
         here = torch.full((1,), mine.values().shape[0], dtype=torch.int64, device=mine.device)
@@ -45,12 +45,12 @@ class _Gathered:
         self._indices = indices.new_empty((size, longest, indices.shape[1]))
         self._values = values.new_empty((size, longest, *values.shape[1:]))
         yield communicator.all_gather(self._indices.view(-1), _padded(indices, longest))
-        sent = _padded(values, longest).view(torch.uint8)  # of any dtype
+        sent = _padded(values, longest).view(torch.uint8)  # as bytes, for any dtype
         last: Completion = communicator.all_gather(self._values.view(-1).view(torch.uint8), sent)
         return last
 
     def total(self) -> torch.Tensor:
-        """Their sum, in the order of ranks, so that each has the same bits."""
+        """Return the sum, in rank order, so that every rank has the same bits."""
         counts = self._counts.tolist()
         indices = torch.cat([row[:count] for row, count in zip(self._indices, counts, strict=True)])
         values = torch.cat([row[:count] for row, count in zip(self._values, counts, strict=True)])
@@ -60,7 +60,7 @@ class _Gathered:
 
 
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """The flat ``rows``, of which there are to be so many."""
+    """Return ``rows`` padded with zeros to ``count`` rows, and flattened."""
     padded = rows.new_zeros((count, *rows.shape[1:]))
     padded[: rows.shape[0]].copy_(rows)
     return padded.view(-1)
