@@ -168,7 +168,7 @@ class _Parts:
                     modes.pop().run(self._send, all(call.out is not None for call in self.calls))
                 else:
                     _MIXED.run(self._send, False)
-        except _PLACE_LOST as error:  # raised by the works, as it is if the place is lost later
+        except _PLACE_LOST as error:  # raised by the works, as when the place is lost later
             for call in self.calls:
                 call.work.abandoned(error)
         except Exception as error:

@@ -21,7 +21,7 @@ The following holds for every function here:
 - **timeout** in seconds, counted from the call, limits how long this operation is waited for. Once it has
   expired, a second await waits for the same time again.
 - **Gradients** are those of the sum of all ranks' losses. Whether autograd records depends on the mode at
-  the call, not where the work is awaited. ``out=`` is refused for a call that autograd records
+  the call, not at the await. ``out=`` is refused for a call that autograd records
   (``InvalidArgumentError``).
 - **Errors.** Before anything is sent: ``PayloadTypeError``, ``InvalidArgumentError``,
   ``UnsupportedOpError``, ``LaneOrderError``, ``NotInitializedError``, and ``InvalidCallError`` for arguments
@@ -462,9 +462,9 @@ def broadcast(
 ) -> Work[T]:
     """Send the ``x`` of ``src`` to every rank.
 
-    The other ranks pass something of the same kind: a tensor of the same shape and dtype, any number or
-    string, or a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True`` they may
-    pass None or anything else: the message describes its own content.
+    The other ranks pass something of the same kind: a tensor of the same shape and dtype, a number or string
+    of any value, or a tree of the same structure (``out`` is then a tree as well). With ``safe_mode=True``
+    they may pass None or anything else: the message describes its own content.
 
     >>> await ac.broadcast(torch.tensor([1, 2]), src=0)           # r1 passes any int64 of 2
     tensor([1, 2])                                                # both

@@ -43,7 +43,7 @@ _is_neg = torch.Tensor.is_neg
 
 
 class Bucket(NamedTuple):
-    """The leaves (by position) of a tree that are sent together."""
+    """The leaves of a tree (by position) that are sent together."""
 
     indices: tuple[int, ...]
 
@@ -89,7 +89,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of ``tensors`` in one flat tensor; on CUDA each is aligned, as results are."""
+    """Return one flat tensor of all ``tensors``, in order; on CUDA each is aligned, as results are."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     if tensors[0].is_cuda:

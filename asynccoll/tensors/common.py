@@ -263,7 +263,7 @@ class _InThread(Promise):
 
 
 def in_thread(job: Callable[[], object]) -> Promise:
-    """Run ``job`` in another thread. The promise is settled when it ends, with its error if it raises."""
+    """Run ``job`` in another thread. The promise is settled when that ends, with its error if it raises."""
     promise = _InThread()
     job = carried(as_called(job))
 

@@ -1,4 +1,4 @@
-"""Calls that move whole tensors, broadcast, all_gather and gather; and join and the barrier."""
+"""Calls that move whole tensors (broadcast, all_gather, gather); also join and the barrier."""
 
 from __future__ import annotations
 
