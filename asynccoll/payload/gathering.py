@@ -66,7 +66,7 @@ def all_gather(
         to_message(x),
         timeout,
         then=lambda found: values_of(lane, found),
-        device=_device_of(lane, x),
+        device=_device_of(x),
         detail=kind,
     )
     return no_gradient(started, x, "all_gather(uneven=True)", "all_gather of tensors of one shape")
@@ -135,7 +135,7 @@ def gather(
         index,
         timeout,
         then=lambda found: values_of(lane, found) if here else None,
-        device=_device_of(lane, x),
+        device=_device_of(x),
         detail=f"{kind} dst={dst}",
     )
     return no_gradient(received, x, "gather(uneven=True)", "all_gather of tensors of one shape")
@@ -191,7 +191,7 @@ def _check_gathered(lane: Lane, name: str, x: object, dim: int, uneven: bool) ->
         _gathered_shape(name, lane, x, dim)
 
 
-def _device_of(lane: Lane, x: object) -> torch.device:
+def _device_of(x: object) -> torch.device:
     """Return the device from which the body of a message is sent: that of a tensor, else the CPU."""
     return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 

@@ -77,7 +77,7 @@ def _alone(call: Call) -> Calls:
     return [call], None
 
 
-def _elementwise(name: str, lane: Lane, fuse: Fuse, like: object, out: Any) -> Calls:
+def _elementwise(name: str, fuse: Fuse, like: object, out: Any) -> Calls:
     if not is_tree(like):
         x = _check(name, like)
         return _alone(fuse.call(x, _result_for(x, out, x.shape)))
@@ -100,12 +100,12 @@ def _elementwise(name: str, lane: Lane, fuse: Fuse, like: object, out: Any) -> C
 
 
 def _all_reduce(lane: Lane, like: object, *, op: ReduceOpLike = "sum", out: object = None) -> Calls:
-    return _elementwise("all_reduce", lane, tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
+    return _elementwise("all_reduce", tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
 
 
 def _broadcast(lane: Lane, like: object, *, src: int = 0, out: object = None) -> Calls:
     index = lane.group.index(src, "src")
-    return _elementwise("broadcast", lane, tensors.broadcast_fuse(lane, index), like, out)
+    return _elementwise("broadcast", tensors.broadcast_fuse(lane, index), like, out)
 
 
 def _all_gather(lane: Lane, like: object, *, out: torch.Tensor | None = None) -> Calls:

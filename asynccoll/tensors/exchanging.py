@@ -47,7 +47,7 @@ def all_to_all_call(
     """
     route = route_for(lane, op, x, None, x.numel())
     if out_splits is None:
-        return _counted(lane, route, x, in_splits)
+        return _counted(route, x, in_splits)
     plan = route.plan
     wire = _rows(route, x)
     shape = (sum(out_splits), *x.shape[1:])
@@ -115,7 +115,7 @@ def _rows(route: Route, x: torch.Tensor) -> torch.Tensor:
     return sent_as(route, x.reshape(x.shape[0], x.shape[1:].numel()))
 
 
-def _counted(lane: Lane, route: Route, x: torch.Tensor, in_splits: Sequence[int]) -> Call:
+def _counted(route: Route, x: torch.Tensor, in_splits: Sequence[int]) -> Call:
     plan = route.plan
     wire = sent_as(route, x.reshape(x.shape[0], x.shape[1:].numel()))
     received: list[torch.Tensor] = []
