@@ -1,4 +1,4 @@
-"""Which backends there are, a folder each, and the table of them.
+"""The backends, one folder each, and the table that lists them.
 
-What one has to provide stands in ``asynccoll.backends.api``; none of them imports what is above ``world``.
+``asynccoll.backends.api`` says what a backend has to provide. No backend imports a layer above ``world``.
 """

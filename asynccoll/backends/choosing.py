@@ -1,4 +1,4 @@
-"""Which backend is meant, and its context: made, with memory that ranks share, or beside torch's group."""
+"""The choice of a backend, and its context: a new one, or one next to a default group made with torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def create(
     memory: bool,
     options: Mapping[str, object],
 ) -> Context:
-    """The context that ``initialize`` asks for."""
+    """Make the context that ``initialize`` asks for."""
     explicit = _check_place(init_method, store, rank, world_size)
     launch = None if explicit else detect(os.environ, expand_hosts=expand_with_scontrol)
     name = _choose(launch) if backend is None else normal(backend)
@@ -52,7 +52,7 @@ def create(
 
 
 def _complete(context: Context, *, memory: bool) -> None:
-    """Let ranks of one host meet in memory, and open what the backend opens early."""
+    """Set up shared memory, if ``memory``, and open the first lane if the backend wants that opened early."""
     if context.backend.shares_memory and context.has_peers:
         if not memory:
             context.backend.without_memory = "memory=False"
@@ -65,7 +65,7 @@ def _complete(context: Context, *, memory: bool) -> None:
 
 
 def _share_memory(context: Context) -> None:
-    """Let ranks of one host meet in memory, beside the backend."""
+    """Have ranks of one host exchange CPU tensors through shared memory instead of the backend."""
     from asynccoll.backends.memory.sharing import share
 
     assert context.clients is not None
@@ -76,7 +76,7 @@ def _share_memory(context: Context) -> None:
 def _check_place(
     init_method: str | None, store: dist.Store | None, rank: int | None, world_size: int | None
 ) -> bool:
-    """Whether the caller says where the world is, instead of the launcher's environment."""
+    """Check the arguments; return whether they, not the launcher's environment, say where the ranks meet."""
     if store is not None and init_method is not None:
         raise InvalidArgumentError("pass init_method or store, not both: each says where the ranks meet")
     if store is not None and (rank is None or world_size is None):
@@ -93,7 +93,7 @@ def _check_place(
 
 
 def _choose(launch: LaunchInfo | None) -> str:
-    """The backend for a launcher, when the user names none."""
+    """Return the backend for a launcher, when the user names none."""
     if launch is not None:
         for name, entry in ROWS.items():
             if launch.launcher in entry.launchers:
@@ -123,11 +123,11 @@ def _load(path: str) -> Callable[[Request], Context]:
 
 
 def capabilities_of(name: str, device: str) -> Capabilities:
-    """What backend ``name`` does for tensors on ``device``, without opening it.
+    """Return what backend ``name`` supports for tensors on ``device``, without opening it.
 
     Raises:
-        BackendNotFoundError: it does not load.
-        InvalidArgumentError: it is another package's, which does not tell.
+        BackendNotFoundError: the backend does not load.
+        InvalidArgumentError: another package's backend does not tell its capabilities in advance.
     """
     name = normal(name)
     path = C10D if is_of_torch(name) else row(name).factory
@@ -148,7 +148,7 @@ def capabilities_of(name: str, device: str) -> Capabilities:
 def capabilities_among(
     name: str, device: str, *, world_size: int, nodes: int, memory: bool
 ) -> tuple[Capabilities, str]:
-    """What a world on so many hosts would do for tensors on ``device``, and which way they would go."""
+    """Return what a world on ``nodes`` hosts would support for ``device``, and how data would be sent."""
     known = capabilities_of(name, device)
     if device != "cpu" or normal(name) not in ("gloo", "nccl"):
         return known, ""
@@ -166,24 +166,24 @@ def capabilities_among(
     return replace(known, near=NEAR, hop_bytes=0), f"{known.backend}: these ranks are on {nodes} hosts"
 
 
-#: Devices whose tensors are computed later and have no memory that could be read: who computes them.
+#: By device type: the module that computes its lazy tensors, which have no memory that could be read.
 _LAZY = {"xla": "asynccoll.backends.xla.device"}
 
 
 def lazy(device: torch.device) -> Any:
-    """What knows the lazy tensors of ``device``: ``compute(x)`` and ``settled(x)``."""
+    """Return the module for lazy tensors of ``device``, which has ``compute(x)`` and ``settled(x)``."""
     return importlib.import_module(_LAZY[device.type])
 
 
 def alone() -> Context:
-    """The world of one that is there where nobody has made any."""
+    """Make the world of one rank that is used until another one is made."""
     return _factory("serial")(Request("serial", None))
 
 
 def adopt(
     name: str, store: dist.Store | None, rank: int, world_size: int, timeout: float, check: str
 ) -> Context:
-    """A context beside the default group that the user made with torch; without a store only a place."""
+    """Make a context next to the user's default group; without a store it only has this rank's place."""
     from asynccoll.backends.c10d import backend as c10d
 
     context = c10d.adopt(name, store, rank, world_size, timeout, check)

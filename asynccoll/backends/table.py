@@ -1,8 +1,9 @@
-"""Which backends there are: each row says where one is, what it needs and how its ranks are started.
+"""The table of backends: each row says where a backend is, what it needs and how its ranks are started.
 
-A backend is a factory ``create(request) -> Context`` in a module of its own, so that a missing package
-costs nothing until somebody asks for it; nor does torch, which a launcher need not load. Others register
-through the entry-point group ``asynccoll.backends`` (name -> ``module:create``).
+A backend is a factory ``create(request) -> Context`` in a module that is imported only when the backend is
+used, so a missing package costs nothing until then. torch is imported as late, since a launcher need not load
+it. Other packages register backends in the entry-point group ``asynccoll.backends`` (name ->
+``module:create``).
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where a backend is, whether it can work here, and what to type if it cannot."""
+    """Where a backend is, whether it can work here, and how to install what it lacks."""
 
     factory: str
     present: Callable[[], bool]
     install: str
-    #: under these launchers it is meant where none is named
+    #: the launchers under which this backend is the default
     launchers: frozenset[str] = frozenset()
     #: how ``asynccoll.launch`` starts its ranks
     started: str = "processes"
-    #: on whose tensors it is mostly used
+    #: the type of device that mostly holds its tensors
     device: str = "cpu"
 
 
@@ -61,7 +62,7 @@ def _torch_has_nccl() -> bool:
     import torch
     import torch.distributed as dist
 
-    # Not `is_available`, which starts CUDA: a child that is forked later could not use it.
+    # Not `is_available`, which initializes CUDA: a child forked later could not use it.
     return dist.is_nccl_available() and torch.cuda.device_count() > 0
 
 
@@ -104,7 +105,7 @@ ROWS: dict[str, Row] = {
 
 
 def _registered() -> dict[str, Row]:
-    """The built-in backends and those of other packages."""
+    """Return the built-in backends and those of other packages."""
     table = dict(ROWS)
     for point in importlib.metadata.entry_points(group="asynccoll.backends"):
         package = point.dist.name if point.dist is not None else point.module
@@ -113,30 +114,30 @@ def _registered() -> dict[str, Row]:
 
 
 def available() -> tuple[str, ...]:
-    """The names of the backends whose parts are all here, sorted."""
+    """Return the sorted names of the backends whose requirements are met here."""
     return tuple(sorted(name for name, entry in _registered().items() if entry.present()))
 
 
 def needs() -> dict[str, str]:
-    """Of each backend, what is missing for it here and what to type; empty where all its parts are here."""
+    """Return, for each backend, what it needs and how to install that; "" if its requirements are met."""
     table = _registered()
     return {name: "" if (entry := table[name]).present() else entry.install for name in sorted(table)}
 
 
 def others() -> tuple[str, ...]:
-    """The names of the backends that other packages have registered, sorted."""
+    """Return the sorted names of the backends that other packages have registered."""
     return tuple(sorted(_registered().keys() - ROWS.keys()))
 
 
 def normal(backend: object) -> str:
-    """The name as it stands in the table."""
+    """Return the name as the table spells it."""
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a name or None, got {backend!r}")
     return backend.strip().lower()
 
 
 def check_usable(name: str) -> None:
-    """Raise ``BackendNotFoundError`` unless the backend's parts are all here."""
+    """Raise ``BackendNotFoundError`` unless the backend's requirements are met here."""
     if not is_of_torch(name) and not (entry := row(name)).present():
         raise BackendNotFoundError(
             f"backend {name!r} is not usable here; it needs {entry.install}. Available: "
@@ -145,19 +146,19 @@ def check_usable(name: str) -> None:
 
 
 def is_of_torch(name: str) -> bool:
-    """Whether it is of the form ``cpu:gloo,cuda:nccl``, or a backend that a package registered with torch."""
+    """Whether ``name`` has the form ``cpu:gloo,cuda:nccl``, or a package has registered it with torch."""
     import torch.distributed as dist
 
     return ":" in name or name.upper() in dist.Backend._plugins
 
 
 def row(name: str) -> Row:
-    """That of the backend of this name.
+    """Return the row of the backend called ``name``.
 
     Raises:
-        BackendNotFoundError: there is none.
+        BackendNotFoundError: no backend is called that.
     """
-    if name in ROWS:  # before other packages' metadata is read, which takes as long as all the rest
+    if name in ROWS:  # first, since reading other packages' metadata takes as long as everything else
         return ROWS[name]
     table = _registered()
     if name not in table:
@@ -169,12 +170,12 @@ def row(name: str) -> Row:
 
 
 def starting(name: str) -> str:
-    """How the ranks of backend ``name`` are started: ``"processes"`` unless its row says otherwise."""
+    """Return how the ranks of backend ``name`` are started: ``"processes"`` unless its row says otherwise."""
     entry = ROWS.get(name)
     return "processes" if entry is None else entry.started
 
 
 def usual_device(name: str) -> str:
-    """The type of device on whose tensors backend ``name`` is mostly used."""
+    """Return the type of device that mostly holds the tensors of backend ``name``."""
     entry = ROWS.get(normal(name))
     return "cpu" if entry is None else entry.device

@@ -1,13 +1,13 @@
-"""What a backend is made of: ours take nothing else but the errors, and another package's may take it all.
+"""What a backend is made of. Ours import only this and the errors; other packages' may use all of it.
 
 A backend is a module with ``create(request) -> Context`` and, for ``ac.explain`` without a world,
 ``capabilities(name, device) -> Capabilities``. It is found by name, through a row of ``backends.table`` or
 the entry-point group ``asynccoll.backends`` (name -> ``module:create``). ``create`` gives the context a
-``Backend``, which opens a ``Communicator`` for each lane; every native call gives a ``Completion``.
+``Backend``, which opens a ``Communicator`` for each lane; every native call returns a ``Completion``.
 
-The rest is of use where a library needs it: ``meet`` where the launcher or the user says, or at a store of
-one's own (``connect``, ``agree_on_store``); ``Exchange`` for who meets there;
-threads that poll or wait (``progress``, ``Waiters``); the launcher's word (``detect``).
+The rest is optional: ``meet``, to meet where the launcher or the user says, or ``connect`` and
+``agree_on_store`` for a store of the backend's own; ``Exchange``, a store for members' addresses;
+``progress`` and ``Waiters``, threads that poll or wait; ``detect``, which reads what the launcher has set.
 """
 
 from asynccoll import host

@@ -1,9 +1,9 @@
-"""Where the ranks of one torch elastic agent meet without asking the agent.
+"""How the ranks of one torch elastic agent meet without the agent's store.
 
-Its store has one thread, which asks a name server about every connection that is made to it: where the
-server is slow, so is the start of a job. Ranks that all have the same agent share a host, and a directory
-that the agent makes for each attempt: rank 0 serves a store of its own on the loopback address and leaves
-the port there, with whether names are quick on this host, so that only one rank has to find that out.
+That store has one thread, which asks a name server about every connection. If the name server is slow, so is
+the start of a job. Ranks that all have the same agent share a host, and a directory that the agent makes for
+each attempt. So rank 0 serves a store of its own on the loopback address, and writes its port to a file in
+that directory. The file also says whether look-ups are quick on this host, which only rank 0 has to find out.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ def is_agents(host: str, port: int) -> bool:
 
 
 def meet_under_one_agent(rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore | None:
-    """A store of the ranks' own; None where several agents have started them, or the directory is not there.
+    """Return a store of the ranks' own; None if several agents started them, or the directory is missing.
 
     Raises:
-        OSError: rank 0 did not come within ``timeout``.
+        OSError: rank 0 had not served its store within ``timeout``.
     """
     note = _note(world_size)
     if note is None:
         return None
     if rank > 0:
         found = _await(note, timeout.total_seconds())
-        # A note is there once the store is, which spares its one thread a connection each.
+        # The note is written once the store is up. So no rank has to probe it, which would cost the store's
+        # one thread another connection for each rank.
         return connect(
             LOOPBACK[0],
             found["port"],
@@ -66,12 +67,12 @@ def meet_under_one_agent(rank: int, world_size: int, timeout: timedelta) -> dist
 
 
 def _note(world_size: int) -> Path | None:
-    """The file for the port, in the directory of this attempt."""
+    """Return the path of the file for the port, in the directory of this attempt."""
     file, here = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("LOCAL_WORLD_SIZE")
     if not file or here != str(world_size):
         return None
     directory = Path(file).parent.parent
-    # The agent's port: ranks may be agents themselves, and those of each are a world of their own.
+    # Named by the agent's port: ranks may themselves be agents, whose own ranks form another world.
     return directory / f"asynccoll-{os.environ['MASTER_PORT']}" if directory.is_dir() else None
 
 

@@ -1,12 +1,12 @@
-"""How the ranks of a world come together at a meeting point, which earlier worlds may have used.
+"""How the ranks of a world meet at a store that earlier worlds may have used.
 
-Each rank writes that it is here, with a word of its own for this one time; rank 0 reads what all have
-written, numbers the world, and tells each the number under its word. A rank that finds its word agrees to
-that number, and when all have agreed, rank 0 lets them go. So it does not matter what earlier worlds left
-in the store, how many ranks they had, or how often each process has been here: an entry that nobody stands
-behind any more is never agreed to, and is written over by the rank that takes its place.
+Each rank writes an entry with a random word of its own, used for this meeting only. Rank 0 reads all entries,
+numbers the world, and tells each rank the number, under the rank's word. A rank that finds its word agrees to
+that number; when all have agreed, rank 0 releases them. So it does not matter what earlier worlds left in the
+store, how many ranks they had, or how often each process has met there: a stale entry is never agreed to, and
+the rank that takes its place overwrites it.
 
-A waiter polls instead of blocking inside the store, so that Ctrl-C is heard.
+A waiter polls instead of blocking inside the store, so that Ctrl-C is handled.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _GO = "go"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What each rank tells the others: its node, the node that its launcher says, what its user wishes.
+    """What a rank tells the others: its host, its node according to the launcher, its user's settings.
 
-    ``memory``, ``check`` and ``version`` must be the same on all of them (``settings``).
+    ``memory``, ``check`` and ``version`` must be the same on all ranks (``settings``).
     """
 
     host: str
@@ -47,7 +47,7 @@ class Member:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Member:
-        """What a rank has told, which may run another version of this library."""
+        """Return what a rank has told; the rank may run another version of this library."""
         known = {name: value for name, value in told.items() if name in cls.__slots__}
         return cls(**{"host": "", "version": "an unknown one", **known})
 
@@ -55,10 +55,10 @@ class Member:
 def assemble(
     store: dist.Store, rank: int, world_size: int, me: Member, seconds: float
 ) -> tuple[dist.Store, list[Member]]:
-    """The part of ``store`` for this world, in which nothing is yet, and what each rank said of itself.
+    """Return the part of ``store`` that only this world uses, and what each rank has told of itself.
 
     Raises:
-        CollectiveTimeoutError: some rank did not come within ``seconds``; says which.
+        CollectiveTimeoutError: a rank did not join within ``seconds``; says which.
         PeerLostError: the process that serves the store has ended.
     """
     word = secrets.token_hex(8)
@@ -76,7 +76,7 @@ def assemble(
 
 
 class _Assembly:
-    """One rank's side of it."""
+    """One rank's side of the meeting."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, deadline: float) -> None:
         self.store = store
@@ -86,7 +86,7 @@ class _Assembly:
         self._here = [f"here/{index}" for index in range(world_size)]
 
     def set(self, entries: Mapping[str, str]) -> None:
-        """Write, in one request where the store can."""
+        """Write ``entries``, in one request if the store can."""
         if self.store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
             self.store.multi_set(list(entries), list(entries.values()))  # type: ignore[attr-defined]  # as above
             return
@@ -94,7 +94,7 @@ class _Assembly:
             self.store.set(key, value)
 
     def follow(self, word: str) -> str:
-        """Agree to what rank 0 says until it says go; the part of the store."""
+        """Agree to each world that rank 0 proposes until it says go; return the prefix of the last one."""
         world = ""
         for number in range(1 << 30):
             key = f"{word}/{number}"
@@ -109,8 +109,8 @@ class _Assembly:
         raise AssertionError("rank 0 never stops")
 
     def lead(self) -> str:
-        """Number worlds until one is agreed to by all; the part of the store."""
-        told: dict[str, int] = {}  # by word, how often it was told something
+        """Propose worlds until all ranks agree to one; return the prefix of that one."""
+        told: dict[str, int] = {}  # by word: how often its rank was told something
         for _ in self._looks(self._absent):
             if self._all_are_here():
                 break
@@ -122,7 +122,7 @@ class _Assembly:
             self.store.set(f"{world}/members", members)
             self._tell(told, words, world)
             if self._agreed(world, entries):
-                # So that a rank that does not come next time is missed; in one request, unlike deletions.
+                # Emptied so that a rank that is absent next time is noticed; one request, unlike deletions.
                 self.set(dict.fromkeys(self._here, ""))
                 self._tell(told, words, _GO)
                 return world
@@ -132,7 +132,7 @@ class _Assembly:
         told.update({word: told.get(word, 0) + 1 for word in words})
 
     def _agreed(self, world: str, entries: list[bytes]) -> bool:
-        """Whether all agree, before somebody else takes the place of one of them."""
+        """Return whether all ranks agree before another process takes the place of one of them."""
         agreed = [f"{world}/agreed/{index}" for index in range(1, self._size)]
 
         def absent() -> list[int]:
@@ -149,7 +149,7 @@ class _Assembly:
         return self.store.check(self._here) and all(values(self.store, self._here))
 
     def _absent(self) -> list[int]:
-        """The ranks whose entry is not there, or was emptied when an earlier world was complete."""
+        """Return the ranks whose entry is missing, or was emptied when an earlier world was complete."""
         return [
             index
             for index, key in enumerate(self._here)
@@ -157,7 +157,7 @@ class _Assembly:
         ]
 
     def _looks(self, absent: Callable[[], list[int]]) -> Iterator[None]:
-        """Come back now and then until the deadline, and then say who is absent."""
+        """Yield now and then until the deadline; then raise an error that names the absent ranks."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             yield

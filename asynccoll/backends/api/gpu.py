@@ -1,4 +1,4 @@
-"""Which GPU a rank uses, where its backend lets it use one."""
+"""Which GPU a rank uses, if its backend can use one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["own_device"]
 
 
 def own_device(local_rank: int) -> torch.device:
-    """The GPU of the rank with this place on its node, from now on the current one; else the CPU.
+    """Return the GPU for this local rank, and make it the current device; the CPU if there is no GPU.
 
-    Ranks beyond the number of GPUs share them, and a rank that sees one alone (SLURM's ``--gpus-per-task``)
-    uses that.
+    If a node has more ranks than GPUs, ranks share them. A rank that sees only one GPU (SLURM's
+    ``--gpus-per-task``) uses that one.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,8 +1,8 @@
-"""What stands beside a world of mpi or horovod: a store, and torch's default group over gloo.
+"""What a world on mpi or horovod has besides its library: a store, and torch's default group over gloo.
 
-The library carries the data, the store what must not wait inside it: refusals, beacons, the opening of
-lanes. Rank 0 serves it, at an address that it tells the others through the library; so nothing has
-to be configured.
+The library moves the data. The store is for everything that must not block inside the library: refusals,
+beacons, the opening of lanes. Rank 0 serves the store and broadcasts its address through the library, so
+there is nothing to configure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["agree_on_store", "make_default_group"]
 def agree_on_store(
     rank: int, broadcast: Callable[[str | None], str], timeout: timedelta, *, one_host: bool
 ) -> dist.Store:
-    """The store that rank 0 serves; ``broadcast`` gives every rank the text of rank 0."""
+    """Return the store that rank 0 serves; ``broadcast`` returns rank 0's text on every rank."""
     if rank > 0:
         host, port = json.loads(broadcast(None))
         return connect(host, port, serve=False, timeout=timeout)
@@ -40,7 +40,7 @@ def agree_on_store(
 
 
 def make_default_group(store: dist.Store | None, identity: Identity, timeout: timedelta) -> bool:
-    """torch's default group over gloo, for DDP, meshes and ``dist.*`` beside us; whether it is ours."""
+    """Make torch's default group over gloo, for DDP, meshes and ``dist.*``; return whether we made it."""
     if dist.is_initialized() or not dist.is_gloo_available():
         return False
     dist.init_process_group(

@@ -1,7 +1,7 @@
-"""How the ranks of a world meet: where the user or the launcher said, and who they are then.
+"""How the ranks of a world meet where the user or the launcher says, and learn their places.
 
-Turns that word (``env://``, ``tcp://``, ``file://``, a store) into a store, a rank and a world size, waits
-for the others, and tells which ranks share a node.
+Turns that meeting point (``env://``, ``tcp://``, ``file://``, a store) into a store, a rank and a world size,
+waits for the other ranks, and finds out which ranks share a node.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ __all__ = ["Meeting", "locate", "meet", "nodes_of"]
 
 
 class Meeting(NamedTuple):
-    """A world whose ranks have all come."""
+    """A world whose ranks have all joined."""
 
-    #: of this life of the world alone, with nothing in it yet
+    #: the part of the store that only this world uses
     store: dist.Store
-    #: where this rank is
+    #: this rank's place
     identity: Identity
     #: the node of each rank
     nodes: tuple[int, ...]
-    #: what the user of the first rank wishes
+    #: the ``by_node`` of rank 0's user
     by_node: bool | None
-    #: where the store is served; None where that is no matter of hosts
+    #: the host that serves the store; None if it is not a store that a host serves
     host: str | None
-    #: ranks are threads of one process
+    #: whether the ranks are threads of one process
     threads: bool
 
 
 def meet(request: Request, *, by_node: bool | None = None) -> Meeting:
-    """Go where the launcher or the user has the ranks meet, and wait for all of them.
+    """Meet the other ranks where the launcher or the user says, and wait for all of them.
 
     Raises:
-        CollectiveTimeoutError: nobody serves the store, or a rank has not come, within the request's timeout.
-        LaunchEnvironmentError: nobody says where they meet, or ranks run different versions of this library.
-        InvalidArgumentError: ``init_method=`` does not work, or ranks were told different things.
+        CollectiveTimeoutError: nobody serves the store, or a rank does not join, within the request's timeout.
+        LaunchEnvironmentError: the meeting point is not set, or rank 0 cannot serve the store there, or ranks
+            run different versions of this library.
+        InvalidArgumentError: ``init_method=`` does not work, or ranks have different settings.
         PeerLostError: the process that serves the store has ended.
     """
     store, rank, world_size = _rendezvous(request)
@@ -72,7 +73,7 @@ def meet(request: Request, *, by_node: bool | None = None) -> Meeting:
 
 
 def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
-    """(store, rank, world size) for a request; waits for the master, not for the other ranks."""
+    """Return (store, rank, world size) for a request; wait for the store's server, not for all ranks."""
     timeout = timedelta(seconds=request.timeout)
     if request.store is not None:
         assert request.rank is not None and request.world_size is not None
@@ -96,7 +97,7 @@ def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
 
 
 def _place(request: Request) -> tuple[int, int]:
-    """Rank and world size: as given, else the launcher's."""
+    """Return the rank and the world size: those given, else the launcher's."""
     if request.rank is not None and request.world_size is not None:
         return request.rank, request.world_size
     launch = request.launch or detect(os.environ)
@@ -126,8 +127,8 @@ def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store,
 def _meet_at(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, int, int]:
-    # torchrun's agent already serves a store at its address. Where it has all the ranks they meet at one of
-    # rank 0's, and the agent's only says where that is; else all of them are clients of the agent's.
+    # torchrun's agent already serves a store at its address. If one agent has all ranks, they meet at a store
+    # of rank 0's instead (``agent``); otherwise all ranks are clients of the agent's store.
     agent = is_agents(host, port)
     try:
         own = meet_under_one_agent(rank, world_size, timeout) if agent else None
@@ -151,16 +152,16 @@ def _meet_at(
 
 
 def nodes_of(members: list[Member]) -> tuple[int, ...]:
-    """The node of each rank: one and the same by its name and, where there is one, by the launcher.
+    """Return the node of each rank. Ranks are on one node if its name and the launcher's number for it agree.
 
-    What a launcher does not say is guessed from the local ranks.
+    If the launcher sets no number, it is guessed from the local ranks.
     """
     numbers: dict[tuple[str, int | None], int] = {}
     return tuple(numbers.setdefault((one.host, one.node), len(numbers)) for one in members)
 
 
 def locate(launch: LaunchInfo | None, rank: int, world_size: int, members: list[Member]) -> Identity:
-    """Which node this rank is on: the launcher's word, else the names of the members' nodes compared."""
+    """Return this rank's place: what the launcher says, else derived from the names of the members' nodes."""
     if launch is not None and launch.placed and _speaks_of(launch, rank, world_size):
         return Identity(
             rank,

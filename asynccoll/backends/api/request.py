@@ -1,4 +1,4 @@
-"""What ``initialize`` was asked for, as a backend gets it."""
+"""The arguments of ``initialize``, as a backend gets them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Request", "of_torch"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``initialize`` was asked for, with the backend chosen."""
+    """The arguments of ``initialize``, with the backend chosen and what the launcher says."""
 
     backend: str
     launch: LaunchInfo | None
@@ -31,7 +31,7 @@ class Request:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def take_options(self, *known: str) -> dict[str, Any]:
-        """The backend options, all of which must be ``known``."""
+        """Return the backend options; raise if one is not ``known``."""
         unknown = sorted(set(self.options) - set(known))
         if unknown:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -42,9 +42,9 @@ class Request:
 
 
 def of_torch() -> str:
-    """The backend of the default group that the user made with torch.
+    """Return the backend of the default group that the user made with torch.
 
-    One that was made without naming a backend, as a DeviceMesh does, is of torch's choice for each device.
+    If the group was made without a backend's name, as by a DeviceMesh, torch has chosen one for each device.
     """
     named = dist.get_backend()
     if named != "undefined":

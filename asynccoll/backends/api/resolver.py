@@ -1,9 +1,9 @@
 """Keeping torch's log lines from waiting for a name server.
 
-torch names the peer of each of its connections in a log line, by a reverse look-up whether or not anybody
-reads the line: of an IPv4 address in IPv6 dress, which no hosts file knows. A name server that does not
-answer costs ten seconds each time, until a look-up fails for good; then torch writes numbers for the rest
-of the process. So where names are slow, the first look-up is made to fail at once.
+torch names the peer of each of its connections in a log line, by a reverse look-up even if the line is not
+logged. It looks up an IPv4-mapped IPv6 address, which no hosts file lists. A name server that does not answer
+costs ten seconds each time, until a look-up fails permanently; then torch writes numeric addresses for the
+rest of the process. So if look-ups are slow, the first one is made to fail immediately.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 
 __all__ = ["names_are_quick", "without_lookups"]
 
-#: Names that come sooner do no harm. A job's start waits as long where they do not come.
+#: A look-up that takes less does no harm. If it takes longer, the start of a job is delayed by this much.
 _QUICK_SECONDS = 0.03
 
 
 class _Resolver(ctypes.Structure):
-    """The beginning of glibc's ``struct __res_state``, of which each thread has one."""
+    """The first fields of glibc's ``struct __res_state``, of which each thread has one."""
 
     _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int))
 
 
 @contextlib.contextmanager
 def without_lookups(host: str, *, quick: bool | None = None) -> Iterator[None]:
-    """Have look-ups of this thread fail instead of being sent, where names are slow and ``host`` is none.
+    """Make look-ups of this thread fail without a query, if they are slow and ``host`` is not a name.
 
-    ``quick`` is what another process of this host has found ``names_are_quick`` to be.
+    ``quick`` is the result of ``names_are_quick`` in another process of this host, if known.
     """
     is_slow = _is_address(host) and not (names_are_quick(host) if quick is None else quick)
     state = _of_this_thread() if is_slow else None
@@ -57,13 +57,13 @@ def _is_address(host: str) -> bool:
 
 @functools.cache
 def names_are_quick(address: str) -> bool:
-    """Whether the look-up that torch makes is over at once; finding that it is not takes a moment, once."""
+    """Whether the look-up that torch makes is quick. Waits ``_QUICK_SECONDS``, once, if it is not."""
     dressed = address if ":" in address else f"::ffff:{address}"
     done = threading.Event()
 
     def look_up() -> None:
         with contextlib.suppress(OSError):
-            socket.gethostbyaddr(dressed)  # in getnameinfo Python 3.11.2 keeps its lock
+            socket.gethostbyaddr(dressed)  # not getnameinfo, which keeps the GIL in Python 3.11.2
         done.set()
 
     threading.Thread(target=look_up, name="asynccoll-look-up", daemon=True).start()
@@ -71,7 +71,7 @@ def names_are_quick(address: str) -> bool:
 
 
 def _of_this_thread() -> Any:
-    """glibc's resolver, if it is as we know it."""
+    """Return this thread's resolver state in glibc; None if it does not look as expected."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
-"""What all ranks of a world must have been told alike, and the refusal if they have not.
+"""The settings that must be the same on all ranks of a world, and the error if they are not.
 
-Ranks that differ would call different things, or meet in different places, and wait for each other. Each
-hears of it where they come together, by name.
+Ranks with different settings would make different calls, or meet in different places, and wait for each
+other. So every rank raises when the ranks meet, with an error that names the setting and the ranks.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 
 __all__ = ["own_version", "refuse_differences"]
 
-#: How long the first rank, which may serve the store, stays for those that have yet to hear of it.
+#: How long rank 0, which may serve the store, waits for ranks that have yet to learn of the difference.
 _STAY_SECONDS = 5.0
 _PAUSE_SECONDS = 0.005
 
 
 def own_version() -> str:
-    """Of this library; from the package itself, which may not be installed."""
+    """Return the version of this library, from the package itself, which may not be installed."""
     return str(sys.modules[__name__.partition(".")[0]].__version__)
 
 
 def refuse_differences(store: dist.Store, rank: int, members: Sequence[Member]) -> None:
-    """Raise on every rank if the members of a world are not alike; ``store`` is the world's own.
+    """Raise on every rank if the members of a world differ; ``store`` is the world's own.
 
     Raises:
         LaunchEnvironmentError: they run different versions of this library.
-        InvalidArgumentError: they were told different things.
+        InvalidArgumentError: they have different settings.
     """
     error = _difference(members)
     if error is None:
@@ -64,7 +64,7 @@ def _difference(members: Sequence[Member]) -> LaunchEnvironmentError | InvalidAr
 
 
 def _by_value(said: Sequence[str]) -> str:
-    """Which ranks say what, by the first rank that does."""
+    """Return which ranks have which value, in the order of the first rank that has it."""
     return "; ".join(
         f"{value} on rank{'s' * (said.count(value) > 1)} "
         + ", ".join(str(rank) for rank, one in enumerate(said) if one == value)
@@ -73,8 +73,8 @@ def _by_value(said: Sequence[str]) -> str:
 
 
 def _part_together(store: dist.Store, rank: int, size: int) -> None:
-    """Say that this rank knows; the first one stays until all do."""
-    with contextlib.suppress(RuntimeError):  # the store is gone: so is the first rank
+    """Write that this rank has learned of the difference; on rank 0, wait until all ranks have."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
         store.set(f"differs/{rank}", "")
         if rank > 0:
             return

@@ -1,10 +1,10 @@
-"""The TCPStore of a world: served by rank 0, joined by the others without delay.
+"""The TCPStore of a world: served by rank 0, joined by the other ranks without delay.
 
-torch's own server listens on IPv6 for both families and asks for the name of every peer, which as an
-IPv4 address in IPv6 dress no hosts file knows: each connection is then a question to a name server,
-put by the only thread that serves the ranks. So where IPv4 is meant, it listens on IPv4. And a client
-that comes before the server would try again after half a second or more; ours looks every few
-milliseconds.
+torch's own server listens on a dual-stack IPv6 socket and looks up the name of every peer. It sees an IPv4
+peer as an IPv4-mapped IPv6 address, which no hosts file lists. So each connection costs a query to a name
+server, made by the only thread that serves the ranks. Hence, if the host is IPv4, the server gets an IPv4
+socket. And torch's client, if it connects before the server listens, retries after half a second or more;
+ours retries every few milliseconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_SECONDS = 1.0
-#: Names of hosts that start together with the job may be known a little later.
+#: How long a name that does not resolve is retried: hosts that start with the job may be registered late.
 _NAME_SECONDS = 30.0
 
-#: The store served last. Ranks that come back to its address for a next life of the world may be
-#: earlier than the one that serves it, and must not find a server that is about to go.
+#: The store served last, kept so that its server stays up. Ranks that return to its address for the next
+#: world may be earlier than rank 0, and must not find a server that is about to close.
 served: dict[tuple[str, int], dist.TCPStore] = {}
 
 
@@ -43,14 +43,14 @@ def connect(
     knock: bool = True,
     names_are_quick: bool | None = None,
 ) -> dist.TCPStore:
-    """The store at ``host:port``, served here if ``serve``; at any free port if that is 0.
+    """Return the store at ``host:port``, served here if ``serve``; on any free port if ``port`` is 0.
 
-    ``knock=False`` spares a server that is known to be there the connection that finds out, and
-    ``names_are_quick`` tells what would have to be found out by a look-up.
+    ``knock=False`` skips the probing connection, for a server that is known to be up. ``names_are_quick``
+    says what a look-up would otherwise have to find out.
 
     Raises:
-        OSError: nobody serves it within ``timeout``.
-        torch.distributed.DistError: torch's store could not.
+        OSError: no server was reachable within ``timeout``.
+        torch.distributed.DistError: torch's store failed.
     """
     host = "127.0.0.1" if host == "localhost" else host  # the same on both sides, whatever it resolves to
     listener = _listener(host, port) if serve else None
@@ -75,7 +75,7 @@ def connect(
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """A listening IPv4 socket; None where the address is not plain IPv4, or taken (then by our server)."""
+    """Return a listening IPv4 socket; None if the address is not plain IPv4, or in use (by our server)."""
     with contextlib.suppress(OSError):
         if any(family != socket.AF_INET for family, *_ in socket.getaddrinfo(host, port)):
             return None
@@ -84,25 +84,25 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 def await_server(host: str, port: int, seconds: float) -> None:
-    """Return when somebody listens there.
+    """Wait until a server listens at ``host:port``.
 
     Raises:
-        OSError: nobody did in time, or (sooner, for it may be misspelt) nobody knows the name.
+        OSError: none did in time. A name that does not resolve, which may be misspelt, is given up sooner.
     """
     _await(lambda: socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close(), seconds)
 
 
 def await_name(host: str) -> None:
-    """Return when the address of ``host`` is known.
+    """Wait until ``host`` resolves.
 
     Raises:
-        OSError: nobody knows the name.
+        OSError: it did not resolve in time.
     """
     _await(lambda: socket.getaddrinfo(host, None), _NAME_SECONDS)
 
 
 def _await(attempt: Callable[[], object], seconds: float) -> None:
-    """Return once ``attempt`` does not raise."""
+    """Retry ``attempt`` until it does not raise ``OSError``, or the time is up."""
     started = monotonic()
     pause = _FIRST_PAUSE_SECONDS
     while True:

@@ -1,1 +1,1 @@
-"""A world of one rank: every collective is over at once."""
+"""A world of one rank: every collective completes immediately."""

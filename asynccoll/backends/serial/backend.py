@@ -1,4 +1,4 @@
-"""The world of one: every collective is local and done at once. No process group, no thread."""
+"""A world of one rank: every collective is local and completes immediately. No process group, no thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OTHER = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )
-#: Reducing one value leaves it as it is, in any dtype (``and``/``or`` are made of it by the planner).
+#: Reducing one value leaves it unchanged, in any dtype (the planner turns ``and``/``or`` into min and max).
 CAPABILITIES = Capabilities(
     backend="serial",
     ops=frozenset(Op),
@@ -58,7 +58,7 @@ CAPABILITIES = Capabilities(
 
 
 class SerialCommunicator:
-    """Every operation over one rank."""
+    """The operations over one rank."""
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         return READY
@@ -104,7 +104,7 @@ class SerialCommunicator:
         raise AssertionError("nobody else is there: refused before")
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """Nobody else is there."""
+        """Do nothing: there is no receiver."""
 
     def barrier(self) -> Completion:
         return READY
@@ -113,7 +113,7 @@ class SerialCommunicator:
         return True
 
     def inherit(self, previous: SerialCommunicator) -> None:
-        """Nobody to send to."""
+        """Do nothing: there are no messages."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -123,7 +123,7 @@ class SerialCommunicator:
 
 
 class SerialBackend(Backend):
-    """The embedded default, and what ``initialize("serial")`` names."""
+    """The default until a world is made, and the backend that ``initialize("serial")`` names."""
 
     name = "serial"
     open_waits = False
@@ -145,12 +145,12 @@ class SerialBackend(Backend):
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The one row there is."""
+    """Return the backend's one row."""
     return CAPABILITIES
 
 
 def create(request: Request) -> Context:
-    """A world of one, by name."""
+    """Make a world of one rank, asked for by name."""
     request.take_options()
     if (request.world_size or 1) != 1:
         raise InvalidArgumentError(
