@@ -49,7 +49,7 @@ def meet(request: Request, *, by_node: bool | None = None) -> Meeting:
     """Meet the other ranks where the launcher or the user says, and wait for all of them.
 
     Raises:
-        CollectiveTimeoutError: nobody serves the store, or a rank does not join, within the request's timeout.
+        CollectiveTimeoutError: nobody serves the store, or a rank has not joined, within ``request.timeout``.
         LaunchEnvironmentError: the meeting point is not set, or rank 0 cannot serve the store there, or ranks
             run different versions of this library.
         InvalidArgumentError: ``init_method=`` does not work, or ranks have different settings.

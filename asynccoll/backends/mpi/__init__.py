@@ -1,1 +1,1 @@
-"""MPI, by mpi4py: MPICH, Open MPI and their kin."""
+"""MPI through mpi4py: MPICH, Open MPI and their derivatives."""

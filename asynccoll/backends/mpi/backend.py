@@ -1,6 +1,6 @@
-"""MPI through mpi4py: nonblocking collectives on the tensors' own memory, on plain wheels.
+"""MPI through mpi4py: nonblocking collectives on the tensors' own memory, with ordinary wheels.
 
-This module says what the backend can do and joins a world; it loads MPI only when asked to.
+This module says what the backend can do, and joins a world. It loads MPI only when a world is made.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _INTEGERS = (
     torch.uint64,
 )
 _COMPLEX = (torch.complex64, torch.complex128)
-#: Everything is moved as bytes, so that every dtype can be.
+#: Data is moved as bytes, so every dtype can be moved.
 _MOVED = frozenset(
     {
         *_INTEGERS,
@@ -87,8 +87,8 @@ def _row(devices: tuple[str, ...], keeps_input: frozenset[Op]) -> Capabilities:
     )
 
 
-#: By whether the library takes device memory, and whether it is quicker with an input and an output (Open
-#: MPI) than in place (MPICH, which would copy the input itself).
+#: Keyed by whether the library takes device memory, and whether it is faster with separate input and output
+#: (Open MPI) than in place (MPICH, which would copy the input itself).
 _ROWS = {
     (cuda_aware, apart): _row(
         ("cpu", "cuda") if cuda_aware else ("cpu",),
@@ -98,8 +98,8 @@ _ROWS = {
     for apart in (False, True)
 }
 
-#: Rank 0 numbers the worlds, since names of communicators must differ between them: a rank of which an
-#: ``initialize`` has failed halfway may have begun more or fewer.
+#: The numbers of worlds, which keep the names of their communicators apart. All ranks use rank 0's number:
+#: after an ``initialize`` that failed halfway, ranks may have begun different numbers of worlds.
 _worlds = count(1)
 
 
@@ -122,7 +122,7 @@ class MpiBackend(Backend):
         crowded: bool,
         number: int,
     ) -> None:
-        """``number`` is that of this world, the same on every rank and of no other world of the job."""
+        """``number`` identifies this world: it is the same on every rank, and differs from other worlds'."""
         from asynccoll.backends.mpi.completion import BURST, BURST_WHERE_CROWDED
         from asynccoll.backends.mpi.opening import Opener
 
@@ -143,7 +143,7 @@ class MpiBackend(Backend):
         return MpiCommunicator(native, self.mpi, opening.rank, opening.size, self._burst)
 
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
-        """The group's mpi4py communicator, once it is open; torch has no group of ours."""
+        """Return the group's mpi4py communicator, once it is open. There is no torch process group."""
         return getattr(communicator, "native", None)
 
     def close(self, *, abort: bool) -> None:
@@ -157,15 +157,15 @@ class MpiBackend(Backend):
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The row of a library that takes no device memory."""
+    """Return the row of a library that does not take device memory."""
     return _ROWS[False, False]
 
 
-# Making one
+# Making a context
 
 
 def create(request: Request) -> Context:
-    """Join the world that mpiexec made (of one, where there was none)."""
+    """Join the world that mpiexec made; without mpiexec, a world of one rank."""
     options = request.take_options("torch_group")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
@@ -178,7 +178,7 @@ def create(request: Request) -> Context:
     base.Set_errhandler(mpi.ERRORS_RETURN)
     _check_place(request, base.Get_rank(), base.Get_size())
     identity, nodes = _locate(mpi, base)
-    number = base.bcast(next(_worlds))  # what follows may raise on this rank alone, and others would wait
+    number = base.bcast(next(_worlds))  # now, as what follows may raise on one rank only; others would block
     timeout = timedelta(seconds=request.timeout)
     store = None
     if base.Get_size() > 1:
@@ -198,7 +198,7 @@ def create(request: Request) -> Context:
 
 
 def _check_place(request: Request, rank: int, size: int) -> None:
-    """What the caller or another launcher says must be what MPI says."""
+    """Raise if the caller or another launcher gives another rank or world size than MPI."""
     launch = request.launch
     said = (request.rank, request.world_size)
     if request.rank is None and launch is not None and launch.launcher != "serial":
@@ -214,7 +214,7 @@ def _check_place(request: Request, rank: int, size: int) -> None:
 
 
 def _locate(mpi: ModuleType, base: Any) -> tuple[Identity, tuple[int, ...]]:
-    """Where this rank is, and the node of each rank, asked of MPI."""
+    """Return this rank's place, and the node of each rank, according to MPI."""
     here = base.Split_type(mpi.COMM_TYPE_SHARED)
     leaders = base.allgather(here.bcast(base.Get_rank()))
     nodes = sorted(set(leaders))

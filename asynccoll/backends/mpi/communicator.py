@@ -1,7 +1,7 @@
 """One MPI communicator as the core sees it: nonblocking calls on the tensors' own memory.
 
-Movement is sent as bytes, whatever the dtype; arithmetic in MPI's predefined types. Counts that the
-library cannot take are reached by datatypes of many bytes (movement) or by several calls (arithmetic).
+Data is moved as bytes, whatever the dtype, and reduced in MPI's predefined types. If a count is above the
+library's limit, movement uses datatypes of many bytes, and a reduction is split into several calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NO_BYTES: object = (None, 0, BYTE)
 
 
 class MpiCommunicator:
-    """A communicator of our own: of one group, lane and epoch."""
+    """The communicator of one group, lane and epoch."""
 
     def __init__(self, native: Any, library: Library, rank: int, size: int, burst: int) -> None:
         self.native = native
@@ -68,7 +68,7 @@ class MpiCommunicator:
     def _start(
         self, call: Callable[..., Any], arguments: Sequence[object], x: torch.Tensor, keep: object = None
     ) -> Completion:
-        """Issue ``call``; what it works on is kept until it is over."""
+        """Issue ``call``, and keep the memory that it works on until it is over."""
         return self._begin([partial(call, *arguments)], None, x, keep)
 
     def _start_parts(
@@ -84,7 +84,7 @@ class MpiCommunicator:
     def _begin(
         self, calls: Sequence[partial[Any]], request: Many | None, x: torch.Tensor, keep: object
     ) -> Completion:
-        """Issue ``calls``: one, or those that ``request`` then is."""
+        """Issue ``calls``: a single one, or those that ``request`` combines."""
         common, size = self._common, x.nbytes
         if common.abandoned:
             return Ready(AbortedError("its lane was given up"))
@@ -99,7 +99,7 @@ class MpiCommunicator:
             return MpiCompletion(self._made(calls, request), buffers, size, common)
         except MPI.Exception as error:
             return Ready(typed(error))
-        except BaseException:  # Ctrl-C: MPI may have the memory already
+        except BaseException:  # Ctrl-C: MPI may already use the memory
             never_ending.append(buffers)
             raise
 
@@ -117,7 +117,7 @@ class MpiCommunicator:
         common = self._common
         if size >= self._large or count > self._limit or common.left is not None or common.abandoned:
             return self._all_reduce(x, x, op)
-        # The same, spelled out: this is the call whose latency matters most.
+        # The same as ``_all_reduce``, inlined: this is the call whose latency matters most.
         try:
             request = self._iallreduce(
                 IN_PLACE, (address(x.data_ptr(), size), count, TYPES[x.dtype]), OPS[op]
@@ -154,7 +154,7 @@ class MpiCommunicator:
         return self._start(call, parts[0], x)
 
     def _pieces(self, x: torch.Tensor) -> list[tuple[object, int, object]]:
-        """A tensor as MPI takes it to be reduced, in as many calls as its counts allow."""
+        """Return the arguments that reduce ``x``: one for each call, of at most ``_limit`` elements."""
         flat, limit = x.view(-1), self._limit
         return [_typed(flat[start : start + limit]) for start in range(0, max(1, x.numel()), limit)]
 
@@ -168,7 +168,7 @@ class MpiCommunicator:
         return self._start(self.native.Ireduce_scatter_block, arguments, x, out)
 
     def _reduce_scatter_by_reduces(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
-        """Each rank's part by reductions to it: counts per call stay small."""
+        """Reduce each rank's part to that rank, in separate calls, so that no count is above the limit."""
         calls: list[tuple[object, ...]] = []
         for rank, row in enumerate(x.view(self._size, -1)):
             pieces = self._pieces(row)
@@ -202,12 +202,12 @@ class MpiCommunicator:
         return self._start(self.native.Iscatterv, arguments, out, x)
 
     def _parts(self, parts: Sequence[torch.Tensor]) -> tuple[object, list[int], list[int], object]:
-        """One tensor for each rank, of one size, wherever they lie."""
+        """Return the argument for one tensor per rank, all of one size, anywhere in memory."""
         base, places = offsets(parts)
         size, span = parts[0].nbytes, spread(parts)
         if span <= self._limit:
             return address(base, span), [size] * len(parts), places, BYTE
-        # Rows of one tensor, or they would have been brought together: counted in rows.
+        # These are rows of one tensor (others would have been copied into one), so count in rows.
         rows = [place // size for place in places]
         return address(base, span), [1] * len(parts), rows, run_of_bytes(size, self._limit)
 
@@ -227,7 +227,7 @@ class MpiCommunicator:
     def _rows(
         self, x: torch.Tensor, splits: Sequence[int], row: int
     ) -> tuple[object, list[int], list[int], object]:
-        """A tensor cut along dim 0, for a vector call."""
+        """Return the argument for a tensor split along dim 0, for a vector call."""
         unit, kind = row, BYTE
         if x.nbytes > self._limit:
             unit, kind = 1, run_of_bytes(row, self._limit)
@@ -240,7 +240,7 @@ class MpiCommunicator:
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         said, where = header(x), (dst, self._tag(tag))
         ahead = partial(self._messages.Isend, (said, BYTE), *where)
-        # Synchronous: over when the receiver has taken it, which is what our callers are promised.
+        # Synchronous: complete only once the receiver has taken it, as our callers are promised.
         body = partial(self._messages.Issend, bytes_of(x, self._limit), *where)
         return self._begin([ahead, body], Many(), x, said)
 
@@ -257,9 +257,9 @@ class MpiCommunicator:
         return tag
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """In place of a send, an empty message, and ahead of it why there is no other."""
+        """Send, instead of a message, a header with the reason and an empty body."""
         said, where = refusal(why), (dst, self._tag(tag))
-        self._refusals.append(said)  # read until it is sent, which nobody waits for
+        self._refusals.append(said)  # MPI reads it until it is sent, and no thread waits for that
 
         def tell() -> None:
             self._messages.Isend((said, BYTE), *where).Free()
@@ -268,7 +268,7 @@ class MpiCommunicator:
         self._attempt(tell)
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """``call()``, which may fail."""
+        """Run ``call()``, and ignore an error of MPI."""
 
         def attempt() -> None:
             with contextlib.suppress(MPI.Exception):
@@ -282,19 +282,19 @@ class MpiCommunicator:
     # The end
 
     def retire(self) -> bool:
-        """MPI cannot take a collective back: what it needs is kept to the end."""
+        """Return False: MPI cannot cancel a collective, so what it needs is kept until the end."""
         return False
 
     def inherit(self, previous: MpiCommunicator) -> None:
         self._messages, self._refusals = previous._messages, previous._refusals
 
     def close(self) -> None:
-        """Free it, unless operations on it will never end: then MPI keeps it to the end of the job."""
+        """Free it, unless operations on it will never end: then MPI keeps it until the job ends."""
         if not self._common.abandoned and not MPI.Is_finalized():
             self._attempt(self.native.Free)
 
     def abort(self) -> None:
-        """Give up what is in flight. MPI cannot take a collective back: its memory is kept for good."""
+        """Give up what is in flight. MPI cannot cancel a collective, so its memory is never freed."""
         self._common.abandoned = True
 
 
@@ -302,11 +302,11 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _typed(x: torch.Tensor) -> tuple[object, int, object]:
-    """A contiguous tensor as MPI takes it to be reduced."""
+    """Return the argument for a contiguous tensor that is reduced."""
     return address(x.data_ptr(), x.nbytes), x.numel(), TYPES[x.dtype]
 
 
 def _settle_stream(x: torch.Tensor) -> None:
-    """MPI knows nothing of streams: what fills a device tensor must have run before the call."""
+    """Wait until what fills a device tensor has run: MPI knows nothing of streams."""
     if x.device.type == "cuda":
         torch.cuda.current_stream(x.device).synchronize()

@@ -1,10 +1,10 @@
-"""What an MPI request is to the core: tested in place by its waiter, else by the progress thread.
+"""MPI requests as completions: tested in place by their waiter, else by the progress thread.
 
-MPI moves data only while a thread is inside it, and has no descriptor to wait on. So a waiter
-tests and yields the processor in turns for as long as the operation is expected to take, then naps
-between tests; what nobody waits for is tested by the progress thread (``asynccoll.transport.progress``).
+MPI moves data only while a thread is inside it, and has no descriptor to wait on. So a waiter tests, yields
+the processor, and tests again for as long as the operation is expected to take; then it naps between tests.
+The progress thread (``asynccoll.transport.progress``) tests the requests that have no waiter.
 
-A request must not be tested by two threads at once: where the lock is taken, nobody waits for it.
+Two threads must not test a request at the same time. A thread that finds its lock taken does not wait for it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ __all__ = [
     "never_ending",
 ]
 
-#: How long an operation is expected to take beyond the grace, per byte.
+#: How long an operation is expected to take beyond the grace period, per byte.
 SECONDS_PER_BYTE = 1e-9
-#: From this size on the progress thread begins at once, where nobody has waited at once of late.
+#: From this size on the progress thread skips the grace period, unless the last such operation was awaited
+#: within it (``Common.overlapped``).
 LARGE_BYTES = 4 << 20
-#: Up to this size an operation among awake ranks is over in a fraction of the grace.
+#: Up to this size an operation among ranks that are awake takes a fraction of the grace period.
 SMALL_BYTES = 64 << 10
-#: Tests in a row before the processor is offered to others: some 10 us where every rank has a core.
+#: Tests in a row before a thread yields the processor: some 10 us if every rank has a core.
 BURST = 64
 BURST_WHERE_CROWDED = 4
 ONCE = range(1)
@@ -56,9 +57,9 @@ ONCE = range(1)
 _new_lock = threading.Lock
 watch: Callable[[MpiCompletion], None] = progress.watch
 
-#: Requests that will never end, or that nobody knows, with the memory that MPI may still write to.
+#: Requests that will never end, or were lost to an interrupt, with the memory that MPI may still write to.
 never_ending: list[object] = []
-#: Calls a partial, without a step of Python in between.
+#: Calls a partial, without running Python code of ours in between.
 _call: Callable[[partial[Any]], Any] = partial.__call__
 
 
@@ -68,13 +69,13 @@ class Common:
     __slots__ = ("abandoned", "burst", "left", "overlapped")
 
     def __init__(self, burst: int) -> None:
-        #: it is of no use any more; what is in flight there never ends
+        #: whether the communicator was given up; what is in flight on it never ends
         self.abandoned: bool = False
-        #: to go through in as many tests in a row, before the processor is offered to others
+        #: has as many elements as tests are made in a row before a thread yields the processor
         self.burst: range = range(burst)
-        #: the last large operation was left to itself for a while, so the next may be, too
+        #: whether the last large operation was not awaited for a while, so that the next may not be, either
         self.overlapped: bool = True
-        #: the call that was left to the thread; it goes before any other
+        #: the call that was left to the progress thread; it must be made before any other
         self.left: LeftToThread | None = None
 
 
@@ -86,7 +87,7 @@ class MpiCompletion(Polled):
     urgent: bool = False
     lateness: float | None = None
     _abandoned = False
-    _since = 0.0  # when a large one was issued
+    _since = 0.0  # when the operation was issued, if it is large
 
     def __init__(self, request: Any, buffers: object, size_bytes: int, common: Common) -> None:
         self._request = request
@@ -110,16 +111,16 @@ class MpiCompletion(Polled):
         return GRACE_SECONDS + self._size_bytes * SECONDS_PER_BYTE
 
     def done(self) -> bool:
-        # Callbacks may take locks that the caller holds: with any, only poll() ends it.
+        # Callbacks may take locks that the caller holds. So if there are any, only poll() and wait() test.
         return self.over or (self._callbacks is None and self._test())
 
     def _test(self, times: Iterable[int] = ONCE) -> bool:
-        """Ask MPI, up to so often in a row, unless another thread is asking; whether it is over."""
+        """Test once for each of ``times``, unless another thread is testing; return whether it is over."""
         if self.over or self._lock.locked():
             return self.over
         with self._lock:  # not acquire(False): Ctrl-C as that returns would leave the lock held
             try:
-                if self._request is not None:  # else another thread has seen its end between the two looks
+                if self._request is not None:  # else another thread has found its end since the check above
                     test = self._request.Test
                     for _ in times:
                         if test():
@@ -139,7 +140,7 @@ class MpiCompletion(Polled):
         if not self.over and (self._abandoned or self._common.abandoned):
             never_ending.append(self)
             return True
-        # A transfer in many pieces needs many looks; each small, so that a waiter can take over.
+        # A transfer in many pieces needs many tests. They are made singly, so that a waiter can take over.
         looks = 1 if self._size_bytes <= SMALL_BYTES else len(self._common.burst)
         while not self._test():
             looks -= 1
@@ -149,7 +150,7 @@ class MpiCompletion(Polled):
         return True
 
     def wait(self, seconds: float) -> bool:
-        self.attended = True  # the thread leaves it alone, unless it is testing just now
+        self.attended = True  # the progress thread leaves it alone, unless it is testing right now
         try:
             if self._size_bytes >= LARGE_BYTES:
                 self._common.overlapped = monotonic() - self._since > GRACE_SECONDS
@@ -162,7 +163,7 @@ class MpiCompletion(Polled):
         return True
 
     def _wait(self, seconds: float) -> bool:
-        """Test and yield for as long as it is expected to take, then nap in between."""
+        """Test and yield for as long as the operation is expected to take, then nap between tests."""
         now = monotonic()
         deadline = now + seconds
         return self._test_until(min(deadline, now + self.expected())) or self._test_with_naps(deadline)
@@ -185,12 +186,12 @@ class MpiCompletion(Polled):
         return True
 
     def add_callback(self, callback: Callback) -> None:
-        # Without the lock, which a test of a large transfer holds for milliseconds: either the thread
-        # that ends it sees the callback, or we see that it has ended. (setdefault is atomic.)
         if self._size_bytes < SMALL_BYTES and not progress.here():
-            # A thread that waits for the GIL of a busy program may be 5 ms late; a small operation
-            # among awake ranks takes a hundredth of this grace.
+            # In a busy program the progress thread may wait 5 ms for the GIL. A small operation among ranks
+            # that are awake takes a hundredth of this grace period.
             self._test_until(monotonic() + GRACE_SECONDS)
+        # Without the lock, which a test of a large transfer holds for milliseconds: either the thread that
+        # ends the operation sees the callback, or this thread sees that it has ended. (setdefault is atomic.)
         self.__dict__.setdefault("_callbacks", []).append(callback)
         if self.over:
             self._tell()
@@ -206,9 +207,9 @@ class MpiCompletion(Polled):
 
 
 class Many:
-    """Several requests as one: a call in parts, or a message and what goes ahead of it.
+    """Several requests as one: a call in parts, or a message and its header.
 
-    It ends, well or with the first failure, when none of them is in flight: until then MPI uses their memory.
+    It ends, with the first failure if any, when no request is in flight: until then MPI uses their memory.
     """
 
     __slots__ = ("_error", "_requests")
@@ -218,12 +219,12 @@ class Many:
         self._error: MPI.Exception | None = None
 
     def make(self, calls: Sequence[partial[Any]]) -> Many:
-        """Make the calls, unless that was done; returns itself."""
+        """Make the calls, unless they have been made; return ``self``."""
         if not (self._requests or self._error):
             try:
-                # Within one call of C: Ctrl-C comes when all are made and known, or none is.
+                # Within one call of C, so that Ctrl-C comes before all calls, or once all requests are here.
                 self._requests.extend(map(_call, calls))
-            except MPI.Exception as error:  # those before it are in flight
+            except MPI.Exception as error:  # the calls before the one that failed are in flight
                 self._error = error
         return self
 
@@ -242,32 +243,32 @@ class Many:
 
 
 class LeftToThread(MpiCompletion):
-    """A large call that the progress thread makes, since nobody is expected to wait for it yet.
+    """A large call that is left to the progress thread, since no waiter is expected yet.
 
-    A library may copy the whole tensor before a call returns (Open MPI does in place, MPICH where input
-    and output differ), a quarter of the operation's time. The first to arrive makes the call: the
-    thread, a waiter, or the caller of what is next in the order.
+    A library may copy the whole tensor before the call returns, which takes a quarter of the operation's time
+    (Open MPI does so in place, MPICH if input and output differ). The call is made by the first of these: the
+    progress thread, a waiter, or the thread that makes the next call in the order.
     """
 
     def __init__(
         self, request: Many, calls: Sequence[partial[Any]], buffers: object, size_bytes: int, common: Common
     ) -> None:
-        """``request`` is what ``calls``, still to be made, are."""
+        """``request`` combines ``calls``, which are still to be made."""
         self._calls: Sequence[partial[Any]] | None = calls
         self._calling = _new_lock()
         common.left = self
         super().__init__(request, buffers, size_bytes, common)
 
     def make(self) -> None:
-        """Make the calls, if nobody has; on return they have been made."""
+        """Make the calls, unless another thread has; on return they have been made."""
         with self._calling:
             if self._calls is not None:
                 self._request.make(self._calls)
                 self._common.left = None
-                self._calls = None  # last: Ctrl-C before leaves the rest to the next who comes
+                self._calls = None  # last: if Ctrl-C comes before, the next thread does the rest
 
     def done(self) -> bool:
-        return self._calls is None and super().done()  # to ask is not to wait for the call
+        return self._calls is None and super().done()  # does not make the call, which may take long
 
     def _test(self, times: Iterable[int] = ONCE) -> bool:
         if self._calls is not None:
@@ -276,7 +277,7 @@ class LeftToThread(MpiCompletion):
 
 
 class Guarded:
-    """A request of a library that wants one call at a time (``MPI_THREAD_SERIALIZED``)."""
+    """A request of a library that takes one call at a time (``MPI_THREAD_SERIALIZED``)."""
 
     __slots__ = ("_gate", "_request")
 

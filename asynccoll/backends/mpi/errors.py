@@ -10,7 +10,7 @@ from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostE
 
 __all__ = ["typed"]
 
-#: MPI error classes by what they mean to a user; the rest are plain failures.
+#: MPI's error classes, by what they mean to a user; the others become plain ``CollectiveError``s.
 _LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
 _CLASSES: dict[int, Callable[[str], CollectiveError]] = {
     MPI.ERR_TRUNCATE: lambda text: CollectiveMismatchError(
@@ -26,7 +26,7 @@ _CLASSES: dict[int, Callable[[str], CollectiveError]] = {
 
 
 def typed(error: MPI.Exception) -> CollectiveError:
-    """Our error for one that MPI returned."""
+    """Return our error for one that MPI raised."""
     text = f"MPI reports {error.Get_error_string().split(',')[0].strip()}"
     ours = _CLASSES.get(error.Get_error_class(), CollectiveError)(text)
     ours.__cause__ = error

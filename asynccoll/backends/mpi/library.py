@@ -1,9 +1,9 @@
-"""The MPI library of this process: loaded, asked what it can do, ended as MPI jobs end.
+"""The MPI library of this process: how it is loaded, what it can do, and how it ends.
 
-mpi4py initialises MPI when it is imported, as ``mpi4py.rc`` says, and finalizes it at the end of the
-process if it did so; a job that uses mpi4py already has done both. Only where the user told it not
-to and nobody did, we initialise and finalize MPI ourselves. ``COMM_WORLD`` is never used, but to be
-duplicated.
+mpi4py initializes MPI when it is imported, as ``mpi4py.rc`` says; if it did, it also finalizes MPI when the
+process ends. So in a job that uses mpi4py both are taken care of. We initialize and finalize MPI ourselves
+only if the user told mpi4py not to, and has not done it either. We never communicate on ``COMM_WORLD``, only
+on a duplicate.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _COUNT_MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class Library:
-    """What the loaded library is and does."""
+    """The loaded library: what it is, and what it can do."""
 
     MPI: ModuleType
     name: str
-    #: taken around every call where the library wants one at a time (MPI_THREAD_SERIALIZED), else None
+    #: held during every call if the library takes one at a time (MPI_THREAD_SERIALIZED), else None
     gate: threading.Lock | None
-    #: it can make communicators out of a group and a name (MPI-4)
+    #: whether it can make a communicator from a group and a name (MPI-4)
     by_name: bool
     #: the largest count of a call
     limit: int
@@ -51,7 +51,7 @@ class Library:
     cuda_aware: bool
 
     def call(self, call: Callable[..., T], *arguments: object) -> T:
-        """``call(*arguments)``, at a time that suits the library."""
+        """Return ``call(*arguments)``; the gate is held meanwhile, if there is one."""
         if self.gate is not None:
             with self.gate:
                 return call(*arguments)
@@ -59,12 +59,12 @@ class Library:
 
 
 def load() -> Library:
-    """The library, initialised.
+    """Return the library, initialized.
 
     Raises:
         BackendNotFoundError: mpi4py or an MPI library is missing.
-        InvalidArgumentError: MPI was finalized already, which it can be once in a process; or it was
-            initialised below ``MPI_THREAD_SERIALIZED``, and takes calls of one thread only.
+        InvalidArgumentError: MPI was finalized, after which a process cannot initialize it again; or it was
+            initialized below ``MPI_THREAD_SERIALIZED``, and takes calls from one thread only.
     """
     mpi = _import()
     if mpi.Is_finalized():
@@ -77,12 +77,12 @@ def load() -> Library:
 
 @lru_cache(maxsize=1)
 def _examine(mpi: ModuleType) -> Library:
-    """What the library can do; from now on we see to its end."""
-    if not mpi.Is_initialized():  # mpi4py.rc.initialize is False: it was left to us
+    """Find out what the library can do, and register what is to run when the process ends."""
+    if not mpi.Is_initialized():  # mpi4py.rc.initialize is False, so it is left to us
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi, os.getpid())
         atexit.unregister(progress.stop)
-        atexit.register(progress.stop)  # before it: the thread may be in the library
+        atexit.register(progress.stop)  # runs before _finalize, since the thread may be in the library
     _check_level(mpi)
     atexit.register(_end_job_if_died, mpi, os.getpid())
     return Library(
@@ -103,7 +103,7 @@ def _import() -> Any:
         raise BackendNotFoundError(
             f"backend 'mpi' needs mpi4py and an MPI library, and {error}; {INSTALL}"
         ) from error
-    except RuntimeError as error:  # mpi4py is here, the library is not
+    except RuntimeError as error:  # mpi4py is installed, but no MPI library
         raise BackendNotFoundError(
             f"backend 'mpi' needs an MPI library besides mpi4py: {str(error).strip().splitlines()[0]}; "
             f"{INSTALL}"
@@ -112,13 +112,16 @@ def _import() -> Any:
 
 
 def _name(mpi: ModuleType) -> str:
-    """``Open MPI v5.0.11`` out of a page of text."""
+    """Return ``Open MPI v5.0.11``, say, from the page of text that the library returns."""
     text = " ".join(mpi.Get_library_version().split("\n")[0].split()).rstrip("\0")
     return text.split(",")[0].replace("MPICH Version:", "MPICH")
 
 
 def _check_level(mpi: ModuleType) -> None:
-    """The progress thread, lanes that open and waiters in threads all call MPI beside the main thread."""
+    """Raise unless MPI takes calls from several threads.
+
+    The progress thread, lanes that open, and waiters in threads all call it, as does the main thread.
+    """
     level = mpi.Query_thread()
     if level < mpi.THREAD_SERIALIZED:
         name = "MPI_THREAD_SINGLE" if level == mpi.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
@@ -130,7 +133,7 @@ def _check_level(mpi: ModuleType) -> None:
 
 
 def _cuda_aware(mpi: ModuleType) -> bool:
-    """Whether MPI calls take device memory: as the library says, through the standard or its own call."""
+    """Whether MPI calls take device memory, as the library says by the standard or by its own function."""
     if not torch.cuda.is_available():
         return False
     kinds = mpi.COMM_SELF.Get_info().Get("mpi_memory_alloc_kinds") or ""
@@ -142,7 +145,7 @@ def _cuda_aware(mpi: ModuleType) -> bool:
 
 
 def _path_of_library() -> str | None:
-    """The libmpi that this process has loaded."""
+    """Return the path of the libmpi that this process has loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split()[-1]
         if Path(path).name.startswith("libmpi.so"):
@@ -156,15 +159,15 @@ def _finalize(mpi: ModuleType, pid: int) -> None:
 
 
 def _end_job_if_died(mpi: ModuleType, pid: int) -> None:
-    """After an uncaught exception, end the job as MPI ends one whose rank has died.
+    """After an uncaught exception, end the job as MPI does when a rank has died.
 
-    The others wait for this rank, and MPI_Finalize would wait for the others.
+    The other ranks wait for this one, and MPI_Finalize would wait for them.
     """
     if os.getpid() == pid and getattr(sys, "last_value", None) is not None:
         end_job(mpi, 1)
 
 
 def end_job(mpi: ModuleType, code: int) -> None:
-    """Have the job aborted, not finalized, when this process ends."""
+    """Have the job aborted instead of finalized when this process ends."""
     if mpi.COMM_WORLD.Get_size() > 1:
         mpi._set_abort_status(code)

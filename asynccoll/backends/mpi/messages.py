@@ -1,7 +1,7 @@
-"""What goes ahead of each message between two ranks: what it is, or why there is none.
+"""The header before each message between two ranks: what the message is, or why there is none.
 
-MPI takes bytes of another dtype without a word, and a message that is too short, too; and it has no way to
-say that a send was refused. So a small message goes first, with the same tag: MPI keeps their order.
+MPI does not notice if the two sides differ in dtype, or if a message is too short, and it cannot tell a
+receiver that a send was refused. So a small message with the same tag is sent first: MPI keeps their order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from asynccoll.errors import PeerRefusedError
 
 __all__ = ["Received", "header", "refusal", "room"]
 
-#: The dtype, the number of elements, and how much text follows, as a refusal has.
+#: The dtype's code, the number of elements, and the length of the text that follows (in a refusal).
 _HEADER = struct.Struct("<BQH")
-#: In place of a dtype: the text says why there is no message.
+#: Instead of a dtype's code: there is no message, and the text says why.
 _REFUSED = 255
-#: In place of a dtype: nothing came.
+#: Instead of a dtype's code: no header was received.
 _UNSAID = 254
 _ROOM_BYTES = 1024
 _DTYPES = [DTYPES_BY_NAME[name] for name in sorted(DTYPES_BY_NAME)]
@@ -29,25 +29,25 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 def header(x: torch.Tensor) -> bytes:
-    """What goes ahead of ``x``."""
+    """Return the header for ``x``."""
     return _HEADER.pack(_CODES[x.dtype], x.numel(), 0)
 
 
 def refusal(why: str) -> bytes:
-    """What goes ahead of an empty message, in place of one that was refused."""
+    """Return the header for the empty message that is sent instead of a refused one."""
     text = encoded(why)[: _ROOM_BYTES - _HEADER.size]
     return _HEADER.pack(_REFUSED, 0, len(text)) + text
 
 
 def room() -> bytearray:
-    """Where what comes ahead of a message is received."""
+    """Return a buffer into which to receive a header."""
     said = bytearray(_ROOM_BYTES)
     said[0] = _UNSAID
     return said
 
 
 class Received(Many):
-    """A receive that must fill its buffer with what it was made for; ``said`` is what comes ahead of it."""
+    """A receive that must get the dtype and number of elements of ``x``; ``said`` gets the header."""
 
     __slots__ = ("_said", "_x")
 
@@ -60,7 +60,7 @@ class Received(Many):
         try:
             if not super().Test():
                 return False
-        except MPI.Exception:  # it is longer than its buffer
+        except MPI.Exception:  # the message is longer than its buffer
             self._compare()
             raise
         self._compare()

@@ -1,12 +1,13 @@
-"""How communicators come to be: each among its members only, in an order that all ranks agree on.
+"""How communicators are opened: each among its members only, in an order that all ranks agree on.
 
-MPI makes a communicator in a call that waits for all members, and libraries differ in what happens
-when two such calls cross. So a rank first says in the store that it is ready for a name; the last
-member to say so writes the name into a journal; and every rank makes the communicators it is a
-member of in the journal's order. A name's first entry decides what becomes of it, and is one request to the
-store, so that a rank which dies leaves no decision without an entry, and no gap. A waiter sleeps, outside of
-MPI, and can give up, for all members, who learn it from the journal; once the journal says that all are
-ready, all of them come at once, for who is ready cannot give up any more.
+MPI makes a communicator in a call that waits for all members, and libraries differ in what happens if two
+such calls overlap. So a rank first writes to the store that it is ready for a name. The last member to do so
+writes the name into a journal, and every rank makes the communicators of which it is a member in the
+journal's order. A name's first entry decides its fate, and is written in one request to the store, so that a
+rank that dies leaves no decision without an entry, and no gap.
+
+A waiter sleeps outside of MPI. It can give up for all members, which learn that from the journal. Once the
+journal says that all members are ready, none can give up any more, so all of them make the call soon.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ __all__ = ["Opener"]
 _LONGEST_NAME = 200
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
-#: What becomes of a name: all members have come, or one does not want it any more.
+#: The fate of a name: all members are ready for it, or one has given it up.
 _COMPLETE, _GIVEN_UP = "complete", "given up"
-#: How long closing waits for communicators that are being made just now.
+#: How long closing waits for communicators that are being made.
 _CLOSE_SECONDS = 2.0
 
 
 class Opener:
-    """This rank's side: its place in the journal, and the communicators it has made."""
+    """One rank's side: how far it has read the journal, and the communicators that it has made."""
 
     def __init__(self, library: Library, base: Any, prefix: str) -> None:
         self._library = library
@@ -54,7 +55,7 @@ class Opener:
         self._made: dict[str, object] = {}
 
     def open(self, opening: Opening) -> object:
-        """The native communicator that is asked for; waits for all of its members."""
+        """Open a native communicator, and wait for all of its members."""
         name, ranks, given_up = opening.name, opening.ranks, opening.given_up
         if len(ranks) == 1:
             return self._library.call(self._library.MPI.COMM_SELF.Dup)
@@ -92,16 +93,16 @@ class Opener:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _announce(self, store: dist.Store, name: str, ranks: tuple[int, ...]) -> None:
-        """Say that this rank is ready for ``name``; the last to say so writes that into the journal."""
+        """Write that this rank is ready for ``name``; the last member to do so writes it into the journal."""
         store.set(_ready(name, self._rank), "")
         if store.add(f"mpi/ready/{name}", 1) == len(ranks):
             with self._turn:
                 self._decide(store, name, ranks, _COMPLETE)
 
     def _decide(self, store: dist.Store, name: str, ranks: tuple[int, ...], fate: str) -> bool:
-        """Write into the journal what becomes of ``name``, unless that is decided; whether this rank did.
+        """Write the fate of ``name`` into the journal unless it is decided; return whether this rank decided.
 
-        Called with the turn held, for what is read of the journal meanwhile would not be seen here.
+        Called with the turn held: an entry that another thread read meanwhile would be missed here.
         """
         if name in self._made:
             return False
@@ -115,7 +116,7 @@ class Opener:
         raise AssertionError("the journal has no end")
 
     def _follow(self, store: dist.Store) -> None:
-        """Make what the journal says next, for whichever thread of this rank has asked for it."""
+        """Make the communicators that the journal lists next, for whichever thread of this rank waits."""
         while store.check([_entry(self._read + 1)]):
             self._read += 1
             name, members, fate, by = json.loads(store.get(_entry(self._read)))
@@ -126,7 +127,7 @@ class Opener:
             else:
                 try:
                     self._made[name] = self._library.call(self._make, name, members)
-                except BaseException as error:  # belongs to the caller that asked for that name
+                except BaseException as error:  # for the thread that waits for that name to raise
                     self._made[name] = error
 
     def _make(self, name: str, ranks: list[int]) -> object:
@@ -145,9 +146,9 @@ class Opener:
         return made
 
     def close(self) -> None:
-        """Nothing is being made any more, or the interpreter could end under it."""
+        """Wait until no communicator is being made, since the interpreter must not end meanwhile."""
         self._making.wait(_CLOSE_SECONDS)
-        if not self._library.MPI.Is_finalized():  # by the user, before us
+        if not self._library.MPI.Is_finalized():  # else by the user, before us
             self._world.Free()
 
 
@@ -160,7 +161,7 @@ def _entry(place: int) -> str:
 
 
 def _short(name: str) -> str:
-    """``name`` as MPI takes it: ASCII, of bounded length, different for different names."""
+    """Return ``name`` as MPI takes it: ASCII, of bounded length, different for different names."""
     plain = name.encode("ascii", "backslashreplace").decode()
     if len(plain) <= _LONGEST_NAME:
         return plain

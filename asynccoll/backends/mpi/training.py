@@ -1,4 +1,4 @@
-"""Training on MPI: DDP does not serve it, so ``auto_optim`` has the gradients averaged."""
+"""Training on MPI: torch's DDP does not support it, so ``auto_optim`` has the gradients averaged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ __all__ = ["MpiTraining"]
 
 
 class MpiTraining(Training):
-    """Nothing but that."""
+    """The defaults, but without DDP."""
 
     ddp = False

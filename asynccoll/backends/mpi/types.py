@@ -1,7 +1,7 @@
-"""torch's dtypes and our reductions in MPI's terms, and tensors as the buffers MPI calls take.
+"""torch's dtypes and our reductions in MPI's terms, and tensors as the buffers that MPI calls take.
 
-Movement knows bytes only; arithmetic is offered where MPI's own is what torch's would be, and the
-planner widens the rest (``CAPABILITIES`` in ``mpi.py`` names the same dtypes).
+Data is moved as bytes. It is reduced in the dtypes in which MPI's result is what torch's would be (``_row``
+in ``backend`` names the same ones); the planner widens the others.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ address: Callable[..., MPI.buffer] = MPI.buffer.fromaddress
 
 
 def memory(x: torch.Tensor) -> object:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return address(x.data_ptr(), x.nbytes)
 
 
 def bytes_of(x: torch.Tensor, limit: int) -> tuple[object, int, object]:
-    """A contiguous tensor as MPI takes it to be moved; ``limit`` is the largest count."""
+    """Return the argument for a contiguous tensor that is moved; ``limit`` is the largest count."""
     size = x.nbytes
     if size <= limit:
         return address(x.data_ptr(), size), size, BYTE
@@ -61,7 +61,7 @@ def bytes_of(x: torch.Tensor, limit: int) -> tuple[object, int, object]:
 
 @lru_cache(maxsize=256)
 def run_of_bytes(size: int, limit: int) -> object:
-    """A datatype of ``size`` bytes, built of counts that do not exceed ``limit``."""
+    """Return a datatype of ``size`` bytes, built from counts that do not exceed ``limit``."""
     if size <= limit:
         return MPI.BYTE.Create_contiguous(size).Commit()
     rows, rest = divmod(size, limit)
@@ -72,13 +72,13 @@ def run_of_bytes(size: int, limit: int) -> object:
 
 
 def offsets(parts: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
-    """The lowest address of ``parts``, and how far each lies above it."""
+    """Return the lowest address of ``parts``, and the offset of each from it, in bytes."""
     places = [part.data_ptr() for part in parts if part.nbytes]
     base = min(places, default=0)
     return base, [part.data_ptr() - base if part.nbytes else 0 for part in parts]
 
 
 def spread(parts: Sequence[torch.Tensor]) -> int:
-    """The bytes from the first of ``parts`` in memory to the end of the last."""
+    """Return the bytes from the start of the first of ``parts`` in memory to the end of the last."""
     _, places = offsets(parts)
     return max((place + part.nbytes for place, part in zip(places, parts, strict=True)), default=0)
