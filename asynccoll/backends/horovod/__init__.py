@@ -1,1 +1,1 @@
-"""Horovod: its controller, its fusion, its process sets."""
+"""Horovod, with its controller, its fusion and its process sets."""

@@ -1,7 +1,7 @@
 """Horovod: the same API on clusters that run it, through its asynchronous calls and its process sets.
 
-This module says what the backend can do and joins the world that ``horovodrun`` has made; it loads
-Horovod only when asked to. Groups are process sets, which every rank has to register.
+This module says what the backend can do, and joins the world that ``horovodrun`` has made. It loads Horovod
+only then. Groups are process sets, which every rank has to register.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ HOROVOD = Capabilities(
     ops=frozenset(Op) - {Op.SEND, Op.RECV},
     reduce=(
         *((dtype, _ORDERED) for dtype in _INTEGERS),
-        (torch.float16, _ORDERED),  # its average is divided afterwards, when the sum may have overflowed
+        (torch.float16, _ORDERED),  # no average: Horovod divides the sum, which may have overflowed
         *((dtype, _ORDERED | {ReduceOp.AVG}) for dtype in (torch.float32, torch.float64)),
     ),
     move=frozenset({torch.uint8, torch.int8, torch.int16, *_INTEGERS, *_FLOATS}),
     sparse=True,
-    # Its own takes sums and averages only, and copies the whole tensor first.
+    # Horovod's own takes only sums and averages, and copies the whole tensor first.
     compose=frozenset({Op.REDUCE_SCATTER}),
 )
 
@@ -63,7 +63,7 @@ _ADASUM = tuple(
 )
 WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
 
-#: How long a rank that leaves waits for the others to have finished what they do.
+#: How long a rank that leaves waits for the other ranks to finish.
 _LEAVE_SECONDS = 30.0
 
 
@@ -95,7 +95,7 @@ class HorovodBackend(Backend):
         return self._row
 
     def prepare_group(self, opening: Opening) -> None:
-        """Register their process set, which every rank does; members wait for it when they use it."""
+        """Register the group's process set, as every rank does. Members wait for it when they use it."""
         if not opening.is_world:
             self._sets.register(opening)
 
@@ -121,14 +121,14 @@ class HorovodBackend(Backend):
         return HorovodCommunicator(hvd.global_process_set, ranks, hvd.rank(), prefix, self._rounds)
 
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
-        """The process set, for ``horovod.torch``'s own functions."""
+        """Return the process set, for ``horovod.torch``'s own functions."""
         return getattr(communicator, "process_set", None)
 
     def close(self, *, abort: bool) -> None:
         """Leave together: the first rank to end shuts Horovod down for all of them."""
         self._sets.close()
         if not abort and self.hvd.size() > 1 and self.hvd.is_initialized():
-            with contextlib.suppress(Exception):  # a peer that has failed does not come
+            with contextlib.suppress(Exception):  # a peer that has failed does not take part
                 self._in_world(f"{self._token} leaves").barrier().wait(_LEAVE_SECONDS)
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
@@ -136,11 +136,11 @@ class HorovodBackend(Backend):
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The row of the table that ``create`` would take."""
+    """Return the row without adasum: whether Horovod was built with it is known only once it is loaded."""
     return HOROVOD
 
 
-# Making one
+# Making a context
 
 
 def create(request: Request) -> Context:
@@ -162,7 +162,7 @@ def create(request: Request) -> Context:
     backend = HorovodBackend(hvd, token, device, owns_default_group=owns_default)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     if identity.world_size > 1:
-        # When all have come, all beacons are in the store: from now on the dead can be named.
+        # After this, all beacons are in the store, so that ranks that die from now on can be named.
         hvd.barrier()
         context.liveness.learn(context.world.ranks)
     return context
@@ -176,7 +176,7 @@ def _locate(hvd: ModuleType) -> Identity:
 
 
 def _check_place(request: Request, identity: Identity) -> None:
-    """What the caller says must be what Horovod says."""
+    """Raise if the caller gives another rank or world size than Horovod."""
     said = (request.rank, request.world_size)
     found = (identity.rank, identity.world_size)
     if request.rank is not None and said != found:
@@ -187,7 +187,10 @@ def _check_place(request: Request, identity: Identity) -> None:
 
 
 def _meet(hvd: ModuleType, identity: Identity, timeout: timedelta) -> tuple[dist.Store | None, str]:
-    """A store that rank 0 serves, and a word that no earlier world of this job has used in its names."""
+    """Return a store that rank 0 serves, and a token for names that no earlier world of this job has used.
+
+    A world of one rank has no store.
+    """
 
     def broadcast(text: str | None) -> str:
         told: str = hvd.broadcast_object(text, root_rank=0, name="asynccoll meets")

@@ -1,11 +1,11 @@
-"""One order of one process set as the core sees it: Horovod's asynchronous calls on the tensors' own memory.
+"""One order of calls on one process set: Horovod's asynchronous calls on the tensors' own memory.
 
-Ranks meet by name, so an order costs nothing but a name: lane, epoch and a number that counts the
-calls. Reductions take their names in turn from a ring: what Horovod has once negotiated under a name it
-remembers, and a reduction like the one before needs no second negotiation.
+Horovod matches the ranks' calls by name, so an order costs nothing but names, made of the lane, the epoch and
+the number of the call. Reductions take their names from a ring in turn: Horovod remembers what it has
+negotiated under a name, so a reduction like the last one of that name needs no second negotiation.
 
-What Horovod has no call for is one that it has: a reduction to one rank is one to all, gathering to one
-and scattering are exchanges in which the others have nothing to give or to get.
+A collective that Horovod lacks is made of one that it has. A reduction to one rank is an all_reduce; gather
+and scatter are exchanges (all_to_all) in which the other ranks receive, or send, nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedO
 
 __all__ = ["HorovodCommunicator", "Rounds"]
 
-#: Names of reductions. Loops of two, three, ... calls find under a name what they sent under it before:
-#: hence a number that many divide. Horovod remembers 1024 (``HOROVOD_CACHE_CAPACITY``).
+#: How many names reductions have. In a loop of n calls, each call finds its own predecessor under its name if
+#: n divides this number: so it is one with many divisors. Horovod remembers 1024
+#: (``HOROVOD_CACHE_CAPACITY``).
 RING = 120
 
-#: The thread on which calls enter, in the order in which they were made (``completion``).
+#: The thread on which calls enter Horovod, in the order in which they were made (``completion``).
 _ENTRANCE = Waiters("asynccoll-horovod")
 
 _OPS = {
@@ -47,7 +48,7 @@ _OPS = {
     ReduceOp.PRODUCT: mpi_ops.Product,
     ReduceOp.ADASUM: mpi_ops.Adasum,
 }
-#: Horovod's name of a tensor, in the names of its functions.
+#: What Horovod calls a tensor of each dtype, in the names of its functions.
 _TENSORS = {
     torch.uint8: "Byte",
     torch.int8: "Char",
@@ -61,9 +62,9 @@ _TENSORS = {
 
 
 def _functions(kind: str) -> dict[torch.dtype, Callable[..., int]]:
-    """The calls of one kind by dtype, as Horovod's own Python calls them.
+    """Return the native functions of one kind, by dtype.
 
-    Its public functions make memory of their own for most results, and look this up each time.
+    Horovod's public functions allocate most results themselves, and look the native function up each time.
     """
     names = {dtype: f"horovod_torch_{kind}_async_torch_{name}Tensor" for dtype, name in _TENSORS.items()}
     return {dtype: getattr(mpi_lib, name) for dtype, name in names.items() if hasattr(mpi_lib, name)}
@@ -77,11 +78,11 @@ _REDUCE_SCATTER = _functions("reducescatter")
 
 
 class Rounds:
-    """How often the ranks of a process set have joined: from then on all its orders count anew.
+    """How often the ranks of a process set have joined, after which all its orders count anew.
 
-    And whether they may join again: Horovod keeps what some ranks have issued and others never will. Of the
-    ranks that have not joined it would take these for all that it waits for, and end them with a segmentation
-    fault where they have not issued it.
+    Also whether they may join again. They may not if some ranks have issued a call that others never will:
+    Horovod keeps it, and while some ranks have joined, takes the ranks that issued it for all the others. A
+    rank that has not issued it then ends with a segmentation fault.
     """
 
     __slots__ = ("given_up", "joined")
@@ -92,7 +93,7 @@ class Rounds:
 
 
 class HorovodCommunicator:
-    """The names that begin with ``prefix``, in one process set."""
+    """The calls on one process set whose names begin with ``prefix``."""
 
     def __init__(
         self, process_set: Any, ranks: Sequence[int], rank: int, prefix: str, rounds: Rounds
@@ -111,7 +112,7 @@ class HorovodCommunicator:
         self._common = Common()
 
     def _name(self) -> bytes:
-        """The next name: the same on every rank, for they issue in the same order."""
+        """Return the next name. It is the same on every rank, since all issue in the same order."""
         if self._round != self._rounds.joined:
             self._begin_round()
         self._calls += 1
@@ -125,8 +126,8 @@ class HorovodCommunicator:
     def _start(
         self, call: Callable[..., int], *arguments: object, finish: Callable[[], object] | None = None
     ) -> Completion:
-        """Issue ``call``; what it works on is kept until it is over."""
-        # The thread that finds it done may be in other modes, which cannot write to inference tensors.
+        """Issue ``call``, and keep the memory that it works on until it is over."""
+        # The thread that finds it done may be in another mode, in which it cannot write to inference tensors.
         issued = HorovodCompletion(call, arguments, self._common, finish and as_called(finish))
         _ENTRANCE.submit("", issued.enter)
         return issued
@@ -144,7 +145,7 @@ class HorovodCommunicator:
         return now
 
     def _next_reduction(self) -> tuple[int, bytes]:
-        """Whose turn it is in the ring, and its name."""
+        """Return the next place in the ring, and its name."""
         if self._round != self._rounds.joined:
             self._begin_round()
         self._reductions += 1
@@ -152,7 +153,7 @@ class HorovodCommunicator:
         return place, f"{self._prefix}.{self._round}.{place}".encode()
 
     def _start_after(self, before: Completion, call: Callable[..., int], *arguments: object) -> Completion:
-        """Issue ``call`` when ``before`` is over: no two in flight may have one name."""
+        """Issue ``call`` when ``before`` is over: no two calls in flight may have the same name."""
         promise = Promise()
 
         def begin() -> None:
@@ -160,9 +161,9 @@ class HorovodCommunicator:
                 promise.settle(AbortedError("given up before its turn"))
                 return
             promise.follow(self._start(call, *arguments))
-            promise.sent = tuple  # else each call would keep all before it
+            promise.sent = tuple  # else each call would keep all earlier ones alive
 
-        promise.sent = lambda: (before,)  # once that is over, this one writes to its memory
+        promise.sent = lambda: (before,)  # once ``before`` is over, this call writes to its memory
         before.add_callback(begin)
         return promise
 
@@ -185,11 +186,11 @@ class HorovodCommunicator:
     # Movement
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
-        x = x.view(-1)  # Horovod compares shapes, and who receives need not know that of the wire
+        x = x.view(-1)  # Horovod compares shapes, and a receiver need not know the one that is sent
         return self._start(_BROADCAST[x.dtype], x, x, self._ranks[src], self._name(), self._set)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
-        # As rows: then a rank whose part has another size is refused on all of them.
+        # As rows, so that a part of another size is refused on all ranks.
         rows = out.view(len(self._ranks), -1)
         return self._start(_ALL_GATHER[x.dtype], x.view(1, -1), rows, self._name(), self._set)
 
@@ -232,7 +233,7 @@ class HorovodCommunicator:
         in_splits: Sequence[int],
         deliver: Callable[[], object] | None = None,
     ) -> Completion:
-        """Rows of ``x`` to everybody; who sends more or fewer than is expected is found out here."""
+        """Send rows of ``x`` to every rank; fail if a rank sends more or fewer rows than expected here."""
         counts = torch.tensor(in_splits, dtype=torch.int32, device="cpu")
         received = torch.empty(len(self._ranks), dtype=torch.int32, device="cpu")
         expected = list(out_splits)
@@ -253,13 +254,13 @@ class HorovodCommunicator:
         return self._start(call, x, counts, into, received, name, self._set, finish=finish)
 
     def join(self, last: torch.Tensor) -> Completion:
-        """Take part with zeros in whatever the others still reduce, until all have joined.
+        """Contribute zeros to the other ranks' reductions until all ranks have joined.
 
-        ``last`` is filled with the rank that came last. From here on the calls are counted anew, as those
-        who joined early have made fewer.
+        ``last`` is filled with the rank that joined last. From here on calls are counted anew, since ranks
+        that joined early have made fewer.
 
         Raises:
-            UnsupportedOpError: on every rank, where a call was refused by some rank and issued by others.
+            UnsupportedOpError: on every rank, if a call was refused by some rank and issued by others.
         """
         if self._rounds.given_up:
             raise UnsupportedOpError(
@@ -270,7 +271,7 @@ class HorovodCommunicator:
         self._rounds.joined += 1
         return self._start(mpi_lib.horovod_torch_join, last, -1)
 
-    # What there is not
+    # What Horovod lacks
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         raise UnsupportedOpError("Horovod has no messages between two ranks")  # dispatch refuses first
@@ -287,7 +288,7 @@ class HorovodCommunicator:
     # The end
 
     def retire(self) -> bool:
-        """Horovod cannot take an operation back: what it needs is kept to the end."""
+        """Return False: Horovod cannot cancel an operation, so what it needs is kept until the end."""
         self._rounds.given_up = True
         return False
 
@@ -295,14 +296,14 @@ class HorovodCommunicator:
         """Horovod has no messages between two ranks."""
 
     def close(self) -> None:
-        """Nothing to release: a name is all there is."""
+        """Do nothing: there are only names, and so nothing to release."""
 
     def abort(self) -> None:
-        """Give up what is in flight: Horovod cannot take an operation back, and keeps its memory."""
+        """Give up what is in flight. Horovod cannot cancel an operation, and keeps its memory."""
         self._common.abandoned = True
 
 
 def _may_grow(out: torch.Tensor) -> bool:
-    """Whether Horovod, which resizes it to the rows that arrive, overwrites nothing else, and can."""
+    """Whether Horovod can resize ``out`` to the rows that arrive, and overwrites nothing else if it does."""
     storage = out.untyped_storage()
     return storage.resizable() and storage.nbytes() == out.nbytes

@@ -1,14 +1,14 @@
-"""How a call enters Horovod, and when it is over: asked of ``poll``, by a waiter or by the progress thread.
+"""How a call enters Horovod, and when it is over: a waiter or the progress thread asks ``poll``.
 
-Horovod moves the data in a thread of its own. Nobody has to look before somebody wants to know.
+Horovod moves the data on a thread of its own, so no thread has to poll until one waits for the call.
 
-Where process sets are made while the job runs, that thread meets the other ranks in every cycle, and
-meanwhile holds the lock of its table of process sets. A call takes that lock with the interpreter's in hand:
-one rank that is stopped, or cut off, would so stop every thread of the others for good, before anyone can be
-told. Hence calls enter on a thread that first asks for Horovod's lock without the interpreter's.
+If process sets are made while the job runs, Horovod's thread meets the other ranks in every cycle, and holds
+the lock of its table of process sets meanwhile. A call takes that lock with the GIL held. So one rank that is
+stopped or cut off would block every thread of the others for good, before any of them could be told. Hence
+calls enter on a thread that first asks for Horovod's lock without the GIL.
 
-What Horovod's ``synchronize`` calls spins until the end, so it is called only once ``poll`` has said that
-it is there; it then forgets the handle, or raises.
+The function that Horovod's ``synchronize`` calls spins until the operation is over. So it is called only once
+``poll`` has said so. It then forgets the handle, or raises.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ poll: Callable[[int], bool] = mpi_lib.horovod_torch_poll
 clear: Callable[[int], object] = mpi_lib.horovod_torch_wait_and_clear
 
 
-#: Room for more ranks than any job has, as their number may change meanwhile (elastic jobs).
+#: Room for more ranks than any job has, since their number may change (elastic jobs).
 _RANKS = (ctypes.c_int * 65_536)()
 
 
 def is_running() -> bool:
-    """Whether Horovod's thread takes calls; waits for its lock, and holds nobody up meanwhile."""
+    """Whether Horovod's thread takes calls. Waits for its lock without the GIL."""
     return bool(_basics.MPI_LIB_CTYPES.horovod_process_set_ranks(0, _RANKS) == 0)
 
 
@@ -46,17 +46,17 @@ class Common:
     __slots__ = ("abandoned",)
 
     def __init__(self) -> None:
-        #: it is of no use any more; what is in flight there may never end
+        #: whether the communicator was given up; what is in flight on it may never end
         self.abandoned: bool = False
 
 
 class HorovodCompletion(Polled):
-    """One call of Horovod's, with a handle once it has entered, and what is to be done with its result."""
+    """One call to Horovod: its handle, once it has entered, and what is to be done with its result."""
 
     over: bool = False
     attended: bool = False
     urgent: bool = True
-    #: Horovod answers once in a cycle, and looking often takes the processor from its own thread.
+    #: Horovod completes calls once in a cycle, and frequent polling takes the processor from its thread.
     lateness: float | None = 1 / 32
     _watched = False
 
@@ -76,34 +76,34 @@ class HorovodCompletion(Polled):
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Issue the call, unless it was given up before its turn; on a thread that may wait."""
-        is_running()  # its lock is free now
+        """Issue the call, unless it was given up before its turn. Runs on a thread that may wait."""
+        is_running()  # returns once Horovod's lock is free
         self._look()
         with self._lock:
             if self.over:
                 return
             try:
                 self._handle = handle = self._call(*self._arguments)
-                # What enters just as Horovod's thread ends is in none of the queues that it has emptied.
+                # A call that enters just as Horovod's thread ends comes after the thread emptied its queues.
                 if not is_running() and not poll(handle):
                     raise RuntimeError("Horovod has been shut down")
-            except Exception as error:  # raised in the waiter, which has made the call
+            except Exception as error:  # for the waiter, which has made the call, to raise
                 self._close(typed(error))
 
     def expected(self) -> float:
         return 0.0
 
     def done(self) -> bool:
-        # Callbacks may take locks that the caller holds: with any, only poll() ends it.
+        # Callbacks may take locks that the caller holds. So if there are any, only poll() looks.
         return self.over or (self._callbacks is None and self._look())
 
     def _look(self) -> bool:
-        """Ask Horovod, unless another thread is asking; whether it is over."""
+        """Ask Horovod, unless another thread is asking; return whether the call is over."""
         if self.over or self._lock.locked():
             return self.over
         with self._lock:  # not acquire(False): Ctrl-C as that returns would leave the lock held
             try:
-                if self.over:  # another thread has looked meanwhile
+                if self.over:  # another thread has found the end since the check above
                     pass
                 elif self._common.abandoned:  # the handle may be another operation's by now
                     self._close(AbortedError("given up with the operation in flight"))
@@ -114,7 +114,7 @@ class HorovodCompletion(Polled):
         return self.over
 
     def _end(self, handle: int) -> None:
-        """Take the result, which is there."""
+        """Take the result of the call, which is over."""
         error: CollectiveError | None = None
         try:
             clear(handle)
@@ -142,7 +142,7 @@ class HorovodCompletion(Polled):
     def wait(self, seconds: float) -> bool:
         if self.poll():
             return self.over
-        self.attended = True  # the thread leaves it alone, unless it is looking just now
+        self.attended = True  # the progress thread leaves it alone, unless it is polling right now
         try:
             return self._wait(monotonic() + seconds)
         finally:
@@ -159,8 +159,8 @@ class HorovodCompletion(Polled):
         return self.over
 
     def add_callback(self, callback: Callback) -> None:
-        # Only now the thread has to look: Horovod moves the data by itself. Without the lock, either the
-        # thread that ends it sees the callback, or we see that it has ended.
+        # Only now the progress thread has to poll: Horovod moves the data by itself. The lock is not needed:
+        # either the thread that ends the call sees the callback, or this thread sees that it has ended.
         callbacks = self.__dict__.setdefault("_callbacks", [])
         callbacks.append(callback)
         if self.over:
@@ -171,5 +171,5 @@ class HorovodCompletion(Polled):
             progress.rouse()
 
     def writing(self) -> bool:
-        # Horovod takes back nothing that was given up.
+        # Horovod does not cancel what was given up.
         return not self.over or isinstance(self._error, AbortedError)

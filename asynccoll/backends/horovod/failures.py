@@ -9,7 +9,7 @@ from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostE
 __all__ = ["typed"]
 
 _MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
-#: When a rank does not come, Horovod's own thread ends, on all the others, and its process sets with it.
+#: If a rank does not answer, Horovod's thread ends on all other ranks, and its process sets end with it.
 _SHUT_DOWN = re.compile(
     r"has been shut down|is shutting down|not been initialized|timed out waiting"
     r"|process set provided does not exist",
@@ -18,7 +18,7 @@ _SHUT_DOWN = re.compile(
 
 
 def typed(error: Exception, what: str = "Horovod's operation") -> CollectiveError:
-    """Our error for one that Horovod raised; ``what`` has failed."""
+    """Return our error for one that Horovod raised; ``what`` names the operation that failed."""
     text = str(error).strip().split("\n")[0]
     ours: CollectiveError
     if _MISMATCH.search(text):

@@ -1,8 +1,8 @@
-"""Horovod as this process has it: imported when asked for, initialised once, and kept.
+"""Horovod in this process: imported when it is first used, initialized once, and kept.
 
-Horovod is initialised once, by the user or by us, and stays so until the process ends: its
-ranks find each other anew only in an elastic job. Which rank is where is asked of it, never of the
-environment, whose variables an elastic job leaves stale.
+Horovod is initialized once, by the user or by us, and stays so until the process ends; its ranks meet again
+only in an elastic job. Ranks and places are read from Horovod, never from the environment, whose variables an
+elastic job leaves stale.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def present() -> bool:
 
 
 def load() -> ModuleType:
-    """``horovod.torch``.
+    """Import and return ``horovod.torch``.
 
     Raises:
-        BackendNotFoundError: it is not installed, or was built without torch or for another one.
+        BackendNotFoundError: Horovod is not installed, or was built without torch or for another torch.
     """
     try:
         return importlib.import_module("horovod.torch")
@@ -53,10 +53,10 @@ def load() -> ModuleType:
 
 
 def start(hvd: ModuleType, launch: LaunchInfo | None, comm: object = None, seconds: float = 1800.0) -> None:
-    """Initialise Horovod within ``seconds``, unless the user did; ``comm`` is that of ``hvd.init``.
+    """Initialize Horovod within ``seconds``, unless the user has; ``comm`` is passed to ``hvd.init``.
 
     Raises:
-        CollectiveTimeoutError: the other ranks did not come.
+        CollectiveTimeoutError: the other ranks did not join.
         LaunchEnvironmentError: a launcher that Horovod does not know has started several ranks.
     """
     if hvd.is_initialized():
@@ -69,22 +69,22 @@ def start(hvd: ModuleType, launch: LaunchInfo | None, comm: object = None, secon
         )
     # Groups are process sets that are made while the job runs.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    if os.environ.get("HOROVOD_ELASTIC") == "1":  # there, Horovod's own limit begins the next round
+    if os.environ.get("HOROVOD_ELASTIC") == "1":  # there, Horovod's own time limit starts the next round
         hvd.init(comm=comm)
         return
-    # Its limit for the other ranks' threads would fail every operation of a rank that is stopped for a while.
+    # Horovod's time limit for other ranks' threads would fail all operations once a rank is stopped a while.
     os.environ.setdefault(_LIMIT, str(_NEVER_SECONDS))
     _init(hvd, comm, seconds)
 
 
 def _init(hvd: ModuleType, comm: object, seconds: float) -> None:
-    """``hvd.init`` within ``seconds``: Horovod's limit, which bounds that as well, is none."""
+    """Run ``hvd.init`` within ``seconds``: Horovod's own limit, which applies to it too, is switched off."""
     ended: Future[None] = Future()
 
     def init() -> None:
         try:
             ended.set_result(hvd.init(comm=comm))
-        except BaseException as error:  # belongs to the caller
+        except BaseException as error:  # for the caller to raise
             ended.set_exception(error)
 
     threading.Thread(target=init, name="asynccoll-horovod-init", daemon=True).start()

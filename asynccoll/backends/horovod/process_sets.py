@@ -1,9 +1,9 @@
-"""Process sets by their ranks, made one after the other by a thread of their own, in one order on all ranks.
+"""Process sets by their ranks, made one after the other on a separate thread, in the same order on all ranks.
 
-Horovod makes a process set in a call of every rank, of which all have to name the same ranks: it ends on all
-of them where they do not. So each rank says in the store which sets it wants; the last to want one writes it
-into a journal, and every rank makes what the journal says, in its order. A rank that never asks for a set
-leaves the others waiting in the store, outside of Horovod, where it can be named.
+To make a process set, every rank calls Horovod, and all have to pass the same ranks; if they do not, Horovod
+ends on all of them. So each rank writes to the store which sets it wants. The last rank to want a set writes
+it into a journal, and every rank makes the sets in the journal's order. If a rank never asks for a set, the
+others wait for it in the store, outside of Horovod, where it can be named.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessSets"]
 
-#: How often a lane that waits for a process set looks whether it is still wanted.
+#: How often a lane that waits for a process set checks whether it is still wanted.
 _LOOK_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
-#: How long closing waits for the set that is being made just now.
+#: How long closing waits for the set that is being made.
 _CLOSE_SECONDS = 2.0
 
 
 class ProcessSets:
-    """This rank's process sets, and its place in the journal."""
+    """This rank's process sets, and how far it has read the journal."""
 
     def __init__(self, hvd: ModuleType) -> None:
         self._hvd = hvd
@@ -43,7 +43,7 @@ class ProcessSets:
         self._lock = threading.Lock()
         self._made: dict[tuple[int, ...], Promise] = {}
         self._sets: dict[tuple[int, ...], object] = {}
-        #: those that are not made yet, by the group's key, and whether this rank has said that it wants them
+        #: the ranks of sets that are not made yet, by the group's key; and the keys written to the store
         self._wanted: dict[str, tuple[int, ...]] = {}
         self._said: set[str] = set()
         self._read = 0
@@ -65,7 +65,7 @@ class ProcessSets:
                 self._thread.start()
 
     def wait(self, ranks: tuple[int, ...], given_up: Callable[[], bool]) -> object:
-        """The process set, once every rank has asked for it.
+        """Wait until every rank has asked for the process set of ``ranks``, and return it.
 
         Raises:
             AbortedError: ``given_up()`` turned true.
@@ -80,7 +80,7 @@ class ProcessSets:
         return self._sets[ranks]
 
     def absent(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that have yet to ask for the process set of ``ranks``; () once it is made."""
+        """Return the ranks that have yet to ask for the process set of ``ranks``; () once it is made."""
         with self._lock:
             key = next((key for key, wanted in self._wanted.items() if wanted == ranks), None)
         if key is None or self._clients is None:
@@ -89,7 +89,7 @@ class ProcessSets:
             return tuple(rank for rank in range(self._size) if not store.check([_wants(key, rank)]))
 
     def close(self) -> None:
-        """Make no more of them: those who wait for one have given up."""
+        """Wait for the thread: no more sets are made, since those who waited for one have given up."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -100,7 +100,7 @@ class ProcessSets:
         while True:
             over: BaseException | None = AbortedError("its world was left") if given_up() else None
             try:
-                self._go_on()  # also at the end, for the others are about to make what the journal says
+                self._go_on()  # also at the end, since the other ranks make what is in the journal
             except Exception as error:  # the store is gone, with the rank that served it
                 over = error
             with self._lock:
@@ -116,7 +116,7 @@ class ProcessSets:
             self._made[ranks].settle(over)
 
     def _go_on(self) -> None:
-        """Say what is wanted, and make what all ranks want."""
+        """Write which sets are wanted here, and make those that all ranks want."""
         assert self._clients is not None
         with self._lock:
             wanted = [key for key in self._wanted if key not in self._said]
@@ -132,7 +132,7 @@ class ProcessSets:
                 del self._wanted[key]
 
     def _say(self, store: dist.Store, key: str) -> None:
-        """Say that this rank wants it; the last to say so writes that into the journal."""
+        """Write that this rank wants the set; the last rank to do so writes it into the journal."""
         store.set(_wants(key, self._rank), "")
         if store.add(f"horovod/wanted/{key}", 1) == self._size:
             places = itertools.count(self._read + 1)
@@ -140,7 +140,7 @@ class ProcessSets:
                 pass
 
     def _next(self) -> str:
-        """The key of the next process set to make; "" if the journal has no more."""
+        """Return the key of the next process set to make; "" if the journal has no more."""
         assert self._clients is not None
         with self._clients.borrow() as store:
             if not store.check([_entry(self._read + 1)]):
@@ -157,7 +157,7 @@ class ProcessSets:
             self._made[ranks].settle()
 
     def _known(self, ranks: tuple[int, ...]) -> object:
-        """The process set of these ranks, if the user has made one: Horovod refuses a second."""
+        """Return the process set of these ranks if the user has made one: Horovod refuses a second."""
         from horovod.common import process_sets
 
         for number, members in process_sets._basics._get_process_set_ids_and_ranks().items():

@@ -1,4 +1,4 @@
-"""Training on Horovod: its optimizer where its options are given, and states that begin as rank 0's."""
+"""Training on Horovod: its optimizer if its options are given, and optimizers that start as rank 0's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HorovodTraining"]
 
 
 class HorovodTraining(Training):
-    """DDP does not serve it; Horovod's optimizer has its gradients in flight until ``step``."""
+    """No DDP, which does not support Horovod. Horovod's optimizer has gradients in flight until ``step``."""
 
     ddp = False
 
@@ -28,9 +28,9 @@ class HorovodTraining(Training):
         return distributed
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Its state becomes that of rank 0."""
+        """Copy the state of rank 0's optimizer to the other ranks."""
         import horovod.torch as hvd
 
-        # LBFGS has no state before its first step, and Horovod cannot send one that is not there.
+        # LBFGS has no state before its first step, and Horovod cannot broadcast a missing state.
         if optimizer.state or not isinstance(optimizer, torch.optim.LBFGS):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
