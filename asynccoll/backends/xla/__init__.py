@@ -1,1 +1,1 @@
-"""torch_xla: replicas are threads, and what is sent is a part of a graph."""
+"""torch_xla, where replicas may be threads, and a collective is part of a graph."""

@@ -1,7 +1,7 @@
 """XLA devices through torch_xla: replica threads on the CPU, a process for each chip on TPU.
 
-This module says what the backend can do and joins the world that torch_xla's runtime has made; it
-loads torch_xla only when asked to.
+This module says what the backend can do, and joins the world that torch_xla's runtime has made. It loads
+torch_xla only then.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _row(floats: tuple[torch.dtype, ...]) -> Capabilities:
     return Capabilities(
         backend="xla-tpu",
         ops=frozenset(Op) - {Op.SEND, Op.RECV},
-        # Complex numbers are sent as pairs of reals: complex128 loses its imaginary part on the way.
+        # Complex numbers are sent as pairs of reals, since complex128 would lose its imaginary part.
         reduce=tuple((dtype, _ORDERED) for dtype in (*_INTEGERS, *floats)),
-        # As integers only: floats lose the sign of zero and what a NaN carries on the way.
+        # Data is moved as integers only, since floats would lose the sign of zero and the payload of NaNs.
         move=frozenset(_INTEGERS),
         devices=frozenset({"xla", "cpu"}),
         built_of=(
@@ -75,7 +75,7 @@ ON_TPU = _row((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 class XlaBackend(Backend):
-    """XLA for one rank: its device, its progress thread, and the replicas beside it."""
+    """XLA for one rank: its device, its progress thread, and the other replicas in its process."""
 
     name = "xla-tpu"
     open_waits = False
@@ -87,7 +87,7 @@ class XlaBackend(Backend):
         self.xla = xla
         self.device: torch.device = xla.torch_device
         self.progress: Progress = Progress(f"asynccoll-xla-{rank}", xla.adopt)
-        #: Elsewhere every device runs every program, so that a group cannot be opened among members.
+        #: Unless replicas are threads, every device runs every program: members alone cannot open a group.
         self.ad_hoc_groups: bool = replicas is not None
         self._size = size
         self._replicas = replicas
@@ -113,7 +113,7 @@ class XlaBackend(Backend):
         return XlaCommunicator(self, Members(opening.ranks, opening.rank, self._size), launcher)
 
     async def on_host(self, value: object) -> None:
-        """Wait until everything in ``value`` is computed, without holding the loop."""
+        """Wait until everything in ``value`` is computed, without blocking the event loop."""
         pending = [x for x in flatten(value)[0] if isinstance(x, torch.Tensor) and x.device.type == "xla"]
         if not pending:
             return
@@ -125,7 +125,7 @@ class XlaBackend(Backend):
                 with self.xla.lock:
                     self.xla.settle(pending)
                 self.xla.wait()
-            except BaseException as error:  # belongs to the waiter; this thread serves others, too
+            except BaseException as error:  # for the waiter to raise; this thread serves others, too
                 failed.append(error)
             computed.set()
 
@@ -135,7 +135,7 @@ class XlaBackend(Backend):
             raise collective_error(failed[0], "computing the result")
 
     def serves_this_thread(self) -> bool:
-        """Whether the calling thread works for this replica's device; autograd has one for each."""
+        """Whether the calling thread works for this replica's device; autograd has one thread per device."""
         return self.xla.is_of_this_thread()
 
     def disown(self) -> None:
@@ -150,11 +150,11 @@ def _platform_row() -> Capabilities:
 
 
 def capabilities(name: str, device: str) -> Capabilities:
-    """The row of the platform that torch_xla is told to use."""
+    """Return the row of the platform that torch_xla is told to use."""
     return _platform_row()
 
 
-# Making one
+# Making a context
 
 
 def create(request: Request) -> Context:
@@ -201,7 +201,7 @@ def create(request: Request) -> Context:
 
 
 def _check_place(request: Request, rank: int, size: int) -> None:
-    """What the caller or a launcher says must be what the runtime says."""
+    """Raise if the caller or a launcher gives another rank or world size than the runtime."""
     launch = request.launch
     said, who = (request.rank, request.world_size), "the call"
     if request.world_size is None and launch is not None and launch.launcher not in ("serial", "tpu"):
@@ -218,7 +218,7 @@ def _check_place(request: Request, rank: int, size: int) -> None:
 
 
 def _check_devices(here: int, size: int) -> None:
-    """Refuse a process that has several ranks, but not all: nothing launches for those (``launching``)."""
+    """Raise if the process has several ranks but not all, which no launcher supports (``launching``)."""
     if 1 < here < size:
         raise LaunchEnvironmentError(
             f"this process has {here} of {size} devices (TPU v2 and v3: two a chip); ranks are either all "
@@ -227,7 +227,7 @@ def _check_devices(here: int, size: int) -> None:
 
 
 def _check_pool(size: int) -> None:
-    """The runtime's threads, of which a collective holds one for each replica until all have come."""
+    """Raise if the runtime has too few threads: a collective holds one per replica until all have arrived."""
     pool = os.environ.get("XLA_THREAD_POOL_SIZE", "")
     if size > 2 and not (pool.isdigit() and int(pool) > size):
         raise LaunchEnvironmentError(

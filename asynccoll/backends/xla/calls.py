@@ -1,4 +1,4 @@
-"""One rank's side of a collective, and the launch of those of all ranks of a process."""
+"""One rank's side of a collective, and the joint launch of the sides of all ranks in a process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Deliver", "Replica", "Shape", "launch"]
 
-#: Puts a result where the caller wants it; what has to wait for the device is returned, to be called then.
+#: Puts a result where the caller wants it. Returns what has to be called once the device is done, or None.
 Deliver = Callable[[torch.Tensor], Callable[[], object] | None]
-#: Makes the input of a collective of what the caller gave.
+#: Makes the input of a collective from what the caller passed.
 Shape = Callable[[Any], torch.Tensor]
 
 
 class Replica(Protocol):
-    """The replica whose call it is."""
+    """The replica that makes a call."""
 
     xla: Device
     progress: Progress
 
 
 class _Ending(Promise):
-    """Settled once nothing of a call writes any more: until then a launch may, even if nobody waits."""
+    """Settled once a call no longer writes. Until then a launch may write, even if no thread waits for it."""
 
     __slots__ = ()
 
@@ -41,9 +41,9 @@ class _Ending(Promise):
 
 
 class Call:
-    """One rank's side of a collective, from the caller's hand to the result.
+    """One rank's side of a collective, from the caller's input to the delivered result.
 
-    What it traces, it traces with the lock of its device held: lanes start calls in any thread.
+    It traces only with the lock of its device held, since lanes start calls in any thread.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Call:
         splits: tuple[Sequence[int], Sequence[int]] | None,
         failed_alone: Callable[[BaseException], object],
     ) -> None:
-        """``failed_alone`` is called with a failure that the other ranks do not have: theirs was launched."""
+        """``failed_alone`` is called with a failure after the launch, which the other ranks do not have."""
         self.replica: Replica = replica
         self.collective: Collective = collective
         self.x: torch.Tensor = x
@@ -81,16 +81,16 @@ class Call:
         #: (rows to each rank, rows expected from each)
         self.splits: tuple[Sequence[int], Sequence[int]] | None = splits
         self.matrix: Matrix = ()
-        self.text: str = collective.text(x) if shape is None else ""  # else once it has it
+        self.text: str = collective.text(x) if shape is None else ""  # else set by ``stage``
         self.result: torch.Tensor | None = None
-        self.error: BaseException | None = None  # of the computation of its input
+        self.error: BaseException | None = None  # the failure to compute the input
         self.failed_alone: Callable[[BaseException], object] = failed_alone
         self.promise: Promise = _Ending()
-        # As is the memory that the result is delivered to, which can be written to so alone (``modes``).
+        # The memory for the result was made in the same mode, and can be written to only in it (``modes``).
         self.inferring: bool = torch.is_inference_mode_enabled()
 
     def stage(self) -> None:
-        """Bring the input onto the device, as it is to be sent."""
+        """Bring the input onto the device, in the shape in which it is sent."""
         device = self.replica.xla
         with device.lock:
             x = self.x if self.shape is None else self.shape(self.x)
@@ -99,7 +99,7 @@ class Call:
         self.text = self.collective.text(self.x)
 
     def prepare(self) -> None:
-        """What is done locally before the launch."""
+        """Do what is done locally before the launch."""
         device = self.replica.xla
         with device.lock:
             before = self.x
@@ -108,22 +108,22 @@ class Call:
                 device.settle([self.x])
 
     def launch(self) -> None:
-        """Put the collective on this rank's device; all ranks of the group must follow."""
+        """Launch the collective on this rank's device; all ranks of the group must do so."""
         if self.x.numel():
             device = self.replica.xla
             with device.lock:
                 self.result = device.launch(partial(self.collective.trace, self.x))
 
     def end(self) -> None:
-        """Deliver and wait for the device, in the replica's progress thread.
+        """Deliver the result and wait for the device. Runs on the replica's progress thread.
 
-        What is delivered there is a graph upon the result, which is traced while the device is at work.
+        Delivery on the device is a graph built on the result, and is traced while the device is at work.
         """
         device = self.replica.xla
         try:
             if self.result is not None:
                 with torch.inference_mode(self.inferring), device.lock:
-                    # XLA makes no views in inference mode of what was made outside of it.
+                    # In inference mode XLA makes no views of tensors that were made outside of it.
                     result = self.result.clone() if self.inferring else self.result
                     rest = self.deliver(self.collective.finish(result, self.matrix))
                 device.wait()
@@ -137,12 +137,12 @@ class Call:
             self.promise.settle()
 
     def fail(self, error: BaseException) -> None:
-        """End without a launch; with a copy of ``error``, since the calls of several ranks get the same."""
+        """End without a launch, with a copy of ``error``, since the calls of several ranks get the same."""
         self.promise.settle(error.copied() if isinstance(error, AsyncCollError) else error)
 
 
 def launch(calls: Sequence[Call], where: str) -> None:
-    """Launch the calls of all ranks that this process has; each is then ended by its own replica."""
+    """Launch the calls of all ranks of a group; each is then ended by its own replica."""
     try:
         _agree(calls, where)
         for call in calls:
@@ -160,7 +160,7 @@ def launch(calls: Sequence[Call], where: str) -> None:
 
 
 def _agree(calls: Sequence[Call], where: str) -> None:
-    """Raise, before anything is launched, if the ranks called different things or one has no input."""
+    """Raise, before anything is launched, if the ranks made different calls or one of them has no input."""
     texts = [call.text for call in calls]
     ranks = calls[0].collective.members.ranks
     for rank, call in zip(ranks, calls, strict=True):

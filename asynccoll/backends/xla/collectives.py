@@ -1,11 +1,11 @@
-"""The collectives as XLA graphs: what is done locally before, what all ranks trace alike, what after.
+"""The collectives as XLA graphs: a local step before, the graph that all ranks trace, a local step after.
 
-XLA has fewer collectives than we do, and on some platforms none for some dtypes or groups; the rest are
-built of those here. What differs between ranks (where a row is put, how much is padded) happens in
-``prepare`` and ``finish``, in graphs of their own: the collective's graph is the same on every rank.
+XLA has fewer collectives than we do, and on some platforms none for some dtypes or groups. The others are
+built here from those that it has. What differs between ranks (where a row is put, how much is padded) is done
+in ``prepare`` and ``finish``, in separate graphs; the collective's graph is the same on every rank.
 
-Data that only moves arrives here as integers (``dispatch`` sees to it): XLA's movement of floats loses
-the sign of zero and the payload of NaNs, and a sum with zeros is exact.
+Data that is only moved arrives here as integers (``dispatch`` converts it): XLA loses the sign of zero and
+the payload of NaNs when it moves floats, whereas a sum of integers with zeros is exact.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Matrix = Sequence[Sequence[int]]
 
 
 class Members:
-    """The ranks of a group, and how XLA is told of them: as a partition of all replicas."""
+    """The ranks of a group, and how they are described to XLA: as a partition of all replicas."""
 
     def __init__(self, ranks: tuple[int, ...], index: int, world_size: int) -> None:
         self.ranks = ranks
@@ -52,9 +52,9 @@ class Members:
         others = [rank for rank in range(world_size) if rank not in ranks]
         mine = list(ranks)
         self.is_world: bool = not others
-        #: for all_reduce, whose groups may be of any sizes
+        #: for all_reduce, whose groups may differ in size
         self.groups: list[list[int]] = [] if self.is_world else [mine, *([rank] for rank in others)]
-        #: for the others, whose groups must be of one size; None where that is impossible
+        #: for the other collectives, whose groups must be of one size; None if that is impossible
         self.even: list[list[int]] | None = None
         if self.is_world:
             self.even = []
@@ -66,7 +66,7 @@ class Members:
 class Collective:
     """One call, as every rank of the group makes it."""
 
-    #: ``prepare`` must know how many rows every rank sends to every other.
+    #: whether ``prepare`` must know how many rows every rank sends to every other
     needs_matrix = False
 
     def __init__(self, members: Members, name: str) -> None:
@@ -74,19 +74,19 @@ class Collective:
         self.name = name
 
     def text(self, x: torch.Tensor) -> str:
-        """What all ranks must agree on."""
+        """Return what all ranks must agree on."""
         return f"{self.name} {dtype_name(x.dtype)}{list(x.shape)}"
 
     def prepare(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """What goes into the graph; may differ between ranks in everything but its shape."""
+        """Return the input of the graph; ranks may differ in everything but its shape."""
         return x
 
     def trace(self, x: torch.Tensor, token: object) -> torch.Tensor:
-        """The graph: the same on every rank."""
+        """Trace the graph, the same on every rank, and return its result."""
         raise NotImplementedError
 
     def finish(self, result: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """This rank's part of what came out."""
+        """Return this rank's part of the result."""
         return result
 
 
@@ -96,14 +96,14 @@ def _sum(x: torch.Tensor, members: Members) -> torch.Tensor:
 
 
 def _in_row(x: torch.Tensor, index: int, rows: int) -> torch.Tensor:
-    """``x`` as row ``index`` of ``rows``, the others zero."""
+    """Return ``rows`` rows, of which row ``index`` is ``x`` and the others are zero."""
     placed = torch.zeros((rows, *x.shape), dtype=x.dtype, device=x.device)
     placed[index] = x
     return placed
 
 
 class AllReduce(Collective):
-    """Native, for groups of any sizes."""
+    """Native, for groups of any size."""
 
     def __init__(self, members: Members, name: str, op: ReduceOp) -> None:
         super().__init__(members, f"{name} {op.value}")
@@ -115,7 +115,7 @@ class AllReduce(Collective):
 
 
 class Broadcast(Collective):
-    """The sum of the source's data and everybody else's zeros."""
+    """The sum of the source's data and the other ranks' zeros."""
 
     def __init__(self, members: Members, src: int) -> None:
         super().__init__(members, f"broadcast src={members.ranks[src]}")
@@ -129,7 +129,7 @@ class Broadcast(Collective):
 
 
 class AllGather(Collective):
-    """Flat ``x`` to (n, len(x)): native, or the sum of rows that are zero but for one's own."""
+    """Flat ``x`` to (n, len(x)): native, or a sum to which each rank contributes its row, and zeros."""
 
     def prepare(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.members.even is not None:
@@ -145,7 +145,7 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """(n, k) to one's own row of the reduction: native, or cut from an all_reduce."""
+    """(n, k) to this rank's row of the reduction: native, or cut from an all_reduce."""
 
     def __init__(self, members: Members, op: ReduceOp, name: str = "reduce_scatter") -> None:
         super().__init__(members, f"{name} {op.value}")
@@ -167,14 +167,14 @@ class ReduceScatter(Collective):
 
 
 class Scatter(ReduceScatter):
-    """The rows of ``src`` (n, k), summed with everybody else's zeros and shared out."""
+    """The rows (n, k) of ``src``, as a reduce_scatter in which the other ranks contribute zeros."""
 
     def __init__(self, members: Members, src: int) -> None:
         super().__init__(members, ReduceOp.SUM, f"scatter src={members.ranks[src]} by")
 
 
 class AllToAll(Collective):
-    """Rows (r, k) exchanged by split sizes, padded to the longest; a permutation goes directly."""
+    """Rows (r, k) exchanged by split sizes, padded to the longest; a permutation is sent directly."""
 
     needs_matrix = True
 
@@ -234,14 +234,14 @@ def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _permutation(matrix: Matrix) -> list[list[int]] | None:
-    """The pairs of (source, target) if every rank sends to one rank and receives from one at most."""
+    """Return the (source, target) pairs, or None if a rank sends to, or receives from, more than one rank."""
     pairs = [[i, j] for i, row in enumerate(matrix) for j, count in enumerate(row) if count]
     alone = all(len({pair[end] for pair in pairs}) == len(pairs) for end in (0, 1))
     return pairs if alone else None
 
 
 class Barrier(Collective):
-    """One element, summed."""
+    """The sum of one element of each rank."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(members, "barrier")

@@ -1,9 +1,9 @@
 """One order of collectives between replicas, as the core sees it.
 
-A call (``calls``) goes to the replica's progress thread, which brings its input onto the device and lets it
-meet those of the other ranks; the last to arrive launches for all of them. Then each progress thread waits
-for its own device, puts the result where the caller wants it, and completes the promise. The caller's thread
-only hands over.
+A call (``calls``) is handed over to the replica's progress thread, which brings its input onto the device and
+lets it meet the calls of the other ranks; the last to arrive launches all of them (``launching``). Then each
+progress thread waits for its own device, puts the result where the caller wants it, and completes the
+promise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _bring(call: Call, arrive: Callable[[], object]) -> None:
     try:
         call.stage()
     except BaseException as error:
-        call.error = error  # the others are told when they come
+        call.error = error  # the other ranks are told when they arrive
     arrive()
 
 
@@ -51,7 +51,7 @@ class XlaCommunicator:
         self._replica = replica
         self._members = members
         self._launcher = launcher
-        self._failure: BaseException | None = None  # the first that the other ranks did not have
+        self._failure: BaseException | None = None  # the first failure that the other ranks did not have
 
     def _start(
         self,
@@ -124,7 +124,7 @@ class XlaCommunicator:
         raise AssertionError("XLA has no messages between two ranks: refused before")
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """XLA has no messages between two ranks."""
+        """Do nothing: XLA has no messages between two ranks."""
 
     def barrier(self) -> Completion:
         one = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -141,7 +141,7 @@ class XlaCommunicator:
         return True
 
     def inherit(self, previous: XlaCommunicator) -> None:
-        """XLA has no messages between two ranks."""
+        """Do nothing: XLA has no messages between two ranks."""
 
     def close(self) -> None:
         self._launcher.leave()
@@ -149,7 +149,7 @@ class XlaCommunicator:
     def abort(self) -> None:
         rank, failure = self._members.ranks[self._members.index], self._failure
         if failure is None:
-            # Who aborts may itself have heard of another that is lost: the watchdog says who.
+            # This rank may abort because it has learned that another one is lost; the watchdog says which.
             error = PeerLostError(f"rank {rank} has aborted")
         else:
             why = f"where a call has failed on it alone: {type(failure).__name__}: {failure}"
@@ -180,4 +180,4 @@ def _put_rows(into: Sequence[torch.Tensor], result: torch.Tensor) -> Callable[[]
 
 
 def _drop(_: object) -> None:
-    """A result that this rank does not want."""
+    """Discard a result that this rank does not need."""

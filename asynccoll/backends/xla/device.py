@@ -1,12 +1,12 @@
-"""One XLA device as its replica uses it: the few native calls, and the discipline that makes them sound.
+"""One XLA device as its replica uses it: the few native calls, and the rules that make them safe.
 
-Every replica must launch the same graph, or each compiles a module of its own and they wait for each
-other until the runtime ends the process. So a collective is traced on inputs that are already on the
-device, alone in its graph, with no token left of the one before.
+Every replica must launch the same graph. Otherwise each compiles a different module, and they wait for each
+other until the runtime ends the process. So a collective is traced on inputs that are already on the device,
+alone in its graph, with no token left from the one before.
 
-A lazy tensor may be launched by one thread at a time. The user's are computed in the user's thread; ours
-are touched by progress threads alone, under a lock of the device for which ``torch_xla.sync()``, which
-launches everything that is pending there, waits, too.
+A lazy tensor may be launched by one thread at a time. The user's tensors are computed in the user's thread.
+Ours are touched only by progress threads, under a lock of the device. ``torch_xla.sync()``, which launches
+everything that is pending on the device, waits for that lock, too.
 
 Source: torch_xla's ``core/xla_model.py`` and ``csrc/xla_graph_executor.cpp``, 2.9.
 """
@@ -26,7 +26,7 @@ __all__ = ["Device", "compute", "settled", "take_settled"]
 
 _native: Any = torch_xla._XLAC
 
-#: Per device: held while tensors that are not the user's are traced or launched.
+#: By device: held while tensors that are not the user's are traced or launched.
 _locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 _nobody = nullcontext()
 
@@ -42,7 +42,7 @@ class Device:
         _guard_sync()
 
     def adopt(self) -> None:
-        """Make it the calling thread's own; what that traces is never recorded by autograd."""
+        """Make this the calling thread's device; autograd never records what that thread traces."""
         _native._xla_set_default_device(self.name)
         torch.set_grad_enabled(False)
 
@@ -53,12 +53,12 @@ class Device:
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launch what ``tensors`` still wait for, so that graphs built on them start from data.
 
-        With the lock held, unless they are the calling user's own.
+        Called with the lock held, unless they are the user's and this is the user's thread.
         """
         _compute(tensors)
 
     def wait(self) -> None:
-        """Return when the device has done everything it was given; without the GIL."""
+        """Wait, with the GIL released, until the device has done everything it was given."""
         _native._xla_wait_device_ops(devices=[self._real])
 
     def launch(self, trace: Callable[[object], torch.Tensor]) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Device:
         ``trace`` is given the token that native calls take.
         """
         result = trace(_native._get_all_reduce_token(self.name))
-        # The next graph must not depend on this one's token: it would hold another module.
+        # The next graph must not depend on this one's token, which would make it a different module.
         _native._set_all_reduce_token(self.name, None)
         self.settle([result])
         return result
@@ -75,20 +75,20 @@ class Device:
 
 def _compute(tensors: Sequence[torch.Tensor]) -> None:
     tensors = list(tensors)
-    # Asking takes a tenth of the time of launching nothing, and keeps the GIL.
+    # This check takes a tenth of the time of an empty launch, and keeps the GIL.
     if any(_native._check_tensor_need_materialization(tensors)):
-        # sync_xla_data would let the program overwrite the memory that a tensor had before it was written
-        # in place, of which other tensors may be copies or functions that are still to be computed.
+        # sync_xla_data would let the program overwrite the memory that a tensor had before it was modified in
+        # place. Other tensors may be copies or functions of that memory, and still have to be computed.
         _native._xla_sync_multi(tensors, [], wait=False, sync_xla_data=False)
 
 
 def compute(x: torch.Tensor) -> None:
-    """Launch what ``x`` still waits for: in the thread that made it, before others build on it."""
+    """Launch what ``x`` still waits for. Called in the thread that made it, before others build on it."""
     _compute([x])
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
-    """``x``, a tensor of our own whose value is computed, marked as such."""
+    """Mark ``x``, a tensor of our own, as computed, and return it."""
     x.asynccoll_settled = True  # type: ignore[attr-defined]  # for take_settled
     return x
 
@@ -96,13 +96,13 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 def take_settled(x: torch.Tensor) -> bool:
     """Whether ``x`` is marked: data on the device, with no graph behind it.
 
-    True once: the caller goes on to write the result into it and gives it to the user.
+    True only once, since the caller then writes the result into ``x`` and gives it to the user.
     """
     return bool(x.__dict__.pop("asynccoll_settled", False))
 
 
 def _guard_sync() -> None:
-    """Let ``torch_xla.sync()`` wait for the lock of its device.
+    """Make ``torch_xla.sync()`` wait for the lock of its device.
 
     It launches every pending tensor there, and would take half of a collective into the user's graph.
     """

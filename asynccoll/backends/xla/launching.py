@@ -1,8 +1,8 @@
-"""Who launches the collectives of one communicator: one rank for all of them, or each its own.
+"""Which rank launches the collectives of one communicator: one rank for all of them, or each its own side.
 
-Where the ranks are threads of this process (the CPU client), the last one to arrive at a call compares the
-calls of all ranks and launches them together. Where each rank is a process with a device of its own (TPU),
-each launches its side in the order of the lane, and the devices wait for each other.
+If the ranks are threads of this process (the CPU client), the last one to arrive at a call compares the calls
+of all ranks and launches them together. If each rank is a process with a device of its own (TPU), each
+launches its side in the lane's order, and the devices wait for each other.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Launcher(Protocol):
     """Launches the calls of one rank on one communicator."""
 
     def enter(self, call: Call) -> Callable[[], object]:
-        """Accept ``call``, in the order of the lane. Call what is returned when its input is on the device.
+        """Accept ``call`` in the lane's order; return a function to call once its input is on the device.
 
-        That may be in any thread: it only passes the call to a progress thread.
+        Any thread may call that: it only passes the call to a progress thread.
         """
         ...
 
     def give_up(self, error: CollectiveError) -> None:
-        """This rank makes no more calls: those that wait for it on other ranks fail with ``error``."""
+        """Make no more calls: those that wait for this rank on other ranks fail with ``error``."""
         ...
 
     def leave(self) -> None:
-        """This rank is done with the communicator."""
+        """Note that this rank is done with the communicator."""
         ...
 
 
@@ -62,8 +62,8 @@ class ThreadLauncher:
             call.replica.progress.submit(self._launch)
 
     def _launch(self) -> None:
-        """Launch what all ranks have arrived at, in order; another thread may have done so already."""
-        # One lock for all communicators: every device gets its launches in the same order.
+        """Launch, in order, the calls at which all ranks have arrived, unless another thread has done so."""
+        # One lock for all communicators, so that every device gets its launches in the same order.
         with self._world.launching:
             while (calls := self._room.take()) is not None:
                 launch(cast("list[Call]", calls), self._name)
@@ -79,8 +79,8 @@ class ProcessLauncher:
     """For one replica in each process.
 
     Calls are launched in the order in which they were accepted, whichever input is on the device first. A
-    device carries out what it is given in that order, and waits in each for the others: an order that
-    depended on when an input was ready would not be that of all ranks.
+    device executes launches in order, and in each of them waits for the other devices. If the order depended
+    on when an input was ready, it would not be the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class ProcessLauncher:
         call.replica.progress.submit(self._launch_ready)
 
     def _launch_ready(self) -> None:
-        """Launch what is ready, but for what comes after a call that is not. Of one thread alone."""
+        """Launch the calls that are ready, up to the first one that is not. Runs on one thread only."""
         while self._accepted and self._accepted[0] in self._ready:
             call = self._accepted.popleft()
             self._ready.discard(call)
@@ -119,7 +119,7 @@ class ProcessLauncher:
         call.end()
 
     def _exchange(self, call: Call) -> list[list[int]]:
-        """The split sizes of all ranks, gathered by a collective of its own: here they meet nowhere else."""
+        """Return the split sizes of all ranks, gathered by a separate collective: ranks meet nowhere else."""
         assert call.splits is not None
         device = call.replica.xla
         members = call.collective.members

@@ -1,4 +1,4 @@
-"""The progress thread of one replica: what would block the caller is done there, in order."""
+"""The progress thread of one replica, which does in order what would block the caller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Progress:
         self._closed = False
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Hand over a job, which must not raise. Once the thread is to end, it runs in the caller's."""
+        """Hand over ``job``, which must not raise. After ``close``, it is run in the calling thread."""
         with self._lock:
             if not self._closed:
                 self._jobs.put(job)
@@ -42,7 +42,7 @@ class Progress:
         self._closed = True
 
     def close(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread once it has run the jobs that it was given."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)

@@ -1,11 +1,11 @@
 """Replicas that are threads of one process: where they meet, and the one order of their launches.
 
-On the CPU the ranks of torch_xla are threads. Each call waits here, off the device, until all of its
-group have made theirs; then they are compared, and launched on all of their devices in one go. So a
-late rank occupies no device, a mismatch is an error instead of the end of the process, and lanes may be
-used in any order.
+On the CPU the ranks of torch_xla are threads. Each call waits here, off the device, until all ranks of its
+group have made theirs. Then the calls are compared, and launched on all of their devices together. So a late
+rank occupies no device, a mismatch is an error instead of the end of the process, and lanes may be used in
+any order.
 
-Knows threads and calls, not torch_xla.
+This module must not know torch_xla.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Replicas:
     def __init__(self, size: int) -> None:
         self.size = size
         self.store: dist.Store = dist.HashStore()
-        #: One launch at a time, on all devices of its group: this is the order that all devices see.
+        #: held during each launch on all devices of a group, so that all devices see the same order
         self.launching: threading.Lock = threading.Lock()
         self.joined: set[int] = set()
         self._lock = threading.Lock()
         self._rooms: dict[str, Room] = {}
 
     def room(self, name: str, size: int) -> Room:
-        """Where the calls of the communicator ``name`` meet."""
+        """Return the room in which the calls of the communicator ``name`` meet."""
         with self._lock:
             return self._rooms.setdefault(name, Room(size))
 
     def leave(self, name: str, index: int) -> None:
-        """Member ``index`` is done with the communicator ``name``; once all are, their room is forgotten."""
+        """Note that member ``index`` is done with the communicator ``name``; forget the room once all are."""
         with self._lock:
             room = self._rooms.get(name)
             if room is not None and room.leave(index):
@@ -53,7 +53,7 @@ class Replicas:
 
 
 class Room:
-    """The calls of one communicator, by place in its order."""
+    """The calls of one communicator, by their place in its order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -64,7 +64,7 @@ class Room:
         self._error: CollectiveError | None = None
 
     def arrive(self, place: int, index: int, call: Arrival) -> bool:
-        """Wait for the others; whether all have come, so that there may be something to ``take``."""
+        """Add a rank's call; return whether all ranks have arrived at its place, for ``take`` to return."""
         with self._lock:
             error = self._error
             if error is None:
@@ -75,7 +75,7 @@ class Room:
         return False
 
     def take(self) -> list[Arrival] | None:
-        """The calls of all ranks at the next place in the order, once they are complete."""
+        """Return the calls of all ranks at the next place in the order, or None if they are not complete."""
         with self._lock:
             here = self._places.get(self._next, {})
             if len(here) < self._size:
@@ -85,12 +85,12 @@ class Room:
             return [here[index] for index in range(self._size)]
 
     def leave(self, index: int) -> bool:
-        """A rank neither calls nor comes any more; whether this is so of all."""
+        """Note that a rank makes no more calls here; return whether this is so for all ranks."""
         self._left.add(index)
         return len(self._left) == self._size
 
     def give_up(self, error: CollectiveError) -> None:
-        """A rank will not come any more: those that wait for it fail, and those that come."""
+        """Note that a rank will not arrive any more: fail the calls that wait for it, and later ones."""
         with self._lock:
             self._error = self._error or error
             waiting = [call for here in self._places.values() for call in here.values()]
@@ -104,11 +104,11 @@ _changed = threading.Condition()
 
 
 def join(rank: int, size: int, timeout: float) -> Replicas:
-    """The world of this process's replicas, once all of them have come.
+    """Join the world of this process's replicas, and return it once all of them have joined.
 
     Raises:
-        CollectiveTimeoutError: somebody did not come within ``timeout`` seconds; says who.
-        InvalidArgumentError: this rank is here already, from another thread.
+        CollectiveTimeoutError: a replica did not join within ``timeout`` seconds; says which.
+        InvalidArgumentError: this rank has joined already, from another thread.
     """
     deadline = monotonic() + timeout
     with _changed:

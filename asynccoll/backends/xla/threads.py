@@ -9,17 +9,17 @@ __all__ = ["environment", "run_replicas"]
 
 
 def environment(replicas: int, environ: MutableMapping[str, str]) -> None:
-    """What the runtime must be told before it starts to have ``replicas`` on the CPU."""
+    """Set the variables that make the runtime, once it starts, have ``replicas`` replicas on the CPU."""
     environ["PJRT_DEVICE"] = "CPU"
     environ["CPU_NUM_DEVICES"] = str(replicas)
-    # A collective holds one of these threads for each replica until all have come.
+    # A collective holds one of these threads for each replica until all have arrived.
     pool = environ.get("XLA_THREAD_POOL_SIZE", "")
     if not (pool.isdigit() and int(pool) > replicas):
         environ["XLA_THREAD_POOL_SIZE"] = str(replicas + 4)
 
 
 def run_replicas(function: Callable[[int], object]) -> dict[int, object]:
-    """Call ``function(rank)`` in a thread for each device; the results, once all have returned."""
+    """Call ``function(rank)`` in a thread for each device; return the results once all have returned."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt

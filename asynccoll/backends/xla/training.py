@@ -1,4 +1,4 @@
-"""Training on XLA: batches are loaded onto the device ahead, and a step executes what was recorded."""
+"""Training on XLA: batches are loaded onto the device in advance, and a step executes what was recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["XlaTraining"]
 
 
 class XlaTraining(Training):
-    """DDP does not serve it, and torch_xla's own ``optimizer_step`` reduces outside of our order."""
+    """No DDP, which does not support XLA; torch_xla's own ``optimizer_step`` reduces outside of our order."""
 
     ddp = False
     pins_memory = False
@@ -28,7 +28,7 @@ class XlaTraining(Training):
 
         class MpDeviceLoader(parallel_loader.MpDeviceLoader):  # type: ignore[misc]  # torch_xla is not typed
             def __iter__(self) -> Any:
-                counting = getattr(loader.sampler, "counting", None)  # of a sampler of ours
+                counting = getattr(loader.sampler, "counting", None)  # if it is a sampler of ours
                 return counting(super().__iter__, loader) if counting else super().__iter__()
 
         log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
