@@ -15,7 +15,7 @@ __all__ = ["matching_launch", "own_part"]
 def own_part(store: dist.Store, rank: int) -> dist.Store:
     """Return a part of the store of the user's group that no earlier world of ours on this group has used.
 
-    No rank is waited for: each counts the worlds that it has begun, and the ranks of a group begin the same.
+    No rank waits for another: each counts the worlds that it has begun, and all ranks begin the same ones.
     """
     life = store.add(f"asynccoll/lives/{rank}", 1)
     return dist.PrefixStore(f"asynccoll/{life}", store)

@@ -63,7 +63,7 @@ def _connected(name: str, rank: int) -> str:
 
 
 def _await_others(opening: Opening, names: list[str], size: int) -> None:
-    """Return once all ranks have connected to each other.
+    """Wait until all ranks have connected to each other.
 
     Otherwise a rank that has yet to connect would take this one, which is closing, for lost.
     """
@@ -75,7 +75,7 @@ def _await_others(opening: Opening, names: list[str], size: int) -> None:
 
 
 class C10dBackend(Backend):
-    """c10d for one rank: which native backend serves which device, over which store."""
+    """c10d for one rank: which native backend serves which device, and over which network interface."""
 
     opens_early = True
 
@@ -96,7 +96,7 @@ class C10dBackend(Backend):
         self.device = device
         self.by_device = by_device
         self.orders_lanes: bool = "nccl" in by_device.values()
-        self.ends_alone: bool = self.orders_lanes  # a call of nccl's is over for the host when it is issued
+        self.ends_alone: bool = self.orders_lanes  # an nccl call is over for the host once it is issued
         self.shares_memory: bool = by_device.get("cpu") == "gloo"
         self._timeout = timedelta(seconds=timeout)
         self._interface = interface or os.environ.get(network.VARIABLE)
@@ -132,7 +132,7 @@ class C10dBackend(Backend):
         def open_parts() -> tuple[Communicator, Communicator]:
             node, index = opening.place
             each, on_host = opening.size // opening.nodes, {"cpu": "gloo"}
-            # The messages of the lane go on in its next epoch, and do not end with the parts.
+            # Not used: the lane's messages continue in its next epoch, and must not end with the parts.
             none = Channels(open_pair, rank, lambda: None)
             within = (
                 opening.within()
@@ -143,7 +143,7 @@ class C10dBackend(Backend):
                 across = self._communicator(
                     opening, f"{name}/across/{index}", node, opening.nodes, on_host, none
                 )
-            except BaseException:  # the ranks of this node may wait in the first one
+            except BaseException:  # the other ranks of this node may wait in ``within``
                 end_all([within])
                 raise
             return within, across
@@ -192,7 +192,7 @@ class C10dBackend(Backend):
             return made
 
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
-        """Return a ``torch.distributed.ProcessGroup`` of these ranks. All of them make the first call."""
+        """Return a ``torch.distributed.ProcessGroup`` of these ranks, all of which make the first call."""
         known = self._published.get(opening.group)
         if known is not None:
             return known
@@ -345,12 +345,12 @@ def create(request: Request) -> Context:
                 timeout=timedelta(seconds=request.timeout),
             )
     except BaseException as error:
-        # torch has counted the group, and would meet others under the next number, where nobody else is.
+        # torch has counted the failed group. A retry would use the next number, where no other rank joins.
         dist.distributed_c10d._world.group_count = 0
         network.take_back(exported)
         if not isinstance(error, RuntimeError):
             raise
-        # From torch's store, or from gloo.
+        # The error comes from torch's store, or from gloo.
         raise PeerLostError(f"rank {rank} of {world_size} cannot connect to the others: {error}") from error
     backend = C10dBackend(
         request.backend,

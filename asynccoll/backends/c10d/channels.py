@@ -33,7 +33,7 @@ class Channels:
     def __init__(
         self, open_pair: Callable[[int], object], rank: int, await_others: Callable[[], object]
     ) -> None:
-        """``await_others`` returns when the peers have opened all pairs that were opened here."""
+        """``await_others`` returns once the peers have opened all pairs that were opened here."""
         self._open_pair = open_pair
         self._await_others = await_others
         self._rank = rank
@@ -99,8 +99,8 @@ class Channels:
 
         ``aborted`` says that all groups were aborted, so that peers are not waited for.
         """
-        # In flight may be a refusal that its peer never receives. The interpreter must not end while a thread
-        # waits in gloo.
+        # A refusal that its peer never receives may still be in flight. The interpreter must not end while a
+        # thread waits in gloo.
         if not self._exchanging.wait(0.0):
             for pair in self.natives():
                 give_up(pair)

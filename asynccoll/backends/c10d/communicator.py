@@ -45,7 +45,7 @@ _destroying: list[threading.Thread] = []
 def _options(kind: Any, **values: object) -> object:
     options = kind()
     if hasattr(options, "asyncOp"):
-        options.asyncOp = True  # else nccl would run on the current stream and hide nothing
+        options.asyncOp = True  # else nccl would run on the current stream, and overlap with nothing
     for name, value in values.items():
         setattr(options, name, value)
     return options
@@ -77,7 +77,7 @@ class Transport:
 
     @property
     def native(self) -> Any:
-        """The group, as calls are made on it."""
+        """The group to make calls on, hidden from a running profiler if its works end later."""
         if self._ends_later and profiler._is_profiler_enabled:
             return Unprofiled(self.group)
         return self.group
@@ -194,7 +194,7 @@ class C10dCommunicator:
         return to.complete(to.native.recv([x], src, tag))
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        if self._on_cpu:  # else the receiver's tensor may be on another device, and not use these channels
+        if self._on_cpu:  # else the receiver's tensor may be on another device, which does not use channels
             self._channels.refuse(dst, tag, why)
 
     def barrier(self) -> Completion:
@@ -241,7 +241,7 @@ class C10dCommunicator:
 
 
 def end_all(parts: Sequence[Communicator]) -> None:
-    """Abort and close ``parts``, all of them, whatever one raises."""
+    """Abort and close all ``parts``, even if one of them raises."""
     host.call_each([*(part.abort for part in parts), *(part.close for part in parts)])
 
 
@@ -280,7 +280,7 @@ atexit.register(_await_destroyed)
 
 
 def _abort(native: Any) -> None:
-    """Fail all operations in flight on a native group. gloo's is torn down by a receive that times out."""
+    """Fail all operations in flight on a native group. A receive that times out tears down gloo's group."""
     with contextlib.suppress(Exception):
         if native.name() != "gloo":
             native.abort()

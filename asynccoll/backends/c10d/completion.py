@@ -15,7 +15,7 @@ __all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
 MILLISECOND = timedelta(milliseconds=1)
 #: In effect no timeout. A native call without a timeout would take the one that its group was made with.
 NEVER = timedelta(days=3650)
-#: The timeouts that waiters use all the time: making a timedelta takes as long as a wait that is over.
+#: The timeouts that waiters use all the time: making a timedelta takes as long as a wait for a finished work.
 _LIMITS = {seconds: timedelta(seconds=seconds) for seconds in (0.001, 0.1)}
 
 
@@ -33,7 +33,7 @@ class HostCompletion(Completion):
         self._work = work
         self._future: Any = None
         self.fine = False
-        self.done: Callable[[], bool] = work.is_completed  # not a method around it: one call less each time
+        self.done: Callable[[], bool] = work.is_completed  # not wrapped in a method, to save a call each time
 
     def writing(self) -> bool:
         return not self.done()

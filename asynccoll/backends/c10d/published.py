@@ -41,7 +41,7 @@ def publish(
 
 
 def withdraw(group: dist.ProcessGroup) -> None:
-    """Take ``group`` out of torch's tables; its connections are closed with the last reference to it."""
+    """Remove ``group`` from torch's tables; its connections are closed with the last reference to it."""
     world: Any = _c10d._world
     for table in (world.pg_map, world.pg_backend_config, world.pg_group_ranks):
         table.pop(group, None)

@@ -1,8 +1,8 @@
 """Calls on a native group that torch.profiler does not record.
 
-The end of a call that it does record is written down by gloo's thread, after the call's future has completed.
-By then the profiler may have been stopped and its memory freed, to which torch writes nevertheless (2.13). So
-of operations the profiler gets only what the lane shows, which ends in time.
+gloo's thread records the end of a profiled call, after the call's future has completed. By then the profiler
+may have been stopped and its memory freed, and torch writes to that memory all the same (2.13). So the
+profiler sees only the range that the lane records for an operation, which ends in time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Unprofiled"]
 
 
 class Unprofiled:
-    """Stands for a native group while a profiler is running."""
+    """A stand-in for a native group while a profiler is running."""
 
     def __init__(self, native: Any) -> None:
         self._native = native

@@ -73,7 +73,7 @@ class Arena:
     """The file of one rank, from which it lends regions to lanes."""
 
     def __init__(self) -> None:
-        #: -1 once its number may be another file's
+        #: the file's descriptor; -1 once its number may be another file's
         self.descriptor: int = os.memfd_create("asynccoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, ARENA_BYTES)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)

@@ -60,7 +60,7 @@ class MemoryCommunicator:
         self._disagreed = disagreed
         self._size = engine.region.size
         #: for each kind of call and the line that makes it: its checksum, the text that shows it, and the
-        #: code of that line, lest other code gets its ``id``
+        #: code of that line, kept alive so that no other code gets its ``id``
         self._kinds: dict[tuple[object, ...], tuple[int, bytes, object]] = {}
         self._what: Hashable = None
         self._spot: Any = None
@@ -79,8 +79,8 @@ class MemoryCommunicator:
         spot = self._spot
         key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
         known, line, _ = self._kinds.get(key) or self._learn(key)
-        # Ranks may make equal calls at different places: one may have made fewer parts of the call before, or
-        # fewer calls in the child task that had the lane before (places go on 2**40 higher for each child).
+        # Ranks may make equal calls at different places: one may have made fewer parts of the previous call,
+        # or fewer calls in the previous child task on the lane (each child's places begin 2**40 higher).
         place = self._place
         which = place * 0x9E3779B1 + (place >> 32) * 0x27D4EB2F + self._part * 0x85EBCA6B
         checksum = (known + which) & 0xFFFFFFFF
@@ -151,11 +151,11 @@ class MemoryCommunicator:
             splits = [row * size for size in out_splits], [row * size for size in in_splits]
         return self._engine.start(AllToAll(self._engine, call, _flat(out), _flat(x), splits, row))
 
-    @unseen  # what earlier calls have yet to put
+    @unseen  # it may post what earlier calls have yet to put
     def barrier(self) -> Completion:
         return self._engine.start(Barrier(self._engine, self._call("barrier")))
 
-    # Messages between two
+    # Point-to-point messages
 
     @unseen
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
@@ -194,7 +194,7 @@ class MemoryCommunicator:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous ``x`` in one dimension, for any thread to read and fill in whatever mode it is.
+    """Return the contiguous ``x`` in one dimension, for threads in any mode to read and fill.
 
     A tensor made in inference mode can only be filled in that mode. With a tensor that requires gradients, a
     thread whose autograd records would put the slots of the region into a graph.

@@ -42,7 +42,7 @@ class Engine(Mover):
         """``where`` and ``ranks`` are the lane and its members, as errors name them."""
         super().__init__(region, bells, where, ranks)
         self._queue: deque[Exchange] = deque()  # the calls that are not over
-        self._entering: deque[Exchange] = deque()  # those of which not all steps are posted
+        self._entering: deque[Exchange] = deque()  # those with steps that are yet to be posted
         self._posted = 0  # the last step that this rank has posted
         self._room = SLOTS  # up to this step, slots were seen to be free
         self._halted = False  # ranks differ about a part of a call: nothing moves here any more
@@ -216,7 +216,7 @@ class Engine(Mover):
         return True
 
     def _rouse_short(self, exchange: Exchange, lengths: Sequence[int]) -> None:
-        """Ring the ranks that took the call for one of a single step, to take part in its later steps."""
+        """Ring the ranks that took the call for one of a single step, so that they move its later steps."""
         if exchange.steps == 1:
             return
         for index, length in enumerate(lengths):

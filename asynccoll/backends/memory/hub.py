@@ -48,7 +48,7 @@ class Hub:
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
         self.ranks: frozenset[int] = frozenset(ranks)
         self._arena = arena
-        self._ringing = threading.Lock()  # held while a bell is rung, lest it be closed meanwhile
+        self._ringing = threading.Lock()  # held while a bell is rung, so that it is not closed meanwhile
         self._handed = dict(zip(ranks, handed, strict=True))
         others = {one: held.process for one, held in self._handed.items() if one != rank}
         self.watcher: Watcher = Watcher(self._handed[rank].bell, others)
@@ -85,7 +85,7 @@ class Hub:
         try:
             buffer = map_region(self._handed[opening.ranks[0]].arena, offset, layout.total_bytes)
             return Region(buffer, layout, opening.rank), Parking(buffer)
-        except BaseException:  # no address space may be left; all other ranks take this one to be there
+        except BaseException:  # no address space, say; the other ranks take this one for a member by now
             self._leave(opening, offset)
             raise
 
@@ -112,10 +112,10 @@ class Hub:
             with opening.clients.borrow() as store:
                 store.set(key, json.dumps([offset, layout.slot_bytes]))
             _meet(opening, key)
-        except CollectiveError:  # on every rank: none of them maps it
+        except CollectiveError:  # raised on every rank, so that none of them maps the region
             self._arena.withdraw(offset)
             raise
-        except BaseException:  # the store has failed, say: the others may have agreed to use it
+        except BaseException:  # the store has failed, say; the others may have agreed to use the region
             self._leave(opening, offset)
             raise
         return offset, layout
@@ -126,7 +126,7 @@ class Hub:
 
     def ring(self, rank: int) -> None:
         """Have the watcher of ``rank`` look at its regions; do nothing once the hub is closed."""
-        if self._handed:  # else, in a forked child, the lock may have been held
+        if self._handed:  # else this may be a forked child, in which the lock may be held forever
             with self._ringing:
                 if (handed := self._handed.get(rank)) is not None:
                     os.eventfd_write(handed.bell, 1)
@@ -154,7 +154,7 @@ class Hub:
 
 
 def _meet(opening: Opening, key: str) -> None:
-    """Wait for the other ranks of a lane. All of them go on, or ``CollectiveError`` is raised on all."""
+    """Wait for the other ranks of a lane. Either all of them go on, or all raise ``CollectiveError``."""
     clients, failed = opening.clients, None
     assert clients is not None
     try:

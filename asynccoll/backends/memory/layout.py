@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def notes_words(self) -> int:
-        """How many words the notes for one slot have: of each rank, two for each rank."""
+        """How many words the notes for one slot have: each rank's note has two words for each rank."""
         return self.size * 2 * self.size
 
     @property

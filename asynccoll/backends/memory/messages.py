@@ -53,7 +53,7 @@ class Messages:
         self._lock = host.Lock()
         self._pairs: dict[int, Pair] = {}
         self._waiting: defaultdict[int, deque[tuple[Begin, Promise]]] = defaultdict(deque)
-        self._asked: set[int] = set()  # peers for whose regions a thread was asked
+        self._asked: set[int] = set()  # peers for whose regions a thread was requested
         self._openers: set[int] = set()  # peers whose regions a thread is opening, or has opened
         self._opening = InProgress()
         self._closed: tuple[int, CollectiveError] | None = None
@@ -153,7 +153,7 @@ class Messages:
             pairs = list(self._pairs.values())
         with ExitStack() as ends:  # all of them, though Ctrl-C may cut a flush short
             for pair in pairs:
-                ends.callback(pair.stop, state, error)  # what is added last comes first
+                ends.callback(pair.stop, state, error)  # runs after ``flush``: callbacks run in reverse order
                 if state == CLOSED:
                     ends.callback(pair.flush, _FLUSH_SECONDS)
 
@@ -163,7 +163,7 @@ class Messages:
 
 
 def _begun(begin: Begin, pair: Pair) -> Completion:
-    """Begin a message that waited for its region; what this raises is for its waiter, and not for others."""
+    """Begin a message that waited for its region; only its own waiter gets an error that this raises."""
     try:
         return begin(pair)
     except Exception as error:

@@ -109,7 +109,7 @@ class Mover(ABC):
     def poke(self) -> None:
         """Move what can be moved, unless another thread is moving. The watcher calls the callbacks.
 
-        Who only polls sleeps nowhere, so it also looks whether the others are still there.
+        A thread that only polls never sleeps, so this also checks whether the other ranks are still there.
         """
         try:
             if not self._move_on():
@@ -240,8 +240,8 @@ class Mover(ABC):
     def _sleep(self, call: InFlight, seconds: float) -> None:
         self._sleepers += 1
         try:
-            # Each sleep has another number. So if the word is cleared before this thread sleeps, it does not
-            # sleep, even if another thread has written its own number there since.
+            # Each sleep has a different number. So if the word is cleared before this thread sleeps, it does
+            # not sleep, even if another thread has written its own number there since.
             said = next(self._naps) % _MOST_NAPS + 1
             self._words[self._mine + ASLEEP] = said
             if not self._look_again() and not call.finished and not self._lost():
@@ -293,7 +293,7 @@ class Mover(ABC):
             self.tell()
             self._lost()
             if self._is_attended() or not self._goes_on_by_itself():
-                return  # a waiter sets the watcher on again if that is needed
+                return  # a waiter has the watcher rung again if that is needed (``_watch_if_needed``)
             self._words[self._mine + WATCHING] = 1
             if not (self._look_again() or self._untold):
                 return

@@ -170,7 +170,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the effective user of the other process, which is what the kernel says of it."""
+    """Return the effective user of the other process, as the kernel reports it."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(said)[1])
 

@@ -81,7 +81,10 @@ class Region:
         return self.words[start : start + 2 * self.size].tolist()
 
     def misfit(self, slot: int) -> tuple[int, int, int, int] | None:
-        """Return a rank and another that takes more or less from it than it gives, and these two; or None."""
+        """Return two ranks of which the second takes more or less than the first gives to it, or None.
+
+        After the ranks follow what the first one gives, and what the second one takes.
+        """
         start, size = self._notes(slot), self.size
         told = self.words[start : start + self.layout.notes_words].tolist()
         row = 2 * size  # the note of one rank: what it takes from each, then what it gives to each
@@ -102,7 +105,7 @@ class Region:
         start = self.layout.text(self.index, slot)
         shown = text[: TEXT_BYTES - 1]
         self.bytes[start : start + len(shown) + 1] = shown + b"\0"
-        self._texts[slot] = text  # last: Ctrl-C before would leave the text of the slot's call before
+        self._texts[slot] = text  # last: if Ctrl-C comes earlier, the text is written again next time
 
     def text(self, rank: int, slot: int) -> str:
         """Return the text of ``rank`` for its call in that slot."""

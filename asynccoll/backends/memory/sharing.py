@@ -37,15 +37,15 @@ _CPU = frozenset({"cpu"})
 
 
 class Sharing(Backend):
-    """Behaves as ``inner``, but moves CPU tensors through shared memory.
+    """A backend that behaves as ``inner``, but moves CPU tensors through shared memory.
 
-    So it does in groups on one host, and, if ``inner`` asks for it, in each host's part of a larger group.
+    It does so in groups on one host and, if ``inner`` asks for it, in each host's part of a larger group.
     """
 
     def __init__(
         self, inner: Backend, hub: Hub | None, node_of: Sequence[int], apart: Mapping[int, str]
     ) -> None:
-        """``hub`` connects the ranks of this node; None if there is one only, or if they cannot share memory.
+        """``hub`` connects the ranks of this node; None if there is only one, or if they cannot share memory.
 
         ``node_of`` is the node of each rank. ``apart`` maps each node whose ranks cannot share memory to the
         reason; other nodes are not in it.
@@ -84,7 +84,7 @@ class Sharing(Backend):
         if device in _CPU and self._shares(ranks):
             return MEMORY
         known = self._inner.capabilities_among(ranks, device)
-        # Only a backend with ``hop_bytes`` asks for a host's part; others know nodes, or have no such part.
+        # Only a backend with ``hop_bytes`` asks for a host's part; others handle nodes, or have no such part.
         near = device in _CPU and known.hop_bytes > 0 and self._share_by_host(ranks)
         return replace(known, near=NEAR, hop_bytes=0) if near else known
 
@@ -208,7 +208,7 @@ class Sharing(Backend):
         await self._inner.on_host(value)
 
 
-#: The attributes of ``Backend`` that ``Sharing`` has from its inner one.
+#: The attributes of ``Backend`` that ``Sharing`` takes over from its inner one.
 _TAKEN_OVER = (
     "ad_hoc_groups",
     "ends_alone",

@@ -8,7 +8,7 @@ from asynccoll.backends.api import Capabilities, Op, ReduceOp
 
 __all__ = ["ALONE", "MEMORY", "NEAR"]
 
-#: Why a group, or a world, of one rank does not use it.
+#: Why a group, or a world, of one rank does not use shared memory.
 ALONE = "one rank alone has nobody to share memory with"
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})

@@ -1,6 +1,6 @@
 """A rank's thread that moves its calls while no waiter does, and notices when processes of other ranks end.
 
-It sleeps until another rank rings its bell, or a process of one of them ends.
+It sleeps until another rank rings its bell, or another rank's process ends.
 """
 
 from __future__ import annotations
