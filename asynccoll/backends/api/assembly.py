@@ -47,7 +47,7 @@ class Member:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Member:
-        """Return what a rank has told; the rank may run another version of this library."""
+        """Read what a rank has written. That rank may run another version of this library."""
         known = {name: value for name, value in told.items() if name in cls.__slots__}
         return cls(**{"host": "", "version": "an unknown one", **known})
 
@@ -55,7 +55,7 @@ class Member:
 def assemble(
     store: dist.Store, rank: int, world_size: int, me: Member, seconds: float
 ) -> tuple[dist.Store, list[Member]]:
-    """Return the part of ``store`` that only this world uses, and what each rank has told of itself.
+    """Return the part of ``store`` that only this world uses, and what each rank says of itself.
 
     Raises:
         CollectiveTimeoutError: a rank did not join within ``seconds``; says which.
@@ -110,7 +110,7 @@ class _Assembly:
 
     def lead(self) -> str:
         """Propose worlds until all ranks agree to one; return the prefix of that one."""
-        told: dict[str, int] = {}  # by word: how often its rank was told something
+        told: dict[str, int] = {}  # by word: how many messages its rank was sent
         for _ in self._looks(self._absent):
             if self._all_are_here():
                 break

@@ -420,7 +420,7 @@ def adopt(
 
 
 def parse_backend(name: str) -> dict[str, str]:
-    """``"nccl"`` -> ``{"cpu": "gloo", "cuda": "nccl"}``; also torch's ``"cpu:gloo,cuda:nccl"``."""
+    """Return ``{"cpu": "gloo", "cuda": "nccl"}`` for ``"nccl"``, and for torch's ``"cpu:gloo,cuda:nccl"``."""
     if ":" not in name:
         if name == "gloo":
             return {"cpu": "gloo"}

@@ -280,7 +280,7 @@ class HorovodCommunicator:
         raise UnsupportedOpError("Horovod has no messages between two ranks")
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """Horovod has no messages between two ranks."""
+        """Do nothing: Horovod has no messages between two ranks."""
 
     def barrier(self) -> Completion:
         return self.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), ReduceOp.SUM)
@@ -293,7 +293,7 @@ class HorovodCommunicator:
         return False
 
     def inherit(self, previous: HorovodCommunicator) -> None:
-        """Horovod has no messages between two ranks."""
+        """Do nothing: Horovod has no messages between two ranks."""
 
     def close(self) -> None:
         """Do nothing: there are only names, and so nothing to release."""

@@ -2,7 +2,7 @@
 
 The file's size is only address space: the kernel allocates a page when it is first used. How much of it the
 lanes may take is bounded, and a lane's memory is given back when all of its ranks have left. The file is
-sealed, so that nobody can shrink it while others use it.
+sealed, so that no process can shrink it while others use it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Arena:
             self._take_back()
 
     def withdraw(self, offset: int) -> None:
-        """Give back the memory of a region that no other rank has mapped, nor will."""
+        """Give back the memory of a region that no other rank has mapped or will map."""
         with self._lock:
             self._give_back([one for one in self._lent if one.offset == offset])
 

@@ -72,7 +72,7 @@ class MemoryCommunicator:
         self._place, self._part, self._shares = place, part, shares
 
     def _call(self, *native: object) -> Call:
-        """Describe a native call: the checksum is of what must be the same on all ranks.
+        """Describe a native call. The checksum covers what must be the same on all ranks.
 
         That is what the user called, this native call, and which of the lane's calls and parts it is.
         """

@@ -2,8 +2,8 @@
 
 A *step* is one use of a slot (``layout``); a call takes one or more. A rank *posts* a step: it puts its data
 into its slot, once all ranks have read what was there before. It *takes* a step: it reads the slots of the
-others, once all have posted it. So no rank waits for one that is ahead of it, and a call is posted even if
-nobody awaits it. Which threads do this, and how they wake each other, is in ``moving``.
+others, once all have posted it. So no rank waits for one that is ahead of it, and a call is posted even if no
+thread awaits it. Which threads do this, and how they wake each other, is in ``moving``.
 
 **Why this is safe.** Every word has one writer, and says what has been done, never what will be. Data is
 written before the word that announces it, and x86 keeps that order. A step is committed by one store, to a
@@ -51,7 +51,7 @@ class Engine(Mover):
     # Issuing
 
     def start(self, exchange: Exchange) -> Exchange:
-        """Queue a call behind those before it, and post what can be posted of it."""
+        """Queue a call behind earlier ones, and post what can be posted of it."""
         if not self._watched:  # from now on other ranks may ring this rank's watcher for the lane
             self._be_known()
         try:
@@ -255,7 +255,7 @@ class Engine(Mover):
     def _end_halted(self, exchange: Exchange, error: CollectiveError) -> None:
         """Have the lane halted, and only then end the call. Runs on a thread that may wait.
 
-        A waiter that was told before could make its next call here, where it would be lost.
+        A waiter that woke earlier could make its next call here, where it would be lost.
         """
         try:
             exchange.disagreed(exchange.place, error)

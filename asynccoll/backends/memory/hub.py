@@ -227,7 +227,7 @@ def _made() -> tuple[tuple[Arena, Descriptors] | None, str]:
 def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> list[Descriptors]:
     """Return the descriptors of all ranks, once these have proved that they share memory.
 
-    The outcome of each step that may fail on one rank is told to all, so that all fail, or none.
+    The outcome of each step that may fail on one rank is shared with all, so that all fail, or none.
     """
     index, count, seconds = said.index, said.count, said.seconds
     if count > MOST_RANKS:

@@ -1,7 +1,7 @@
 """The messages of one lane on one rank, in all of the lane's epochs, in a region for each other rank.
 
-Two ranks open their region with their first message to each other; until it is open, messages are kept in
-their order. Opening waits for the other rank, so it is done on another thread.
+Two ranks open their region with their first message to each other; until it is open, messages are queued in
+order. Opening waits for the other rank, so it is done on another thread.
 """
 
 from __future__ import annotations

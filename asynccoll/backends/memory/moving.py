@@ -79,7 +79,7 @@ class Mover(ABC):
         self._listened: dict[InFlight, None] = {}  # calls that are not over and have callbacks
         self._attended_until = 0.0  # until then a waiter moves all calls, unless it ends before
         self._broken: CollectiveError | None = None  # the error of all further calls
-        self._untold: deque[Callback] = deque()  # the callbacks to be called, of calls that are over
+        self._untold: deque[Callback] = deque()  # callbacks, yet to be called, of calls that are over
         self._looks = range(_LOOKS_WHERE_CROWDED if bells.crowded else _LOOKS)
         self._turns = _TURNS_WHERE_CROWDED if bells.crowded else _TURNS
         others = [rank for rank in range(region.size) if rank != region.index]
@@ -303,7 +303,7 @@ class Mover(ABC):
         return host.monotonic() < self._attended_until
 
     def tell(self) -> None:
-        """Call the callbacks of calls that are over, each once. An interrupt leaves the others untold."""
+        """Call the callbacks of calls that are over, each once. After an interrupt the rest are still due."""
         untold = self._untold
         while untold:
             try:
@@ -347,7 +347,7 @@ class Mover(ABC):
         self._drop(error)
 
     def _fail(self, error: Exception) -> None:
-        """End all calls after a step that failed with ``error``; for the other ranks this one has left."""
+        """End all calls after a step that failed with ``error``; to the other ranks, this one has left."""
         self._words[self._mine + STATE] = ABORTED
         self._end_all(collective_error(error, f"moving data through the memory of {self._where}"))
 
@@ -355,7 +355,7 @@ class Mover(ABC):
         """Leave the region, once: end the calls in flight here, and soon those that wait for this rank."""
         try:
             self._leave(state, error)
-        except BaseException:  # an interrupt: others wait for this rank all the same
+        except BaseException:  # an interrupt: the other ranks still wait for this one
             self._leave(state, error)
             raise
 

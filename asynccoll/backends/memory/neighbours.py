@@ -29,7 +29,7 @@ MOST_RANKS = 64
 _WORD_BYTES = 16
 _TOKEN_BYTES = 16
 _ASK_SECONDS = 0.05
-#: A peer that connects must say who it is within this time.
+#: A peer that connects must identify itself within this time.
 _SAYS_SOON_SECONDS = 2.0
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 

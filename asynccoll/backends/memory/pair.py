@@ -8,9 +8,9 @@ slots of their region (``layout``), and for each slot a note of four words that 
 - ``DATA``: the next part of such a message.
 - ``ACK``: a message was received. Only this ends a send: sends are synchronous, as ``MPI_Ssend``.
 
-A receive is *posted* until it is matched; a message that came before its receive is *unexpected*. Records are
-read in order by any thread that moves the pair (``moving``), whether or not anybody waits for their messages.
-So a message that nobody receives does not hold up other tags. The data of a long message stays with its
+A receive is *posted* until it is matched; a message that precedes its receive is *unexpected*. Records are
+read in order by any thread that moves the pair (``moving``), whether or not a thread awaits their messages.
+So a message that is never received does not hold up other tags. The data of a long message stays with its
 sender until CTS, and a receiver keeps at most ``_MOST_EAGER`` short ones: unexpected messages take bounded
 memory.
 
@@ -210,7 +210,7 @@ class Pair(Mover):
         return bool(self._sends or self._receives or self._receiving or self._replies)
 
     def _goes_on_by_itself(self) -> bool:
-        """False if only ACKs of eager sends are missing: a waiter of these sends reads them."""
+        """Return False if only ACKs of eager sends are missing: a waiter of these sends reads them."""
         return bool(
             self._listened
             or self._receives

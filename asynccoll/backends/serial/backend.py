@@ -119,7 +119,7 @@ class SerialCommunicator:
         """Nothing to close."""
 
     def abort(self) -> None:
-        """Nothing is ever in flight."""
+        """Do nothing: no call is ever in flight."""
 
 
 class SerialBackend(Backend):

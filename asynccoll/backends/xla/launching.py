@@ -133,7 +133,7 @@ class ProcessLauncher:
         return matrix
 
     def give_up(self, error: CollectiveError) -> None:
-        """Nothing to do: the other ranks wait on their devices, where they cannot be told."""
+        """Do nothing: the other ranks wait on their devices, where they cannot be told."""
 
     def leave(self) -> None:
-        """Nothing to do: no rank but this one knows of the communicator."""
+        """Do nothing: no rank but this one knows of the communicator."""

@@ -64,7 +64,7 @@ class Room:
         self._error: CollectiveError | None = None
 
     def arrive(self, place: int, index: int, call: Arrival) -> bool:
-        """Add a rank's call; return whether all have arrived, so that ``take`` may have something to return."""
+        """Add a rank's call; return whether all have arrived, so that ``take`` may have calls to return."""
         with self._lock:
             error = self._error
             if error is None:
