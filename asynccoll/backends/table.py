@@ -1,9 +1,9 @@
 """The table of backends: each row says where a backend is, what it needs and how its ranks are started.
 
 A backend is a factory ``create(request) -> Context`` in a module that is imported only when the backend is
-used, so a missing package costs nothing until then. torch is imported as late, since a launcher need not load
-it. Other packages register backends in the entry-point group ``asynccoll.backends`` (name ->
-``module:create``).
+used, so a missing package costs nothing until then. torch, too, is imported only when needed, since a
+launcher need not load it. Other packages register backends in the entry-point group ``asynccoll.backends``
+(name -> ``module:create``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row:
     launchers: frozenset[str] = frozenset()
     #: how ``asynccoll.launch`` starts its ranks
     started: str = "processes"
-    #: the type of device that mostly holds its tensors
+    #: the type of device that its tensors are usually on
     device: str = "cpu"
 
 
@@ -176,6 +176,6 @@ def starting(name: str) -> str:
 
 
 def usual_device(name: str) -> str:
-    """Return the type of device that mostly holds the tensors of backend ``name``."""
+    """Return the type of device that the tensors of backend ``name`` are usually on."""
     entry = ROWS.get(normal(name))
     return "cpu" if entry is None else entry.device

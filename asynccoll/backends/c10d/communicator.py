@@ -77,7 +77,7 @@ class Transport:
 
     @property
     def native(self) -> Any:
-        """The group to make calls on, hidden from a running profiler if its works end later."""
+        """The group to make calls on, hidden from a running profiler if its works end after the call."""
         if self._ends_later and profiler._is_profiler_enabled:
             return Unprofiled(self.group)
         return self.group

@@ -289,7 +289,7 @@ class MpiCommunicator:
         self._messages, self._refusals = previous._messages, previous._refusals
 
     def close(self) -> None:
-        """Free the communicator, unless operations on it will never end: then MPI keeps it until the end."""
+        """Free it, unless operations on it will never end: MPI then keeps it until the job ends."""
         if not self._common.abandoned and not MPI.Is_finalized():
             self._attempt(self.native.Free)
 

@@ -3,7 +3,7 @@
 A call (``calls``) is handed over to the replica's progress thread, which brings its input onto the device and
 lets it meet the calls of the other ranks; the last to arrive launches all of them (``launching``). Then each
 progress thread waits for its own device, puts the result where the caller wants it, and completes the
-promise.
+promise. The caller's thread only hands the call over.
 """
 
 from __future__ import annotations

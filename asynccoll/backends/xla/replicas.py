@@ -5,7 +5,7 @@ group have made theirs. Then the calls are compared, and launched on all of thei
 rank occupies no device, a mismatch is an error instead of the end of the process, and lanes may be used in
 any order.
 
-This module must not know torch_xla.
+This module knows threads and calls, but not torch_xla.
 """
 
 from __future__ import annotations
