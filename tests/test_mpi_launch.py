@@ -430,6 +430,15 @@ DEVICE_MEMORY = """
     from asynccoll.backends.mpi import library as mpi_library
     print(mpi_library._path_of_library())
     print(mpi_library._cuda_aware(MPI))
+
+    class Says:
+        COMM_SELF = property(lambda self: self)
+        Get_info = lambda self: {"mpi_memory_alloc_kinds": self.kinds}
+
+    for kinds in ("system,cuda", "mpi,cuda:host:device", "cuda:host", "rocm:device"):
+        says = Says()
+        says.kinds = kinds
+        print(mpi_library._cuda_aware(says))
 """
 
 
@@ -437,9 +446,10 @@ def test_a_library_that_takes_no_device_memory_says_so(tmp_path: Path) -> None:
     """Asked as on a machine with a GPU, the plain wheels' own answer: CUDA tensors are staged."""
     ended = call([sys.executable, write(tmp_path, DEVICE_MEMORY)])
     assert ended.code == 0, ended.said
-    path, aware = ended.out.split()
+    path, aware, *restricted = ended.out.split()
     assert Path(path).name.startswith("libmpi.so")
     assert aware == "False"
+    assert restricted == ["True", "True", "False", "False"]
 
 
 LEFT_TO_US = """

@@ -186,7 +186,7 @@ class MpiCompletion(Polled):
         return True
 
     def add_callback(self, callback: Callback) -> None:
-        if self._size_bytes < SMALL_BYTES and not progress.here():
+        if self._size_bytes <= SMALL_BYTES and not progress.here():
             # In a busy program the progress thread may wait 5 ms for the GIL. A small operation among ranks
             # that are awake takes a hundredth of this grace period.
             self._test_until(monotonic() + GRACE_SECONDS)

@@ -137,7 +137,9 @@ def _cuda_aware(mpi: ModuleType) -> bool:
     if not torch.cuda.is_available():
         return False
     kinds = mpi.COMM_SELF.Get_info().Get("mpi_memory_alloc_kinds") or ""
-    if "cuda" in kinds.split(","):
+    # "cuda" is any of its memory; "cuda:host:device" lists kinds of it (MPI 4.1).
+    restricted = [kind.strip().split(":") for kind in kinds.split(",")]
+    if any(kind == "cuda" and (not only or "device" in only) for kind, *only in restricted):
         return True
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(_path_of_library()).MPIX_Query_cuda_support())
