@@ -1,8 +1,8 @@
 """Accounts of what each rank has done, as far as can be known: from its flight recorder, or by asking it.
 
-For a rank on this node the memory of its recorder is read, whatever its process is doing; a rank on another
-node is asked, and answers from a separate thread. Only the rank itself can say where its main thread stands.
-Asking takes a bounded time, and costs nothing before. An account only states facts; ``blame`` judges.
+For a rank on this node the memory of its recorder is read, whatever its process is doing. A rank on another
+node is asked, and answers from a separate thread. Only the rank itself can say where its main thread is.
+Asking takes a bounded time; there is no cost until then. An account only states facts; ``blame`` judges.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from asynccoll.host import answering, handing, shared_memory, standing
 
 __all__ = ["NOTE", "SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
 
-#: How a question begins that is a note in which another rank announces a call (``confirming``).
+#: The prefix of a question that is a note, in which another rank announces a call (``confirming``).
 NOTE = "call "
-#: How a question for an account begins; the number of calls to tell of follows.
+#: The prefix of a question for an account; the number of latest calls to report follows.
 _ACCOUNT = "account"
-#: The environment variable for a job's secret, by which ranks trust questions, if the launcher sets one; else
-#: each rank has its own secret, which the others find in the store.
-SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # its name
+#: The environment variable for the job's secret, by which ranks authenticate questions. If the launcher does
+#: not set it, each rank has its own secret, which the others find in the store.
+SECRET_VARIABLE = "ASYNCCOLL_SECRET"  # noqa: S105  # the variable's name, not a secret
 #: How long a rank may take to answer.
 ASK_SECONDS = 0.3
-#: How long its answer is given again, to others that ask the same, if nothing was called since: no longer
-#: than a question may be under way.
+#: How long a rank repeats its answer to others that ask the same, if it has made no call since: no longer
+#: than a question may be in transit.
 KEPT_SECONDS = 0.01
-#: The calls in the answers of all ranks together, some of 150 bytes each.
+#: The most calls in the answers of all ranks together; each takes some 150 bytes.
 _MOST_CALLS = 1 << 16
-#: How long connecting to it may take: a busy link may lose the first packet, which is sent again after 1 s.
+#: How long connecting to a rank may take: a busy link may lose the first packet, which is resent after 1 s.
 REACH_SECONDS = 1.5
-#: The memory of this many ranks of this node is kept open, so that it can be read after they have ended.
+#: The recorder memory of at most this many ranks on this node is kept open, to be read after they have ended.
 _MOST_HELD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a rank publishes: its beacon's address, its recorder's descriptor, and the port that answers."""
+    """What a rank publishes: its beacon's address, its recorder's descriptor, and its port for questions."""
 
     address: str
     port: int
@@ -56,11 +56,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What is known of one rank. ``state``: its process's state from the kernel, if it is on this node.
+    """What is known about one rank. ``state``: its process's state from the kernel, if it is on this node.
 
     ``now`` is its monotonic clock at the time of the account. ``stacks``: the frames of its main thread
-    (under ""), or of its tasks while that sleeps in an event loop, innermost first, as
-    "function (file:line)"; ``stands`` is the innermost frame of the user's. ``answers``: whether it answered;
+    (under ""), or of its tasks while that thread sleeps in an event loop; innermost first, as
+    "function (file:line)". ``stands`` is the innermost frame of user code. ``answers``: whether it answered;
     ``reached``: whether it could be asked.
     """
 
@@ -89,24 +89,24 @@ class Accounts:
         self._secret = secret
         self._node = node
         self._answers: answering.Answers | None = None
-        #: the memory, kept open, of ranks of this node
+        #: the recorder memory of ranks on this node, kept open
         self.held: dict[int, memoryview] = {}
-        #: held while others are asked, so that one of those who wait for it asks for all; a signal's handler
-        #: may ask, too
+        #: held while peers are asked: of the threads that wait for it, the first then asks for all of them;
+        #: reentrant, as a signal handler may ask too
         self._asking = host.RLock()
         self._turns = itertools.count()
         self._callers: set[int] = set()
-        #: the latest accounts, each with the turn in which it was asked for, while somebody waits
+        #: the latest accounts, each with the turn in which it was asked for; kept while any caller waits
         self._kept: dict[int, tuple[int, Account]] = {}
-        #: the latest answer, what was asked and recorded then, and when
+        #: the question and the newest ticket at the time of the latest answer, when that was, and the answer
         self._answered: tuple[tuple[str, int], float, Mapping[str, object]] = ("", 0), 0.0, {}
-        #: the thread whose stack is given in answers
+        #: the thread whose stack is reported in answers
         self.thread: int = host.get_ident()
 
     def publish(self, address: str, port: int, secret: str, meets: str = "") -> Peer:
-        """Answer questions at ``address`` from now on, if they prove to know the job's secret, or ``secret``.
+        """Start answering questions at ``address`` that prove knowledge of the job's secret or ``secret``.
 
-        ``meets``: the address of the store at which the ranks have met. Returns what to publish.
+        ``meets``: the address of the store through which the ranks met. Returns what to publish.
         """
         known = self._secret or secret
         self._answers = answering.Answers(address, known.encode(), self._answer)
@@ -131,7 +131,7 @@ class Accounts:
                 self.held[rank] = found
 
     def _look(self, peer: Peer) -> memoryview | None:
-        """The memory that ``peer`` published, or None; never that of another process with the same pid."""
+        """Map the memory that ``peer`` published; None also if its pid is now that of another process."""
         if peer.node != self._node or peer.memory < 0:
             return None
         memory = shared_memory.look(peer.pid, peer.memory)
@@ -139,10 +139,10 @@ class Accounts:
         return memory if is_its else None
 
     def of(self, peers: Mapping[int, Peer], seconds: float = ASK_SECONDS) -> dict[int, Account]:
-        """Return an account of each of ``peers``, asking it; of ranks on this node also without an answer.
+        """Ask each of ``peers`` for an account; a rank on this node gets one even if it does not answer.
 
-        None is older than this call: a rank may have called meanwhile what it had not. But of the works that
-        time out at once, one asks for all that wait behind it.
+        No account is older than this call, as a rank may meanwhile have made the call that it had not made
+        before. But if several works time out together, one of them asks for all that wait behind it.
         """
         came = next(self._turns)
         self._callers.add(came)
@@ -163,9 +163,9 @@ class Accounts:
         near = {rank: self._read(rank, peer) for rank, peer in peers.items()}
         awake = {rank: peer for rank, peer in peers.items() if near[rank].state not in ("T", "Z")}
         said: dict[int, dict[str, Any] | None] = {}
-        # What was read here need not be told.
+        # Calls that were read from memory here need not be sent.
         calls = _MOST_CALLS // len(awake) if any(near[rank].flight is None for rank in awake) else 0
-        with contextlib.suppress(OSError):  # out of descriptors: accounts are made from open memory only
+        with contextlib.suppress(OSError):  # out of descriptors: accounts come from open memory only
             said = _answers(awake, self._secret, f"{_ACCOUNT} {calls}", seconds, reach=REACH_SECONDS)
         return {
             rank: with_answer(replace(near[rank], reached=rank in said or rank not in awake), said.get(rank))
@@ -177,16 +177,16 @@ class Accounts:
         return set(self.tell(peers, "here", seconds)) if peers else set()
 
     def tell(self, peers: Mapping[int, Peer], question: str, seconds: float) -> dict[int, dict[str, Any]]:
-        """Ask ``peers``; returns the answers, by rank."""
+        """Put ``question`` to ``peers``; return the answers, by rank."""
         return ask(peers, self._secret, question, seconds)
 
     def last_seen(self, rank: int, peer: Peer) -> Flight | None:
-        """The records of ``rank`` if its memory is open, whether or not its process is alive."""
+        """Return the records of ``rank`` if its memory is open, whether or not its process is alive."""
         memory = self.held.get(rank)
         return None if memory is None else _recorded(memory, peer.pid)
 
     def own(self) -> Flight | None:
-        """This rank's records."""
+        """Return this rank's records."""
         return flight.read(self._recorder.buffer)
 
     def _read(self, rank: int, peer: Peer) -> Account:
@@ -197,7 +197,7 @@ class Accounts:
         return Account(rank, _recorded(memory, peer.pid), host.monotonic(), state, near=True)
 
     def _answer(self, question: str) -> Mapping[str, object]:
-        """Answer ``account 9`` (its last calls, stacks), ``peers`` (what others have published), or ``here``.
+        """Answer ``account 9`` (latest calls, stacks), ``peers`` (what others have published), or ``here``.
 
         A note, in which another rank announces a call, is answered by ``hear`` with this rank's call.
         """
@@ -245,7 +245,7 @@ class Accounts:
 
 
 def _recorded(memory: memoryview, pid: int) -> Flight | None:
-    """The records in the memory of process ``pid``; with its exit code until the process is reaped."""
+    """Return the records in the memory of process ``pid``; with its exit code until that is reaped."""
     found = flight.read(memory)
     if found is not None and found.ending != "exited" and (code := shared_memory.exit_code(pid)) is not None:
         return replace(found, ending="exited", code=code)
@@ -255,7 +255,10 @@ def _recorded(memory: memoryview, pid: int) -> Flight | None:
 def ask(
     peers: Mapping[int, Peer], secret: str, question: str, seconds: float = ASK_SECONDS
 ) -> dict[int, dict[str, Any]]:
-    """Ask ``peers``; returns answers within ``seconds``. ``secret``: the job's, "" if each has its own."""
+    """Put ``question`` to ``peers``; return the answers that arrive within ``seconds``.
+
+    ``secret``: the job's, "" if each rank has its own.
+    """
     said = _answers(peers, secret, question, seconds)
     return {rank: one for rank, one in said.items() if one is not None}
 
@@ -263,7 +266,7 @@ def ask(
 def _answers(
     peers: Mapping[int, Peer], secret: str, question: str, seconds: float, *, reach: float | None = None
 ) -> dict[int, dict[str, Any] | None]:
-    """As ``answering.ask``."""
+    """Ask those of ``peers`` that take questions, as ``answering.ask`` does."""
     asked = {
         rank: (peer.address, peer.answers, (secret or peer.secret).encode())
         for rank, peer in peers.items()

@@ -1,7 +1,7 @@
-"""Which ranks keep an operation from ending, and what they do instead: in words, from the ranks' accounts.
+"""Explain in words which ranks keep an operation from completing, and what they are doing instead.
 
-The functions are pure (``accounts`` asks the ranks). A rank is named only for what its flight recorder or its
-kernel says.
+The functions are pure: they take the ranks' accounts (``accounts`` asks the ranks). A rank is named only on
+evidence from its flight recorder or its kernel.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Awaited:
     """An operation that is waited for; ``str()`` says what the other ranks have to call.
 
     ``peer`` is the global rank that a message of ``rank`` is to or from, with ``tag``; else -1.
-    ``opens``: its lane is not open yet. That takes a call of every rank of the group, even for a message.
-    ``unprepared``: the ranks, perhaps outside of the group, of which it takes a call of ``prepares`` first.
+    ``opens``: its lane is not open yet; every rank of the group has to make a call on it first, even for a
+    message. ``unprepared``: the ranks, possibly outside the group, that have to call ``prepares`` first.
     """
 
     operation: str
@@ -82,8 +82,8 @@ class Blame:
     """The ``ranks`` that an operation waits for (global, in order), and for each a sentence that says why.
 
     If there are no ranks, ``sentences`` say what else is known. ``str()`` joins the sentences. ``verdict`` is
-    that of the sentences, if any, which tells what the whole job waits for; ``verdict_key`` is a name for it
-    that is the same on all ranks.
+    the one of them, if any, that says what the whole job waits for; ``verdict_key`` is a name for it that is
+    the same on all ranks.
     """
 
     operation: str
@@ -98,7 +98,7 @@ class Blame:
 
     @property
     def without_verdict(self) -> str:
-        """As ``str()``, for a rank whose peer has told what the job waits for."""
+        """``str()`` without the verdict, for a rank one of whose peers has reported it already."""
         own = [one for one in self.sentences if one != self.verdict]
         return "; ".join([*own, "what the whole job waits for is in the warning of another rank"])
 
@@ -110,10 +110,10 @@ def blame(
     describe: Callable[[int], str],
     own: Account | None = None,
 ) -> Blame:
-    """Find the ranks of ``accounts`` that have not made the call, or cannot go on; ``lost`` are gone.
+    """Find the ranks of ``accounts`` that have not made the call, or cannot continue; ``lost`` are gone.
 
     ``describe`` returns a rank's name: ``rank 1 (host n1, pid 71)``. ``own`` is the account of the rank that
-    asks, which may itself have left out a call in which the others wait.
+    asks, which may itself have skipped a call in which the others wait.
     """
     found: dict[int, str] = {}
     for rank, account in sorted(accounts.items()):
@@ -133,7 +133,7 @@ def blame(
     if not found:
         sentences = _nobody(awaited, accounts, own)
     elif own is not None and (verdict := _origin(tuple(found), [own, *accounts.values()])):
-        # A circle explains the wait, so it comes first; another wait only may explain it, so it comes last.
+        # A circle explains the wait, so it goes first; another wait only may explain it, so it goes last.
         origin, key = verdict
         sentences.insert(len(sentences) if origin.startswith(_MAYBE) else 0, origin)
     elif told or (told := _strayed(awaited, found, accounts, own)):
@@ -144,9 +144,9 @@ def blame(
 def _strayed(
     awaited: Awaited, found: Collection[int], accounts: Mapping[int, Account], own: Account | None
 ) -> str:
-    """A sentence that one of ``found`` has likely left out an equal call before, with the lines; or "".
+    """Say, with the lines, that one of ``found`` has likely skipped an identical call before; else "".
 
-    "" also if already the first calls came from different lines: then the ranks run different code.
+    "" also if the very first calls came from different lines: then the ranks run different code.
     """
     known = [own, *(accounts[rank] for rank in found)]
     flights = {one.rank: one.flight for one in known if one is not None and one.flight is not None}
@@ -155,9 +155,10 @@ def _strayed(
 
 
 def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> tuple[str, str] | None:
-    """The ranks that all wait for, or the circle in which they wait, and the wait's key.
+    """Say which ranks the whole job waits for, or the circle in which ranks wait; and the wait's key.
 
-    None if these are ``ranks``, or unknown. ``accounts`` begin with that of the rank that asks.
+    None if these are ``ranks`` themselves, or if it is unknown. ``accounts`` begins with that of the rank
+    that asks.
     """
     flights = {one.rank: one.flight for one in accounts if one.flight is not None and one.now}
     if len(flights) < len(accounts):
@@ -165,7 +166,7 @@ def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> tuple[str, s
     found = hang_of(flights, {one.rank: one.now for one in accounts})
     if found is None or found.ranks == ranks:
         return None
-    if ranks and accounts[0].rank in found.ranks and not found.circle:  # a consequence of this wait
+    if ranks and accounts[0].rank in found.ranks and not found.circle:  # a consequence of this rank's wait
         return None
     if not found.ranks and any(accounts[0].rank in turn.waiting for turn in found.circle):
         return str(found), found.key
@@ -173,7 +174,7 @@ def _origin(ranks: tuple[int, ...], accounts: Sequence[Account]) -> tuple[str, s
 
 
 def _why(awaited: Awaited, account: Account, lost: bool) -> str:
-    """Why this rank has not done its part in the operation, or cannot; "" if nothing is known against it."""
+    """Say why this rank has not done its part in the operation, or cannot; "" if nothing suggests that."""
     flight = account.flight
     gone = lost or (account.near and account.state in ("", "Z"))
     if flight is None:
@@ -183,7 +184,7 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
     has_called = _has_called(awaited, flight)
     stuck = account.near and account.state in _STATES and account.state != "D"
     if has_called:
-        # A rank that left its world in order has done its part.
+        # A rank that left its world properly has done its part.
         ended = (gone and flight.ending == "running") or _has_failed(flight)
         return f"has called it; {_now(account, gone)}" if stuck or ended else _other(awaited, flight)
     unheard = gone and flight.ending == "running"
@@ -196,14 +197,14 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
 
 
 def _unprepared(awaited: Awaited, account: Account, lost: bool) -> str:
-    """That this rank has not prepared the group, which is known whether or not the rank answers."""
+    """Say that this rank has not prepared the group, which is known whether or not the rank answers."""
     gone = lost or (account.near and account.state in ("", "Z"))
     last = "" if account.flight is None else last_words(account.flight, account.now)
     return "; ".join(filter(None, [f"has not called {awaited.prepares}", last, _now(account, gone)]))
 
 
 def _unopened(awaited: Awaited, account: Account) -> str:
-    """That a third rank keeps a message waiting, as it has not used the message's lane yet; else ""."""
+    """Say that a third rank holds up a message, as it has not used the message's lane yet; else ""."""
     flight = account.flight
     if not awaited.opens or flight is None or any(flight.on_lane(awaited.group, awaited.lane_key)):
         return ""
@@ -226,11 +227,11 @@ def _has_called(awaited: Awaited, flight: Flight) -> bool:
         for call in flight.on_lane(awaited.group, awaited.lane_key)
         if call.sequence == awaited.sequence
     ]
-    return not parts or max(parts) >= awaited.part  # without any, its records are overwritten
+    return not parts or max(parts) >= awaited.part  # if there are none, their records were overwritten
 
 
 def _refused(awaited: Awaited, flight: Flight) -> Call | None:
-    """The rank's side of the operation, if the rank has refused it; else None."""
+    """Return the rank's side of the operation, if the rank has refused it; else None."""
     if awaited.sequence:
         return flight.refused(awaited.group, awaited.lane_key, awaited.sequence, awaited.part)
     if _has_called(awaited, flight):
@@ -239,7 +240,7 @@ def _refused(awaited: Awaited, flight: Flight) -> Call | None:
 
 
 def _failed(awaited: Awaited, flight: Flight) -> Call | None:
-    """The rank's last side of such a message, if it has failed."""
+    """Return the rank's latest side of such a message, if that has failed; else None."""
     if awaited.sequence:
         return None
     side = latest_side(flight, awaited.group, awaited.lane_key, awaited.operation, awaited.rank, awaited.tag)
@@ -247,7 +248,7 @@ def _failed(awaited: Awaited, flight: Flight) -> Call | None:
 
 
 def _other(awaited: Awaited, flight: Flight) -> str:
-    """What the rank has called in place of the operation, if that is known to be a different one; else ""."""
+    """Say what the rank called in place of the operation, if that is known to be a different one; else ""."""
     call = _in_its_place(awaited, flight)
     if call is None or call.operation == awaited.operation:
         return ""
@@ -262,7 +263,7 @@ def _in_its_place(awaited: Awaited, flight: Flight) -> Call | None:
 
 
 def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, str]:
-    """What each rank has called as that part, if a rank's call is recorded to have no such part; else {}."""
+    """Return what each rank called as that part, if one rank's call has ended before that part; else {}."""
     found: dict[int, Call] = {}
     for rank, account in sorted(accounts.items()):
         if account.flight is not None and (call := _in_its_place(awaited, account.flight)) is not None:
@@ -272,7 +273,7 @@ def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int,
 
 
 def last_words(flight: Flight, now: float, since: str = "ago") -> str:
-    """The last call in words: ``its last call was broadcast #40 on lane 'eval' at train.py:88, ...``."""
+    """Describe the last call: ``its last call was broadcast #40 on lane 'eval' at train.py:88, ...``."""
     if not flight.calls:
         return "it has made no call"
     last = flight.calls[-1]
@@ -288,9 +289,9 @@ def _has_failed(flight: Flight) -> bool:
 
 
 def ending(flight: Flight, now: float, *, advice: bool = True) -> str:
-    """How a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it is not known to have ended.
+    """Say how a rank ended: ``it ended with exit code 0, 3.0 s ago``; "" if it is not known to have ended.
 
-    ``advice``: also where to look for the reason.
+    ``advice``: also say where to look for the reason.
     """
     ago = f", {max(0.0, now - flight.ended):.1f} s ago" if now and flight.ended else ""
     if flight.ending == "running":
@@ -310,13 +311,13 @@ def ending(flight: Flight, now: float, *, advice: bool = True) -> str:
 
 
 def _now(account: Account, gone: bool) -> str:
-    """What the rank does now, in words; "" if nothing is known."""
+    """Say what the rank is doing now; "" if nothing is known."""
     flight = account.flight
     if flight is not None and flight.ending != "running":
         return ending(flight, account.now)
     if gone and account.state not in ("Z", ""):
         return "its process is gone"
-    # A process that answers was in the kernel only for a moment: state D means nothing then.
+    # If the process answers, it was in the kernel only for a moment: state D means nothing then.
     if account.near and account.state in _STATES and not (account.state == "D" and account.stands):
         return _STATES[account.state]
     if account.stands:
@@ -327,7 +328,7 @@ def _now(account: Account, gone: bool) -> str:
 
 
 def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | None) -> list[str]:
-    """What to say if every rank has called the operation, as far as is known."""
+    """Return the sentences for when every rank has called the operation, as far as is known."""
     if not accounts:
         return [_NOT_OPEN] if awaited.opens else []
     over = [rank for rank, one in sorted(accounts.items()) if one.flight and _is_over(awaited, one.flight)]
@@ -351,7 +352,7 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | No
 
 
 def _refused_before(awaited: Awaited, own: Account | None) -> Call | None:
-    """A send of this rank that was refused, if it waits for another one to the same rank."""
+    """Return this rank's send that was refused, if it now waits for another one to the same rank."""
     if own is None or own.flight is None or awaited.sequence:
         return None
     return refused_send(
@@ -360,7 +361,7 @@ def _refused_before(awaited: Awaited, own: Account | None) -> Call | None:
 
 
 def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tuple[str, Call | None]]:
-    """The ranks that have only just called it: how long ago, and which call they had timed out in before."""
+    """Return the ranks that have only just called it: how long ago, and which call timed out just before."""
     late = {}
     for rank, one in sorted(accounts.items()):
         call = None if one.flight is None or not one.now else _call_of(awaited, one.flight)
@@ -371,13 +372,13 @@ def _lately(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int, tupl
 
 
 def _call_of(awaited: Awaited, flight: Flight) -> Call | None:
-    """The rank's call at the place of ``awaited``; None for a message, which has no place."""
+    """Return the rank's call at the place of ``awaited``; None for a message, which has no place."""
     calls = flight.on_lane(awaited.group, awaited.lane_key) if awaited.sequence else ()
     return next((call for call in calls if call.sequence == awaited.sequence), None)
 
 
 def _timed_out_before(called: Call, flight: Flight) -> Call | None:
-    """A call for which the rank's wait timed out just before it made ``called``; None if there is none."""
+    """Return a call for which the rank's wait timed out just before it made ``called``, or None."""
     for call in flight.calls:
         if call.timed_out and 0 <= called.called - call.timed_out < LATELY_SECONDS:
             return call

@@ -1,9 +1,9 @@
 """``check="full"``: the signatures of all ranks are compared before any data moves.
 
-A signature is a digest of what describes a call (operation, reduction, dtype, shape, root). It is sent in one
-small all_gather ahead of the call, on the same communicator, so that calls in different order are found as
-well. On a mismatch the ranks show each other their calls in a second one, and every rank raises; nothing of
-the call has been sent, and the lane stays in step.
+A signature is a digest of the call's description (operation, reduction, dtype, shape, root). It is sent in
+one small all_gather ahead of the call, on the same communicator, so calls in a different order are detected
+as well. On a mismatch a second all_gather exchanges the descriptions, and every rank raises; nothing of the
+call itself has been sent, and the lane stays in step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["checked", "misfit", "mismatch"]
 
 _DIGEST_BYTES = 16
 _TEXT_BYTES = 8192
-#: So many characters are shown of a call of a tree if the error names the leaves that differ.
+#: How many characters of a call on a tree are shown if the error names the leaves that differ.
 _BEGIN = 160
 #: The operations that have ``uneven=``.
 _UNEVEN = ("all_gather", "gather")
 
 
 def checked(lane: Lane, what: What, start: Start | None = None, program: Program | None = None) -> Program:
-    """A program that compares ``what`` with every other rank's, and then runs ``start`` or ``program``.
+    """Return a program that compares ``what`` with every other rank's, then runs ``start`` or ``program``.
 
     For calls that are sent together, the description of all of them is compared as well.
     """
@@ -48,7 +48,7 @@ def checked(lane: Lane, what: What, start: Start | None = None, program: Program
     def compared(communicator: Communicator) -> Generator[Completion, None, Completion]:
         digests = _rows(lane, _DIGEST_BYTES)
         yield communicator.all_gather(digests.view(-1), _row(digest, _DIGEST_BYTES))
-        if not torch.equal(digests, digests[:1].expand_as(digests)):  # so every rank asks for the texts
+        if not torch.equal(digests, digests[:1].expand_as(digests)):  # as it then is on every rank
             texts = _rows(lane, _TEXT_BYTES)
             yield communicator.all_gather(texts.view(-1), _row(at_line(what, line, _TEXT_BYTES), _TEXT_BYTES))
             raise mismatch(lane, lane.group.ranks, list(map(_text, texts)), place=place)
@@ -79,15 +79,15 @@ def mismatch(
     begins: tuple[int, int] | None = None,
     place: int = 0,
 ) -> CollectiveMismatchError:
-    """The error for ``ranks`` that called different ``texts``, found before anything was sent.
+    """Return the error for ``ranks`` that called different ``texts``, found before anything was sent.
 
-    ``begins``: place and part of the first of these calls; or its ``place`` alone, if that is known.
+    ``begins``: place and part of the first of these calls; ``place``: its place, if only that is known.
     """
     place = begins[0] if begins is not None else place
     number = f"as call {numbered(place)} " if place else ""
     trees = differing(ranks, texts)
     texts = list(map(shown_part, texts))
-    # Where the trees differ says more than the rest of a long text.
+    # The leaves that differ say more than the rest of a long text.
     sides = by_text(ranks, map(_begins, texts) if trees else texts)
     said = "\n".join(f"  {who}: {text}" for who, text in sides)
     error = CollectiveMismatchError(
@@ -101,9 +101,9 @@ def mismatch(
 def misfit(
     where: object, ranks: tuple[int, int], rows: int, expected: int, lines: Sequence[str], place: int = 0
 ) -> CollectiveMismatchError:
-    """The error for an all_to_all in which ``ranks[0]`` sends ``rows`` and ``ranks[1]`` expects others.
+    """Return the error for an all_to_all: ``ranks[0]`` sends ``rows``, but ``ranks[1]`` expects ``expected``.
 
-    ``lines`` are those of their two calls, "" where that is not known.
+    ``lines`` are those of the two calls, "" where that is not known.
     """
     sender, receiver = ranks
     texts = (
@@ -115,7 +115,7 @@ def misfit(
 
 
 def _hint(texts: Sequence[str], place: int) -> str:
-    """A hint at the likely cause, as far as the texts show it, and the place if known; else ""."""
+    """Return a hint at the likely cause, as far as the texts, and the place if known, show it; else ""."""
     said = [text.rpartition(" at ") for text in texts]
     whats = [what or line for what, _, line in said]  # the line is not always known
     lines = {line for what, _, line in said if what}
@@ -139,11 +139,11 @@ def _hint(texts: Sequence[str], place: int) -> str:
 
 
 def _begins(text: str) -> str:
-    """How a text begins, and its line."""
+    """Return the beginning of a text, and its line."""
     what, at, line = text.rpartition(" at ")
     return f"{shortened(what, _BEGIN)}{at}{line}"
 
 
 def _any_length(what: str) -> str:
-    """``what`` with the first dimension of its shapes replaced by n."""
+    """Return ``what`` with the first dimension of its shapes replaced by n."""
     return re.sub(r"\[\d+", "[n", what)

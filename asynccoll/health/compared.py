@@ -1,9 +1,9 @@
-"""The default comparison of calls, as they are made: with ranks of this node, and with other nodes.
+"""The default comparison of calls, as they are made: with ranks on this node, and with other nodes.
 
-If a backend connects ranks of one node by sockets, each rank writes a header of its call
+If a backend connects the ranks of a node by sockets, each rank writes a header of its call
 (``flight.headers``), which the others read before they make theirs. If ranks send through shared memory, the
-engine that moves the data compares the calls itself. Ranks of other nodes are told of calls that they cannot
-expect (``confirming``). With ``check="full"`` all calls are compared ahead instead (``checks``).
+engine that moves the data compares the calls itself. Ranks on other nodes are notified of calls that they
+cannot expect (``confirming``). With ``check="full"`` all calls are compared beforehand instead (``checks``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Compared:
         near: Mapping[int, memoryview],
         far: Confirming | None = None,
     ) -> None:
-        """``near``: the memory of the flight recorders of this node's ranks, by rank."""
+        """``near``: the flight recorders' memory of the other ranks on this node, by rank."""
         self._far = far
         self._lane = lane
         self._rank = rank
@@ -51,7 +51,7 @@ class Compared:
         self._headers = Headers(recorder, lane.records.number, lane.group.key, lane.key, near)
 
     def restart(self, epoch: int) -> None:
-        """Compare anew from here: ranks are in step again, whatever they called before."""
+        """Start the comparison over: all ranks are in step again, whatever they called before."""
         self._headers.restart(epoch)
         if self._far is not None:
             self._far.restart(epoch)
@@ -61,8 +61,8 @@ class Compared:
     ) -> CollectiveMismatchError | Promise | None:
         """Compare the call that is about to be made.
 
-        Returns the error to raise instead, or a promise to wait for first, which ends with that error or
-        without one; None: make the call. Also None if the same call was compared before.
+        Returns the error to raise instead, or a promise to wait for first, which completes with that error or
+        without one, or None to make the call. Also None if the same call was compared before.
         """
         key = (what, id(spot.code), spot.instruction)
         known = self._recorder.texts.get(key) or self._learn(key, what, spot)
@@ -78,12 +78,12 @@ class Compared:
             return mismatch(self._lane, ranks, [texts[rank] for rank in ranks], begins)
         if self._far is None:
             return None
-        text = lambda: _said(what, spot).decode(errors="replace")  # noqa: E731  # what it says
+        text = lambda: _said(what, spot).decode(errors="replace")  # noqa: E731  # the call in words
         said = Announced(self._headers.running, checksum, place, part, text)
         return self._far.call(said, self._headers.count)
 
     def _learn(self, key: Hashable, what: Hashable, spot: Spot) -> int:
-        """Write the text of a new kind of call. Returns its number, above 32 bits of the kind's checksum."""
+        """Write the text of a new kind of call. Returns its number, shifted above the 32-bit checksum."""
         checksum = zlib.crc32(encoded(shown(what)))
         number = self._recorder.write(_said(what, spot), (what, spot))
         known = self._recorder.texts[key] = number << 32 | checksum
@@ -91,5 +91,5 @@ class Compared:
 
 
 def _said(what: Hashable, spot: Spot) -> bytes:
-    """The call and its source line as text."""
+    """Return the call and its source line as text."""
     return at_line(what, spot.place, TEXT_BYTES)

@@ -2,21 +2,21 @@
 
 Ranks that have made the same calls expect the same next one (`Prediction`). An expected call is made at once.
 An unexpected call is made only once a rank of every other node is known to make the same one: this rank sends
-them a *note* of it, and holds the call until each has confirmed it, in its answer or in a note of its own. So
-if two ranks differ about a call, at least one of them makes an unexpected call, holds it, and learns of the
-other's before making it. A rank that has made the call it expected, and then learns of a different one,
-refuses it, which ends the call on every rank (``order.cut``).
+a *note* of it to them, and holds the call until each has confirmed it, in its answer or in a note of its own.
+So if two ranks differ about a call, the call of at least one of them is unexpected: that rank holds it, and
+learns of the other rank's call before making its own. A rank that has made the call it expected, and then
+learns of a different one, refuses it, which ends the call on every rank (``order.cut``).
 
-Ranks of one node compare their calls among themselves (`Compared`) before they tell other nodes, so that one
-rank speaks for its node. Calls are numbered from the last time that all ranks were in step, and calls of one
-number are compared: if one rank goes on with parts of a call while another makes the next call, these differ.
-Calls that were made are remembered until they are over and for a while longer; unexpected ones as long as
-there is room, as a rank of another node may ask about one much later, if another rank of its node has already
-confirmed the call for both.
+Ranks on one node compare their calls among themselves (`Compared`) before they notify other nodes, so one
+rank speaks for its node. Calls are numbered from the last time that all ranks were in step, and calls with
+the same number are compared: if one rank continues with parts of a call while another makes the next call,
+these differ. Calls that were made are remembered until some time after they are over. Unexpected ones are
+remembered as long as there is room, as a rank of another node may ask about one much later, if another rank
+of its node has already confirmed the call for both.
 
 Lock order: a lane's lock, then that of ``Confirmations``. Settling a promise drives lanes, so that is done by
-one thread per world that holds neither lock, and not by the thread that answers questions. Ranks that have
-not answered are told again by another thread, so that calls that do not need these ranks are not delayed.
+one thread per world that holds neither lock, and not by the thread that answers questions. Another thread
+sends notes again to ranks that have not answered, so that calls that do not need these ranks are not delayed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ __all__ = ["Announced", "Confirmations", "Confirming"]
 #: How long a rank may take to answer a note, and the pause before the note is sent again if it has not.
 TELL_SECONDS = 0.5
 AGAIN_SECONDS = 0.05
-#: How many calls of a lane that are over are remembered; how many unexpected ones; and how many calls have
-#: notes of other ranks before this rank makes them.
+#: How many calls of a lane that are over are remembered; how many unexpected ones; and for how many calls
+#: that this rank has not made yet the notes of other ranks are kept.
 OVER = 256
 MOST_UNEXPECTED = 4096
 MOST_NOTES = 1024
@@ -58,7 +58,7 @@ Ask = Callable[[Collection[int], str, float], Mapping[int, Mapping[str, Any]]]
 
 
 class Where(NamedTuple):
-    """Which call of a lane: the ``nth`` since the ``restart`` numbered ``since``, with all ranks in step."""
+    """The position of a call on its lane: ``nth`` since ``restart`` number ``since``, with ranks in step."""
 
     since: int
     nth: int
@@ -87,20 +87,20 @@ class Note(NamedTuple):
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Note:
-        """The note that ``_plain`` has written as ``said``."""
+        """Return the note that ``_plain`` has written as ``said``."""
         return cls(int(said["word"]), int(said["place"]), int(said["part"]), str(said["text"]))
 
 
 @dataclass
 class _Held:
-    """An unexpected call that is held until it is known what the other nodes call."""
+    """An unexpected call that is held until the calls of the other nodes are known."""
 
     confirming: Confirming
     where: Where
     call: Announced
-    #: ranks that are still to be told
+    #: ranks that have yet to answer the note
     untold: set[int]
-    #: the ranks of each other node of which none has announced its call yet
+    #: the ranks of each other node none of whose ranks has announced its call yet
     unheard: list[tuple[int, ...]]
     differ: dict[int, Note] = field(default_factory=dict)
     promise: Promise = field(default_factory=Promise)
@@ -113,7 +113,7 @@ class _Held:
         self.unheard = [ranks for ranks in self.unheard if rank not in ranks]
 
     def is_of(self, name: str, where: Where) -> bool:
-        """Whether it is that call of the lane ``name``, and is still held."""
+        """Whether it is the call at ``where`` on the lane ``name``, and is still held."""
         return not self.settled and self.where == where and self.confirming.name == name
 
     @property
@@ -123,7 +123,7 @@ class _Held:
 
 
 class Confirmations:
-    """The held calls of all lanes of one rank, the thread that tells and settles them, and early notes."""
+    """The held calls of all lanes of a rank, the thread that announces and settles them, and early notes."""
 
     def __init__(self, rank: int, ask: Ask) -> None:
         self.rank: int = rank
@@ -142,7 +142,7 @@ class Confirmations:
 
     @property
     def is_telling(self) -> bool:
-        """Whether other ranks are still to be told of a call of this rank."""
+        """Whether other ranks have yet to answer a note of this rank."""
         return any(held.untold for held in self._held)
 
     def add(self, confirming: Confirming) -> None:
@@ -154,7 +154,7 @@ class Confirmations:
                 start_once(thread, partial(setattr, self, "_thread"))
 
     def hold(self, held: _Held) -> None:
-        """Tell the ranks that it names, and settle its promise once enough is known. With the lock held."""
+        """Have the thread announce the call, and settle it once enough is known. With the lock held."""
         self._held.append(held)
         self._wanted.set()
 
@@ -168,7 +168,7 @@ class Confirmations:
                 del self.notes[at]
 
     def hear(self, question: str) -> Mapping[str, object]:
-        """Take a note of another rank. Runs in the thread that answers.
+        """Process a note from another rank. Runs in the thread that answers.
 
         Returns the call that this rank holds or has made there, as ``_plain`` writes it; {} if neither.
         """
@@ -203,7 +203,7 @@ class Confirmations:
             self._wanted.clear()
             try:
                 self._look()
-            except Exception as error:  # a mistake of ours, or no thread is left: this one has to go on
+            except Exception as error:  # a bug of ours, or no thread can start: this one has to keep running
                 with self.lock:
                     held, self._held = self._held, []
                 for one in held:
@@ -222,7 +222,7 @@ class Confirmations:
         self._have_told_again()
 
     def _have_told_again(self) -> None:
-        """Start the thread that tells silent ranks again, if it is needed and does not run."""
+        """Start the thread that sends notes to silent ranks again, if it is needed and is not running."""
         with self.lock:
             if self._again is None and not self._closed and any(self._still_untold()):
                 again = host.Thread(target=self._tell_again, name="asynccoll-confirming-again", daemon=True)
@@ -232,7 +232,7 @@ class Confirmations:
         return [(held, ranks) for held in self._held if (ranks := held.untold & self._silent)]
 
     def _tell_again(self) -> None:
-        """Tell the silent ranks again and again, until all of them have answered."""
+        """Keep sending notes to the silent ranks until all of them have answered."""
         while True:
             with self.lock:
                 untold = self._still_untold()
@@ -262,7 +262,7 @@ class Confirmations:
                     held.learn(rank, Note.of(answer))
 
     def _settle(self) -> None:
-        """Settle the promises of calls of which enough is known; keep those that are still to be told."""
+        """Settle the promises of calls about which enough is known; keep the calls still to be announced."""
         with self.lock:
             over = [held for held in self._held if held.is_over and not held.settled]
             for held in over:
@@ -273,8 +273,8 @@ class Confirmations:
             held.promise.settle(error)
 
     def close(self) -> None:
-        """End the threads: no call is settled or told any more."""
-        with self.lock:  # in which threads are started: one that has not started cannot be joined
+        """End the threads: from now on no call is settled or announced."""
+        with self.lock:  # threads are started with it held, and one that has not started cannot be joined
             self._closed = True
             threads = (self._thread, self._again)
         self._wanted.set()
@@ -297,7 +297,7 @@ class Confirming:
         self._lane = lane
         self._all = all_of_them
         self._prediction = Prediction()
-        #: the calls made since ``since``, by number; the lowest kept; and the size at which to forget some
+        #: the calls made since ``since``, by number; the lowest number kept; the size at which to forget some
         self._said: dict[int, Announced] = {}
         self._oldest = 1
         self._most = 2 * OVER
@@ -319,7 +319,7 @@ class Confirming:
         return self._lane.broken is not None
 
     def restart(self, since: int) -> None:
-        """Number calls anew, with ``since``: ranks are in step again, whatever they called before."""
+        """Restart the numbering with ``since``: all ranks are in step again, whatever they called before."""
         self._said, self._oldest = {}, 1
         self._unexpected, self._forgotten = {}, 0
         self.since = since
@@ -329,12 +329,12 @@ class Confirming:
     def call(self, call: Announced, nth: int) -> CollectiveMismatchError | Promise | None:
         """Compare a call that is about to be made, the ``nth`` since all ranks were in step.
 
-        Returns the error to raise instead, or a promise to wait for first; None: make the call.
+        Returns the error to raise instead, or a promise to wait for first, or None to make the call.
         """
         expected = self._prediction.expects(call.checksum << 1 | (call.part > 1))
         if expected:
-            # This thread first says the call, then looks for notes; the answering thread first keeps a note,
-            # then looks for what was said. So at least one of the two finds the other's.
+            # This thread first records its call, then looks for notes; the answering thread first stores a
+            # note, then looks for recorded calls. So at least one of the two finds the other's.
             self._say(nth, call)
             if not self._all.notes:
                 return None
@@ -377,9 +377,10 @@ class Confirming:
         self._unexpected[where.nth] = call
 
     def made(self, where: Where, note: Note) -> Announced | None:
-        """The call that this rank made there, for a rank that made the unexpected call of ``note``.
+        """Return the call that this rank made there, for a rank that made the unexpected call of ``note``.
 
-        None if it has made none yet. If it was forgotten, what it must have been: the same, or another one.
+        None if it has made none yet. If its call was forgotten, returns what that must have been: the same
+        call, or another one.
         """
         if where.since != self.since:
             return None
@@ -388,22 +389,22 @@ class Confirming:
             return found
         if where.nth <= self._forgotten:
             return Announced(note.word, 0, note.place, note.part, lambda: note.text)
-        # It is not among this rank's unexpected calls, so this rank expected its own: that is another call.
+        # The forgotten call is not an unexpected one, so this rank expected it: it differs from the note's.
         return Announced(~note.word, 0, note.place, note.part, lambda: "another call, which is over")
 
     def error(self, call: Announced, others: Mapping[int, Note]) -> CollectiveMismatchError:
-        """The error that names this rank's ``call`` and those of ``others``."""
+        """Return the error that names this rank's ``call`` and those of ``others``."""
         texts = {self._all.rank: call.text(), **{rank: note.text for rank, note in others.items()}}
         ranks = sorted(texts)
         begins = min((call.place, call.part), *((note.place, note.part) for note in others.values()))
         return mismatch(self._lane, ranks, [texts[rank] for rank in ranks], begins)
 
     def lose(self, error: Exception) -> None:
-        """Lose the lane, whose calls can no longer be compared."""
+        """Lose the lane, as its calls can no longer be compared."""
         self._lane.lose(collective_error(error, f"comparing calls of {self._lane} with other hosts'"))
 
     def refuse(self, where: Where, call: Announced, others: Mapping[int, Note]) -> None:
-        """Refuse a call that this rank has made, while ``others`` make another one there."""
+        """Refuse a call that this rank has made, as ``others`` make a different one there."""
         if where.since == self.since:
             error = self.error(call, others)
             place, part = error.begins or (call.place, call.part)

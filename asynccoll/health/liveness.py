@@ -1,10 +1,10 @@
-"""Which ranks are still alive: asked only after something failed or was waited for, without cost until then.
+"""Find out which ranks are alive: checked only after a failure or a long wait, with no cost until then.
 
 Each rank keeps a listening socket, its *beacon*, that is never served; its address is in the store. The
 kernel accepts connections for a live process (even a stopped one) and refuses them for one that is gone, so a
 survivor learns in one connection attempt which ranks are dead, on this host or another. The connection is
 kept and checked the next time: an unserved socket takes a limited number of connections, and the kernel
-closes them with the process.
+closes them when the process ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["Liveness"]
 
 #: How long one connection attempt may take.
 PROBE_SECONDS = 0.5
-#: In a routine question a missing answer may be a lost packet on a busy network: a rank counts as gone only
-#: after it has not answered for this long, while it was asked repeatedly.
+#: In a routine check a missing answer may be a lost packet on a busy network: a rank counts as gone only
+#: after it has been asked repeatedly for this long without an answer.
 SILENCE_SECONDS = 4.0
 _AGAIN_SECONDS = 0.01
 
@@ -52,13 +52,13 @@ class Liveness:
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
         self._silent: dict[int, float] = {}  # the ranks that do not answer, and since when
-        #: the ranks that a routine question found gone, and until when that result is used
+        #: the ranks that a routine check found gone, and until when that result is used
         self._dead: dict[int, float] = {}
         self._asking = host.Lock()
         if clients is not None:
             try:
                 self._publish(clients)
-            except BaseException:  # peers that had heard of it would take this rank for one that is there
+            except BaseException:  # peers that have learned of the beacon would take this rank to be alive
                 self.close()
                 raise
 
@@ -89,12 +89,12 @@ class Liveness:
     def lost(
         self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
     ) -> tuple[int, ...]:
-        """Those of ``ranks`` whose process is gone.
+        """Return those of ``ranks`` whose process is gone.
 
-        Asks again for ``patience`` seconds if none is: a dying process closes its sockets one by one, and its
-        beacon may be closed later than a connection that was lost. In a ``routine`` question nothing has
-        failed yet, so a rank that does not answer is not counted as gone at once. As long as this process has
-        no descriptors left, nobody can be asked, and no rank counts as gone.
+        If none is, keeps asking for ``patience`` seconds: a dying process closes its sockets one by one, and
+        its beacon may be closed later than a connection that was lost. In a ``routine`` check nothing has
+        failed yet, so a rank that does not answer does not count as gone immediately. While this process is
+        out of descriptors it cannot ask any rank, and no rank counts as gone.
         """
         self.learn(ranks)
         asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
@@ -108,11 +108,11 @@ class Liveness:
             host.sleep(_AGAIN_SECONDS)
 
     def _gone(self, peers: dict[int, Peer], routine: bool) -> tuple[int, ...]:
-        """Those of ``peers`` with no open connection that do not accept a new one.
+        """Return those of ``peers`` with no open connection that do not accept a new one.
 
-        A rank that a routine question has found gone counts as gone for ``SILENCE_SECONDS`` without being
+        A rank that a routine check has found gone counts as gone for ``SILENCE_SECONDS`` without being
         asked: every lane that waits for a silent rank asks in turn, and if each waited for an answer, the
-        operations of the last one would time out first.
+        operations of the last lane would time out before its turn.
         """
         dead = {rank for rank in peers if host.monotonic() < self._dead.get(rank, 0.0)}
         peers = {rank: peer for rank, peer in peers.items() if rank not in dead}
@@ -121,11 +121,11 @@ class Liveness:
         asked = {rank: (peer.address, peer.port) for rank, peer in peers.items() if rank not in self._lines}
         answered, silent = lines.connect(asked, PROBE_SECONDS)
         self._lines |= answered
-        # Any process can fill a socket that is never served, so the rank's answering thread is asked as well.
+        # Any process can fill the backlog of a socket that is never served, so ask the answering thread too.
         heard = set() if self._accounts is None else self._accounts.heard({one: peers[one] for one in silent})
         silent = [rank for rank in silent if rank not in heard]
         now = host.monotonic()
-        # Whoever was heard, by whichever thread, or has refused, is silent no more.
+        # A rank that has answered any thread, or has refused the connection, is no longer silent.
         before = {rank: since for rank, since in self._silent.items() if rank in silent or rank not in peers}
         self._silent = dict.fromkeys(silent, now) | before
         spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
@@ -136,25 +136,25 @@ class Liveness:
         return tuple(sorted(gone | dead))
 
     def in_doubt(self, ranks: tuple[int, ...]) -> bool:
-        """Whether one of ``ranks`` was silent when last asked: the store may not answer then either."""
+        """Whether one of ``ranks`` was silent when last asked: then the store may not answer either."""
         return not self._silent.keys().isdisjoint(ranks)
 
     def describe(self, rank: int) -> str:
-        """The rank with its host and pid, if known: ``rank 2 (host n1, pid 71)``."""
+        """Name the rank, with its host and pid if known: ``rank 2 (host n1, pid 71)``."""
         if rank not in self._peers:
             return f"rank {rank}"
         peer = self._peers[rank]
         return f"rank {rank} (host {peer.host}, pid {peer.pid})"
 
     def nodes(self, ranks: tuple[int, ...]) -> dict[int, int]:
-        """A number for the node of each of ``ranks``; {} unless all have published where they are."""
+        """Return a number for the node of each of ``ranks``; {} unless all have published where they are."""
         peers = {rank: self._mine if rank == self._rank else self._peers.get(rank) for rank in ranks}
         numbers: dict[str, int] = {}
         found = {rank: numbers.setdefault(one.node, len(numbers)) for rank, one in peers.items() if one}
         return found if len(found) == len(peers) else {}
 
     def accounts(self, ranks: tuple[int, ...]) -> dict[int, Account]:
-        """Ask those of ``ranks`` that have published where they are, and return what is known of each."""
+        """Ask those of ``ranks`` that have published where they are, and return what is known about each."""
         self.learn(ranks)
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         return {} if self._accounts is None else self._accounts.of(peers)
@@ -165,7 +165,7 @@ class Liveness:
             self._accounts.thread = host.get_ident()
 
     def tell(self, ranks: Collection[int], question: str, seconds: float) -> Mapping[int, Mapping[str, Any]]:
-        """Ask those of ``ranks`` that are known; returns the answers that arrive within ``seconds``."""
+        """Ask those of ``ranks`` that are known; return the answers that arrive within ``seconds``."""
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         with contextlib.suppress(OSError):  # no descriptors are left
             return {} if self._accounts is None else self._accounts.tell(peers, question, seconds)
@@ -177,37 +177,37 @@ class Liveness:
             self._accounts.hear = hear
 
     def job(self) -> str:
-        """A name for this world that is the same on all ranks: host, pid and port of its first rank."""
+        """Return a name for this world, the same on all ranks: host, pid and port of its first rank."""
         first = self._mine if self._rank == 0 else self._peers.get(0, self._mine)
         return f"{first.host} {first.pid} {first.port}" if first is not None else ""
 
     def recorded(self) -> dict[int, Flight]:
-        """The records of this rank, and of ranks of its node whose memory is open, without asking any."""
+        """Return the records of this rank, and of ranks on its node whose memory is open, without asking."""
         if self._accounts is None:
             return {}
         own = self._accounts.own()
         found = {} if own is None else {self._rank: own}
-        for rank, peer in list(self._peers.items()):  # other threads learn of more
+        for rank, peer in list(self._peers.items()):  # a copy, as other threads add peers
             seen = self._accounts.last_seen(rank, peer)
             if seen is not None:
                 found[rank] = seen
         return found
 
     def seen(self, ranks: tuple[int, ...]) -> dict[int, memoryview]:
-        """The recorders' memory, as far as it is open, of those of ``ranks`` that are on this node."""
+        """Return the recorders' memory, as far as it is open, of those of ``ranks`` that are on this node."""
         held = {} if self._accounts is None else self._accounts.held
         return {rank: held[rank] for rank in ranks if rank in held}
 
     def leaving(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks`` on this node that have begun to leave their world, perhaps not completely."""
+        """Return those of ``ranks`` on this node that have begun to leave their world, or have left it."""
         return tuple(rank for rank, one in self._last_seen(ranks).items() if one.ending != "running")
 
     def killed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of ``ranks``, which are gone, that are known to have ended amid their work."""
+        """Return those of ``ranks``, all gone, that are known to have ended in the middle of their work."""
         return tuple(rank for rank, one in self._last_seen(ranks).items() if one.was_killed)
 
     def _last_seen(self, ranks: tuple[int, ...]) -> dict[int, Flight]:
-        """The records of those of ``ranks`` whose memory is open, whether or not they are alive."""
+        """Return the records of those of ``ranks`` whose memory is open, whether or not they are alive."""
         if self._accounts is None:
             return {}
         known = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
@@ -215,7 +215,7 @@ class Liveness:
         return {rank: one for rank, one in seen.items() if one is not None}
 
     def last_words(self, rank: int) -> str:
-        """How a rank that is gone ended, and ``its last call was ...``; "" if that is not known."""
+        """Say how a rank that is gone ended, and ``its last call was ...``; "" if that is not known."""
         found = self._last_seen((rank,)).get(rank)
         if found is None:
             return ""

@@ -44,22 +44,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Refusals", "leaves_its_call"]
 
-#: Asking the store is cheap; these only bound how late a rank learns that the last peer answered.
+#: Polling the store is cheap; these only bound how late a rank learns that the last peer answered.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
 _ABSENT_PAUSE_SECONDS = 0.2
-#: How often a waiter for statements asks whether all ranks are still alive.
+#: How often the thread that waits for statements checks whether all ranks are still alive.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
 _SETTLES = "asynccoll-settle"
-#: The key of the number of refusals on all lanes.
+#: The key for the number of refusals on all lanes.
 _COUNT = "asynccoll/refusals"
-#: The attribute of an error that the peers have been told of.
+#: The attribute that marks an error of which the peers have been told.
 _TOLD = "_asynccoll_told"
 
 
 class _Pace:
-    """The pauses between two looks into the store, and the time limit for peers to answer."""
+    """The pauses between two reads of the store, and the time limit for peers to answer."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -78,7 +78,7 @@ class _Pace:
         self._seconds = _ABSENT_PAUSE_SECONDS
 
     def pause(self, *, for_peers: bool) -> None:
-        """Sleep until the next look, and lose the lane if a rank that it waits for is lost.
+        """Sleep until the next read, and lose the lane if a rank that it waits for is lost.
 
         Raises ``TimeoutError`` if ``for_peers`` (peers have to answer now) and the time limit has passed.
         """
@@ -104,8 +104,8 @@ class Refusals:
         #: Held while peers' refusals are read, and while this rank writes a statement: peers may delete their
         #: refusals of an epoch once this rank has stated the next one.
         self._reading = host.Lock()
-        #: By kin, what is still to be written of calls that children have not made; of which kin others know
-        #: that something is; and the writers' lock.
+        #: By kin, what is still to be written about calls that children have not made; the kin that the store
+        #: already lists for this rank; and the lock of the threads that write.
         self._unmade: dict[str, str] = {}
         self._listed: set[str] = set()
         self._noting = host.Lock()
@@ -140,7 +140,7 @@ class Refusals:
         )
 
     def note(self, kin: str, unmade: Unmade, opened: Iterable[Lane]) -> None:
-        """Tell peers, which may wait on lanes not ``opened`` here, of calls that children have not made."""
+        """Tell peers that may wait on lanes not ``opened`` here which calls child tasks have not made."""
         if self._clients is None:
             return
         refusal = Refusal(
@@ -151,7 +151,7 @@ class Refusals:
         self._helpers.start(_SETTLES, partial(self._write_unmade, kin))
 
     def _write_unmade(self, kin: str) -> None:
-        with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and its readers
+        with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and its readers too
             if said := self._unmade.pop(kin, ""):  # else another thread has written the latest value
                 with self._store() as store:
                     store.set(self._unmade_key(kin, self._rank), said)
@@ -161,12 +161,12 @@ class Refusals:
                     store.add(_COUNT, 1)
 
     def before_open(self, lane: Lane) -> None:
-        """Tell what this rank refuses on a lane that it is about to open, before any rank can issue there."""
+        """Publish what this rank refuses on a lane that it will open now, before any rank can issue there."""
         if self._clients is not None and (own := lane.halting.own) is not None:
             self._announce(lane, *own)
 
     def after_open(self, lane: Lane) -> None:
-        """Read what peers have refused by then, before this rank issues on the lane."""
+        """Read what peers have refused so far, before this rank issues on the lane."""
         if self._clients is None or lane.group.size == 1:
             return
         with self._store() as store:
@@ -195,13 +195,13 @@ class Refusals:
             self._settle(lane, lane.halting.hear(epoch, refusal))
 
     def published(self, lane: Lane) -> CollectiveError | None:
-        """The error of a refusal that explains why a connection was closed, or None."""
+        """Return the error of a refusal that explains why a connection was closed, or None."""
         if self._clients is None:
             return None
         try:
             with self._reading:
                 heard = self._heard(lane, lane.epoch)
-        except RuntimeError:  # the store is gone with rank 0: then a lost peer explains the closing
+        except RuntimeError:  # the store is gone with rank 0: then a lost peer explains the closed connection
             return None
         reached = [refusal for refusal in heard if refusal.place <= lane.sequence]
         first = min(reached, key=lambda refusal: refusal.place, default=None)
@@ -219,7 +219,7 @@ class Refusals:
         try:
             while following is not None:
                 cut, following = following, self._see_one_through(lane, following)
-        except Exception as error:  # the store is gone, or a rank says nothing; else a mistake of ours
+        except Exception as error:  # the store is gone, or a rank does not report; else a bug of ours
             self._give_up(lane, cut, error)
 
     def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
@@ -238,7 +238,7 @@ class Refusals:
                 following = lane.halting.resume(cut, Verdict.of(statements))
                 self._forget(lane, cut.epoch - 1)
                 return following
-            if cut.stated and not lane.has_opened:  # ranks that have yet to open it state nothing so far
+            if cut.stated and not lane.has_opened:  # ranks that have yet to open it do not state anything yet
                 self._hear(lane, cut.epoch)
                 pace.wait_for_absent()
             pace.pause(for_peers=cut.stated)
@@ -255,7 +255,7 @@ class Refusals:
             lane.halting.hear(epoch, refusal)
 
     def _give_up(self, lane: Lane, cut: Cut, error: BaseException) -> None:
-        if not isinstance(error, TimeoutError):  # peers learn of the refusal only if the connections end
+        if not isinstance(error, TimeoutError):  # peers learn of the refusal only as the connections close
             lane.lose(
                 lane.world.diagnose(lane, collective_error(error, f"settling a refused call of {lane}"))
             )
@@ -285,7 +285,7 @@ class Refusals:
             store.add(_COUNT, 1)  # last, so that a rank that sees the new count finds the keys
 
     def _heard(self, lane: Lane, epoch: int) -> list[Refusal]:
-        """The refusals of peers in ``epoch``."""
+        """Return the refusals of peers in ``epoch``."""
         peers = [rank for rank in lane.group.ranks if rank != self._rank]
         with self._store() as store:
             keys = {rank: self._key(lane, epoch, "refused", rank) for rank in peers}
@@ -310,7 +310,7 @@ class Refusals:
             store.set(self._key(lane, cut.epoch, "stated", self._rank), json.dumps(said))
 
     def _statements(self, lane: Lane, epoch: int) -> list[Statement] | None:
-        """The statements of all ranks, in rank order; None as long as any is missing."""
+        """Return the statements of all ranks, in rank order; None as long as any is missing."""
         keys = [self._key(lane, epoch, "stated", rank) for rank in lane.group.ranks]
         with self._store() as store:
             if not store.check(keys):
@@ -327,16 +327,16 @@ class Refusals:
                 store.delete_key(key)
 
     def close(self) -> None:
-        """Wait a bounded time for the threads here, which end as the context is closed."""
+        """Wait a bounded time for these threads, which end because the context is closed."""
         self._helpers.join(_CLOSE_SECONDS)
 
 
 def leaves_its_call(error: BaseException) -> None:
-    """Note that ``error`` is now passed on to the user: raised anew, it is the reason of another refusal.
+    """Note that ``error`` is now passed on to the user: raised again, it is the reason for another refusal.
 
     A future, for example, raises the same exception each time that its result is asked for.
     """
-    with contextlib.suppress(AttributeError):  # a rank alone has told nobody
+    with contextlib.suppress(AttributeError):  # a single rank has no peers to tell
         delattr(error, _TOLD)
 
 

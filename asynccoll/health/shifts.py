@@ -1,8 +1,8 @@
 """The warning that this rank and the next one are a call apart, so that results mix different calls.
 
 Each rank compares itself with only one other member of a group, the next one on its node: if any of them are
-a call apart, then two neighbours are. It reads the flight recorders of both, so no rank is asked and no call
-waits.
+a call apart, then two neighbors are. It reads the flight recorders of both, so no rank is asked and no call
+is delayed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from asynccoll.health.stalls import say
 __all__ = ["Shifts"]
 
 _log = logging.getLogger("asynccoll.shift")
-#: This many lanes are remembered, and the oldest forgotten, as it is not known here which lanes were closed.
+#: How many lanes are remembered before the oldest is forgotten, as it is not known here which were closed.
 _MOST_LANES = 1024
 
 
 class Members(Protocol):
-    """What is needed of a group here."""
+    """What this module needs of a group."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ class Members(Protocol):
 
 
 class Shifts:
-    """The comparisons of one rank with its neighbours."""
+    """The comparisons of one rank with its neighbors."""
 
     def __init__(
         self, rank: int, recorder: Recorder, seen: Callable[[tuple[int, ...]], Mapping[int, memoryview]]
@@ -44,14 +44,14 @@ class Shifts:
         self._recorder = recorder
         self._seen = seen
         self._turn = 0
-        self._looked: dict[int, int] = {}  # by neighbour, how much this rank had recorded at the last look
-        #: by neighbour and lane; None once that was warned of
+        self._looked: dict[int, int] = {}  # by neighbor, this rank's newest ticket at the last look
+        #: by neighbor and lane; None once a warning was given
         self._lanes: dict[tuple[int, str, str], Comparison | None] = {}
 
     def look(self, groups: Iterable[Members], *, at_all: bool = False) -> None:
-        """Warn once of each lane on which this rank and a neighbour are a call apart.
+        """Warn once about each lane on which this rank and a neighbor are a call apart.
 
-        If there are several neighbours, each call looks at the next one, or ``at_all`` of them.
+        If there are several neighbors, each call looks at the next one, or ``at_all`` of them.
         """
         neighbours = self._neighbours(groups)
         chosen = list(neighbours)
@@ -67,7 +67,7 @@ class Shifts:
                     say(_log, str(found))
 
     def _neighbours(self, groups: Iterable[Members]) -> dict[int, tuple[memoryview, list[str]]]:
-        """The next rank of each group, with its memory and the keys of those groups."""
+        """Return the next rank of each group, with its memory and the keys of the groups where it is next."""
         found: dict[int, tuple[memoryview, list[str]]] = {}
         for group in groups:
             near = self._seen(tuple(rank for rank in group.ranks if rank > self._rank))
@@ -80,7 +80,7 @@ class Shifts:
         mine, theirs = made(self._recorder.buffer), made(memory)
         shifts = []
         for lane in [lane for lane in mine if lane[0] in keys and lane in theirs]:
-            key = rank, *lane  # the neighbour on a lane changes where one is seen only later
+            key = rank, *lane  # the neighbor on a lane changes if the memory of a nearer rank is seen later
             comparison = self._lanes.setdefault(key, Comparison((self._rank, rank)))
             found = None if comparison is None else comparison.look(mine[lane], theirs[lane])
             if found is not None:

@@ -1,6 +1,6 @@
-"""The warning that a call is stuck: once for each call, long before it times out, with the error's text.
+"""The warning that a call is stuck: given once per call, long before it times out, with the error's text.
 
-It goes to the logger ``asynccoll.stall``, and to stderr unless the log goes there.
+It goes to the logger ``asynccoll.stall``, and also to stderr unless the log goes there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["VARIABLE", "say", "stall_seconds", "warn"]
 
 #: The environment variable for the seconds after which to warn; 0 is never.
 VARIABLE = "ASYNCCOLL_STALL_WARNING"
-#: Unless it says otherwise. Simulated ranks are not warned: their report tells what became of each wait.
+#: The default if it is not set. Simulated ranks get no warnings: their report says how each wait ended.
 DEFAULT_SECONDS = 30.0
 _log = logging.getLogger("asynccoll.stall")
 
 
 def stall_seconds(given: float | None = None, environ: Mapping[str, str] = os.environ) -> float:
-    """The seconds of waiting after which to warn, from ``given`` or the environment; 0.0 is never.
+    """Return the seconds of waiting after which to warn, from ``given`` or the environment; 0.0 is never.
 
     Raises:
         InvalidArgumentError: the value is below 0, or is not a number.
@@ -48,8 +48,8 @@ def warn(rank: int, what: object, waited: float, why: object) -> None:
 def say(log: logging.Logger, text: str) -> None:
     """Log ``text`` as a warning to ``log``, and print it on stderr unless the log goes there."""
     log.warning(text)
-    if log.hasHandlers() and not _goes_to_stderr(log):  # without any, logging itself writes to stderr
-        with contextlib.suppress(OSError, ValueError):  # whoever has read it is gone, or it is closed
+    if log.hasHandlers() and not _goes_to_stderr(log):  # without handlers, logging itself writes to stderr
+        with contextlib.suppress(OSError, ValueError):  # the reader of stderr is gone, or it is closed
             print(f"asynccoll: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the user reads it there
 
 

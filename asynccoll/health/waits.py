@@ -1,12 +1,12 @@
-"""What code on top of the operations is blocked on, published so that a peer which will never do it refuses.
+"""Publish what code on top of the operations is blocked on, so that a peer that will never do it refuses.
 
 A lane cannot know that a rank will never make a call; the code that would make it may. Such code registers a
 ``Party`` (so far ``overlap.turns``, for loops over sharded layers). Nothing is sent as long as all goes well:
-only when something on a rank, whatever it is, has been waited for longer than a second does the rank's
-watchdog (``health.watchdog``) call ``look``. That publishes what each party here is blocked on, in one key of
-the store per party and rank, and reads what the same parties of the other ranks are blocked on. If a party
-says that this rank will never make a call that a peer is waiting for, the call is refused on its lane, and
-``refusals`` tells the peers. When the wait ends its key is cleared.
+the rank's watchdog (``health.watchdog``) calls ``look`` only once something on the rank, whatever it is, has
+been waited for for more than a second. That publishes what each party here is blocked on, in one key of the
+store per party and rank, and reads what the same parties on the other ranks are blocked on. If a party says
+that this rank will never make a call that a peer is waiting for, the call is refused on its lane, and
+``refusals`` tells the peers. When the wait ends, its key is cleared.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ class Party(Protocol):
         """The global ranks that take part."""
 
     def waits_for(self) -> Mapping[str, object] | None:
-        """What it is blocked on now, as JSON values; None if it is not blocked."""
+        """Return what it is blocked on now, as JSON values; None if it is not blocked."""
 
     def refuses(self, awaited: Mapping[str, object]) -> list[tuple[Lane, int | None, Exception]]:
-        """The calls that a peer waits for and this rank will never make: lane, place (None: next), reason.
+        """Return the calls that a peer waits for and this rank will never make: lane, place, reason.
 
-        Each is returned once: the caller refuses it, and the party remembers that.
+        ``place`` is None for the lane's next call. Each call is returned once: the caller refuses it, and the
+        party remembers that.
         """
 
 
 class Waits:
-    """The parties of this rank, and what is published of them."""
+    """The parties of this rank, and what is published about them."""
 
     def __init__(self, clients: Clients | None, rank: int, refusals: Refusals) -> None:
         self._clients = clients
         self._rank = rank
         self._refusals = refusals
         self._parties: dict[weakref.ref[Party], None] = {}
-        #: what stands in the store, by party; nothing for one that is not blocked
+        #: what the store holds, by party; no entry for one that is not blocked
         self._published: dict[str, str] = {}
-        self._listed: set[str] = set()  # the parties of which something was published
-        #: held from asking a party until the store has its answer: of two threads the later answer stays
+        self._listed: set[str] = set()  # the parties about which something was published
+        #: held from asking a party until the store has its answer: of two threads' answers the later stays
         self._lock = host.Lock()
 
     def add(self, party: Party) -> None:
@@ -72,11 +73,12 @@ class Waits:
             }
 
     def withdraw(self, party: Party) -> None:
-        """Clear what was published of ``party``, whose wait is over."""
-        # Without the lock, since nearly always nothing was. If a look is publishing this wait just now, the
-        # next one clears it; until then a peer may refuse what it would have refused a moment earlier.
+        """Clear what was published about ``party``, whose wait is over."""
+        # Checked without the lock, since nearly always nothing was published. If a look is publishing this
+        # wait right now, the next look clears it; until then a peer may refuse what it would also have
+        # refused a moment earlier.
         if self._published:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and with it those who would read it
+            with contextlib.suppress(RuntimeError):  # the store is gone, and with it its readers
                 self._publish(party)
 
     def look(self) -> None:

@@ -1,11 +1,11 @@
 """The one thread per rank that checks on operations that have been waited for for more than a second.
 
-Once a lane was lost with a rank, it checks at once on those that may wait for the same rank.
+Once a lane was lost with a rank, it immediately checks on operations that may wait for the same rank.
 
-It sleeps as long as no operation is. There are two exceptions. If a call may be over on one rank before its
-peers have made theirs (``ends_alone``), the thread looks for refusals at intervals also while nothing waits
+It sleeps while no operation is waited for. There are two exceptions. If a call may be over on one rank before
+its peers have made theirs (``ends_alone``), the thread looks for refusals at intervals even if nothing waits
 here, as those peers may wait. And unless warnings are off, it checks at intervals whether this rank is a call
-apart from its neighbour. With neither, the thread is started only once something waits. It never completes an
+apart from its neighbor. With neither, the thread is started only once something waits. It never completes an
 operation; it finds out that one will never complete.
 """
 
@@ -77,19 +77,19 @@ class Watch:
         self._wake = host.Condition()
         # Dicts, here and below, as the order of a set depends on addresses.
         self._watched: dict[Operation, int] = {}  # with the number of their waiters
-        self._lately: dict[Operation, None] = {}  # waited for since the last look, but not any more
-        self._told: dict[Operation, None] = {}  # those that were warned of as stuck
+        self._lately: dict[Operation, None] = {}  # waited for since the last look, but no longer
+        self._told: dict[Operation, None] = {}  # those about which a warning was given
         self._looked: dict[Operation, int] = {}  # how often it was asked whether other ranks have such a part
         self._logged: set[object] = set()
         self._gone: set[int] = set()  # the ranks that some lane was lost with
-        self._urgent: dict[Operation, None] = {}  # those that may wait for one of them: not asked about yet
+        self._urgent: dict[Operation, None] = {}  # may wait for one of those ranks, and not asked about yet
         self._thread: host.Thread | None = None
         self._stopped = False
         self._asleep = False  # in ``_sleep``, to be woken; else the thread looks once a second by itself
         self._asked = self._compared = host.monotonic()  # when it last looked for refusals, for shifts
 
     def add(self, operation: Operation) -> None:
-        """Add a waiter of ``operation``; starts or wakes the thread."""
+        """Add a waiter of ``operation``; start or wake the thread."""
         if not self._world.has_peers:
             return
         with self._wake:
@@ -124,7 +124,7 @@ class Watch:
             self._wake.notify()
 
     def discard(self, operation: Operation) -> bool:
-        """Remove a waiter of ``operation``; returns whether it has others."""
+        """Remove a waiter of ``operation``; return whether it has others."""
         with self._wake:
             others = self._watched.pop(operation, 1) - 1
             if others:
@@ -184,7 +184,7 @@ class Watch:
             self._world.look_for_shifts()
 
     def _stalled(self, waited_for: Iterable[Operation]) -> list[Operation]:
-        """The operations to warn of as stuck, each of them once. Called with the lock held."""
+        """Return the operations to warn about as stuck, each of them once. Called with the lock held."""
         limit = self._world.stall_seconds
         late = host.monotonic() - limit
         stalled = [one for one in waited_for if limit and one.started <= late and one not in self._told]
@@ -192,14 +192,14 @@ class Watch:
         return stalled
 
     def _due(self, overdue: Iterable[Operation]) -> list[Operation]:
-        """The parts of calls to ask about, as other ranks may have fewer: whenever their age has doubled."""
+        """Return the parts of calls to ask about, as peers may have fewer: each when its age has doubled."""
         now = host.monotonic()
         ages = {one: int(now - one.started).bit_length() for one in overdue if one.part > 1}
         before, self._looked = self._looked, ages
         return [one for one, age in ages.items() if age > before.get(one, 0)]
 
     def _sleep(self) -> bool:
-        """Sleep until something waits here, or until the next look; returns whether something waits."""
+        """Sleep until something waits here, or until the next look; return whether something waits."""
         self._asleep = True
         alone = IDLE_SECONDS if self._world.ends_alone else None
         seconds = SHIFT_SECONDS if self._world.stall_seconds else alone
@@ -221,7 +221,7 @@ class Watch:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Log a new error in the block: the thread goes on, since waiters rely on its other questions."""
+        """Log a new error in the block: the thread continues, since waiters rely on its other checks."""
         try:
             yield
         except OSError:  # the process may be out of descriptors: it is asked again in a second
