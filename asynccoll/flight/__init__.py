@@ -1,11 +1,11 @@
-"""The flight recorder: the last operations of each rank, in memory that can be read from outside.
+"""The flight recorder: the last operations of each rank, in memory that other processes can read.
 
 It is always on. A ``Recorder`` writes a record of each operation; ``read`` returns the records as a
 ``Flight``, also those of another process on this host. This package must not know what an operation does.
 
     for descriptor in shared_memory.find(pid, flight.NAME):     # of any process of this host and user
         memory = shared_memory.look(pid, descriptor)
-        recorded = flight.read(memory)                          # a Flight, or None: no recorder's
+        recorded = flight.read(memory)                          # a Flight, or None: not a recorder's
         for call in recorded.calls:                             # the oldest first
             print(call.lane, call.sequence, call.operation, call.place, call.state)
 """

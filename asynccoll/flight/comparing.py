@@ -1,4 +1,4 @@
-"""Find where the ranks of a job part: the first place of each lane at which they did not call the same thing.
+"""Find where ranks of a job diverge: the first place of each lane at which they did not call the same thing.
 
 The functions are pure: they take the flights of the ranks, read from memory or from dumps. Only places that
 are still recorded on every rank that has used the lane can be compared.
@@ -24,8 +24,8 @@ _KINDS = ("different", "refused", "absent")
 class Strayed:
     """The first place of a lane at which ranks made the same call from different lines.
 
-    If a rank has skipped one of several equal calls, that was here or just before: its later calls are
-    compared with the other ranks' next ones, and differ only at the end.
+    If a rank has skipped one of several identical calls, that was here or just before: its later calls are
+    paired with the other ranks' next ones, and differ only at the end.
     """
 
     sequence: int
@@ -35,7 +35,7 @@ class Strayed:
 
     @property
     def comes_late(self) -> bool:
-        """Whether a call before it came from the same line; else ranks run different code from the start."""
+        """Whether an earlier call came from one line; else the ranks run different code from the start."""
         return self.exact and self.sequence > 1
 
     @property
@@ -52,9 +52,9 @@ class Strayed:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first place of a lane at which ranks part, ``agreed + 1``, with what each rank called there.
+    """The first place of a lane at which ranks diverge, ``agreed + 1``, with what each rank called there.
 
-    ``calls`` has None for a rank that has called nothing there, and lacks those whose call is not known.
+    ``calls`` has None for a rank that has called nothing there, and lacks ranks whose call is not known.
     ``kind`` is ``"different"`` (in operation, shape, dtype, reduction or root), ``"refused"`` (some rank has
     refused its own call) or ``"absent"`` (some have called, some have not). ``strayed``: where calls that
     agreed came from different lines, if some did.
@@ -73,14 +73,14 @@ class Parting:
         return tuple(rank for rank, call in self.calls.items() if call is None)
 
     def sides(self) -> list[tuple[tuple[int, ...], str]]:
-        """The ranks of each side, and what they called: the same thing on the same line."""
+        """Return the ranks of each side, and what they called: the same thing on the same line."""
         found: dict[str, list[int]] = {}
         for rank, call in self.calls.items():
             found.setdefault("has not called" if call is None else _told(call), []).append(rank)
         return [(tuple(ranks), text) for text, ranks in found.items()]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON values, for programs."""
+        """Return it as JSON values, for programs."""
         return {
             "kind": self.kind,
             "group": self.group,
@@ -107,12 +107,12 @@ class Parting:
 
 
 def by_line(places: Mapping[int, str]) -> str:
-    """The lines of ranks in words: ``train.py:8 on ranks 0, 2, train.py:12 on rank 1``."""
+    """Describe the lines of ranks: ``train.py:8 on ranks 0, 2, train.py:12 on rank 1``."""
     return ", ".join(f"{place} on {who}" for who, place in by_text(places, places.values()))
 
 
 def partings(flights: Mapping[int, Flight]) -> list[Parting]:
-    """The parting of each lane on which the ranks part; those with different calls first."""
+    """Return the parting of each lane on which the ranks diverge; those with different calls first."""
     lanes = {
         (call.group, call.lane_key): call.lane
         for one in flights.values()
@@ -126,9 +126,9 @@ def partings(flights: Mapping[int, Flight]) -> list[Parting]:
 
 
 def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
-    """Those of ``flights`` that are in the group with this key: ``world``, or its ranks, as in ``0-2-5``.
+    """Return those of ``flights`` that are in the group with this key: ``world``, or ranks, as in ``0-2-5``.
 
-    A key that was cut has only the last of them; the first are known by having used the group.
+    A key that was cut has only the last ranks; the first ones are recognized by having used the group.
     """
     ranks, cut = set(group.split("-")), is_cut(group)
     return {
@@ -139,7 +139,7 @@ def members(flights: Mapping[int, Flight], group: str) -> dict[int, Flight]:
 
 
 def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | None:
-    """See ``Strayed``; None if all agreed calls that are recorded came from the same lines."""
+    """Find where calls strayed (``Strayed``); None if all recorded common calls came from the same lines."""
     made = {rank: _by_place(one, group, key) for rank, one in members(flights, group).items()}
     common = set.intersection(*map(set, made.values())) if made else set()
     for place in sorted(common):
@@ -150,16 +150,16 @@ def strayed(flights: Mapping[int, Flight], group: str, key: str) -> Strayed | No
 
 
 def parting(flights: Mapping[int, Flight], group: str, key: str, lane: str) -> Parting | None:
-    """The parting of one lane, of this key and name; None if the ranks do not part there."""
+    """Return the parting of the lane with this key and name; None if the ranks do not diverge there."""
     flights = members(flights, group)
     made = {rank: _by_place(one, group, key) for rank, one in flights.items()}
-    # Of a rank whose calls there have all been overwritten by others, what comes after them is known.
+    # If a rank's calls there have all been overwritten by others, only what comes after them is known.
     begins = [
         min(places) if places else flights[rank].reached(group, key) + 1 for rank, places in made.items()
     ]
     first = max(begins, default=1)
     for place in sorted({place for places in made.values() for place in places if place >= first}):
-        # A rank that is further on has called there: what, is recorded no longer, or was not told.
+        # A rank that is further on has called there, but its call is no longer recorded, or was not sent.
         known = {
             rank: places.get(place, [])
             for rank, places in made.items()

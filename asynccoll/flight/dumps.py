@@ -2,8 +2,8 @@
 
     /tmp/asynccoll-UID/JOB/rank-0.json    one for each rank of this host that was seen
 
-A job has one directory, whose name all its ranks agree on; a later failure overwrites the dumps of an earlier
-one. Each user's latest jobs are kept. Errors in writing are ignored: a full disk must not hide the failure.
+A job has one directory, on whose name all its ranks agree; a later failure overwrites the dumps of an earlier
+one. Each user's latest jobs are kept. Write errors are ignored: a full disk must not hide the failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VARIABLE = "ASYNCCOLL_DUMPS"
 _MOST_JOBS = 20
 _JOB = re.compile("[0-9a-f]{12}")
 _PREFIX, _SUFFIX = "rank-", ".json"
-#: The key of the wall clock time when a dump was written.
+#: The key for the wall clock time at which a dump was written.
 _WRITTEN = "written"
 
 
@@ -43,23 +43,23 @@ class Dumps(NamedTuple):
 
 
 def directory_for(job: str) -> Path | None:
-    """The directory of the job named ``job``; None if nothing is to be written, or nothing can."""
+    """Return the directory of the job named ``job``; None if nothing should be written, or nothing can."""
     said = os.environ.get(VARIABLE, "")
     if said == "off":
         return None
     try:
         parent = Path(said) if said else Path(tempfile.gettempdir(), f"asynccoll-{os.getuid()}")
-    except OSError:  # it tries to write: the disk is full, or no descriptors are left
+    except OSError:  # gettempdir tries to write: the disk is full, or no descriptors are left
         return None
-    return parent / hashlib.blake2b(job.encode(), digest_size=6).hexdigest()  # as _JOB
+    return parent / hashlib.blake2b(job.encode(), digest_size=6).hexdigest()  # matches _JOB
 
 
 def write_dumps(directory: Path, flights: Mapping[int, Flight]) -> bool:
-    """Write what each rank has recorded; returns whether all of it was written."""
+    """Write what each rank has recorded; return whether all of it was written."""
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.parent.stat().st_uid != os.getuid():
-            return False  # another user's, who could read the dumps, or redirect them elsewhere
+            return False  # it is another user's, who could read the dumps, or redirect them elsewhere
         directory.mkdir(mode=0o700, exist_ok=True)
         for rank, flight in flights.items():
             plain = to_plain(flight)
@@ -83,7 +83,7 @@ def _forget_old(parent: Path) -> None:
 
 
 def _is_of_a_job(path: Path) -> bool:
-    """Whether this is a directory of dumps, and nothing that the user keeps in the same place."""
+    """Whether this is a directory of dumps, not something else that the user keeps in the same place."""
     return (
         _JOB.fullmatch(path.name) is not None
         and path.is_dir()
@@ -100,7 +100,7 @@ def read_dumps(directory: Path) -> Dumps:
     found: dict[int, Flight] = {}
     now: dict[int, float] = {}
     for file in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
-        # Whatever else lies there by that name, as any JSON value.
+        # A file of that name may be something else, with any JSON value in it.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             plain = json.loads(file.read_text())
             written = plain.pop(_WRITTEN, 0.0)

@@ -1,12 +1,12 @@
-"""Which ranks a hanging job waits for: one verdict, from all calls that are not over.
+"""Find the ranks that a hanging job waits for: one verdict, from all calls that are not over.
 
-If ranks wait for each other in a circle, each call alone would blame another rank: rank 1 has left out a call
-in which ranks 0 and 2 wait, and now waits in its next call, which those two have not made. ``hang`` names the
-ranks of the smaller side, as these have taken another path, and shows the circle. If no side is smaller (two
-ranks await two lanes in opposite order, or one of the two has left out a call, which looks the same), it
-names none. A rank that waits in a message is held up by the rank that has not called the other side of it;
-ranks that all wait for each other's messages are a circle too. The functions are pure: they take flights or
-recordings of the ranks, and the result does not depend on which rank asks.
+If ranks wait for each other in a circle, each call alone would blame another rank: rank 1, say, has skipped a
+call in which ranks 0 and 2 wait, and now waits in its next call, which those two have not made. ``hang``
+names the ranks of the smaller side, as these have taken another path, and shows the circle. If no side is
+smaller (two ranks await two lanes in opposite order, or one of the two has skipped a call, which looks the
+same), it names none. A rank that waits in a message is held up by the rank that has not called the other side
+of it; ranks that all wait for each other's messages form a circle too. The functions are pure: they take
+flights or recordings of the ranks, and the result does not depend on which rank asks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 LATELY_SECONDS = 0.5
 _SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
 _WITHOUT_DATA = "without data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
-#: Of a circle of more waits than this, only these are shown.
+#: How many waits of a circle are shown at most.
 _MOST_TURNS = 8
 
 _START_FIRST = (
@@ -51,8 +51,8 @@ class Unfinished:
     """An operation that was not over at the end, or failed; ``missing``: ranks that had not called it.
 
     For a message, whose ``sequence`` is 0, ``operation`` is the other side: ``send to rank 1 (tag 0)``, and
-    ``ticket`` the number of its record, which tells it from the rank's others. ``started_early``: no waiter
-    is known to have waited for it.
+    ``ticket`` the number of its record, which distinguishes it from the rank's others. ``started_early``: no
+    waiter is known to have waited for it.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Unfinished:
 class Turn:
     """One wait of a circle: the call in which the ranks ``waiting`` wait for ``ranks``.
 
-    ``ticket``: as of ``Unfinished``.
+    ``ticket``: as in ``Unfinished``.
     """
 
     waiting: tuple[int, ...]
@@ -84,7 +84,7 @@ class Turn:
 
     @property
     def what(self) -> str:
-        """``in all_reduce #1 on lane 'a' (train.py:7) for rank 1``; of a message, what that has to call."""
+        """``in all_reduce #1 on lane 'a' (train.py:7) for rank 1``; for a message, what rank 1 must call."""
         if not self.sequence:
             return f"at {self.place} for {listed(self.ranks)} to call {self.operation}"
         call = call_name(self.operation, self.sequence)
@@ -97,7 +97,7 @@ class Hang:
 
     ``refused``: how ``ranks`` refused the call; "" if they have not called it. ``circle``: if ``ranks`` wait
     themselves, the waits that form the circle, beginning with that of ``waiting``. ``ranks`` is empty if none
-    of the circle's ranks stand out. ``ticket``: as of ``Unfinished``.
+    of the circle's ranks stand out. ``ticket``: as in ``Unfinished``.
     """
 
     ranks: tuple[int, ...]
@@ -137,7 +137,7 @@ class Hang:
         return f"{wait}: {', and '.join(turns)}, for {duration(self.seconds)}: {self._advice()}"
 
     def _crossed(self) -> str:
-        """What the ranks of a circle of messages wait for, in words."""
+        """Say what the ranks of a circle of messages wait for."""
         ranks = sorted({rank for turn in self.circle for rank in turn.waiting})
         other, none = ("the other", "neither") if len(ranks) == 2 else ("another", "none")
         missing = {turn.operation[:4] for turn in self.circle}
@@ -148,10 +148,10 @@ class Hang:
         return f"{listed(ranks)} each wait for {other} in a message"
 
     def _advice(self) -> str:
-        """What to do about the circle.
+        """Say what to do about the circle.
 
         Calls on one lane cannot form a circle, as a rank at a later call has made the earlier ones. So if all
-        have one lane's name, ranks have closed and opened it differently: they, or what closes the lanes of
+        lanes have one name, the ranks have closed and opened that lane differently, themselves or by ending
         child tasks. Messages have no common order.
         """
         if not self.sequence:
@@ -163,9 +163,9 @@ class Hang:
         return advice(lanes) or self._of_backward() or _SAME_ORDER
 
     def _of_backward(self) -> str:
-        """What may have happened if some wait for gradients, and others in another call; else "".
+        """Say what may have happened if some ranks wait for gradients, and others in another call; else "".
 
-        From the calls alone it cannot be told whether those have left out the other call, or these a step.
+        The calls alone do not show whether the former have skipped the other call, or the latter a step.
         """
         sending = next((turn for turn in self.circle if OF_BACKWARD in turn.lane), None)
         other = next((turn for turn in self.circle if OF_BACKWARD not in turn.lane), None)
@@ -180,7 +180,7 @@ class Hang:
 
     @property
     def key(self) -> str:
-        """A name for the wait that is the same whichever rank asks, and whenever."""
+        """A name for the wait that does not depend on which rank asks, nor on when."""
         waits = self.circle or (self,)
         return ", ".join(
             sorted(
@@ -199,18 +199,18 @@ def _waits(ranks: Sequence[int]) -> str:
 
 
 def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
-    """The ranks that hold up the job; None if every rank has made each call in which others wait."""
+    """Return the ranks that hold up the job; None if every rank has made each call in which others wait."""
     waits = [one for one in unfinished if one.missing]
     if not waits:
         return None
     waiting = {one.rank for one in waits}
-    # Waits for ranks that do not wait themselves: these hold up the rest.
+    # Waits for ranks that do not wait themselves: those ranks hold up the rest.
     free = [one for one in waits if waiting.isdisjoint(one.missing)]
     if not free and not all(one.sequence for one in waits):
-        # A message may have been started early and not be waited for, so look for a circle without messages.
+        # A message may have been started early, with no waiter, so first look for a circle without messages.
         return hang(one for one in waits if one.sequence) or _crossed(waits)
     circle = [] if free else _circle(min(waits, key=_fewest), waits)
-    # In a circle every rank waits: then the ranks of the smaller side have taken another path.
+    # In a circle every rank waits: there the ranks of the smaller side have taken another path.
     first = min(free or circle, key=_fewest)
     stands_out = free or len({len(one.missing) for one in circle}) > 1
     at = circle.index(first) if circle else 0
@@ -222,9 +222,9 @@ def hang(unfinished: Iterable[Unfinished]) -> Hang | None:
 
 
 def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
-    """The circle in which ranks wait for each other's messages, if there is one.
+    """Return the circle in which ranks wait for each other's messages, if there is one.
 
-    A circle of one send and one receive does not count: they differ only in tag or lane.
+    A circle of one send and one receive does not count: the two differ only in tag or lane.
     """
     waits = [one for one in waits if not one.sequence and not one.started_early]
     waiting = {one.rank for one in waits}
@@ -241,18 +241,18 @@ def _crossed(waits: Sequence[Unfinished]) -> Hang | None:
 
 
 def _fewest(one: Unfinished) -> tuple[bool, int, float]:
-    """Sort key: fewest missing ranks first; messages last, as an early one may not be waited for."""
+    """Sort key: fewest missing ranks first; messages last, as one that started early may have no waiter."""
     return not one.sequence, len(one.missing), -one.seconds
 
 
 def _circle(start: Unfinished, waits: Sequence[Unfinished]) -> list[Unfinished]:
-    """Follow the waits from ``start`` to a rank that was passed before; returns the waits of that circle."""
-    longest: dict[int, Unfinished] = {}  # by rank, the first of those that have lasted longest
+    """Follow the waits from ``start`` until a rank comes up again; return the waits of that circle."""
+    longest: dict[int, Unfinished] = {}  # by rank, its wait that has lasted longest (the first of equal ones)
     for one in sorted(waits, key=lambda one: -one.seconds):
         longest.setdefault(one.rank, one)
     chain, passed = [start], {start.rank: 0}
     while True:
-        # Of the ranks that hold up the last one, the wait that has lasted longest.
+        # Among the ranks that hold up the last one, take the wait that has lasted longest.
         missing = set(chain[-1].missing)
         latest = next(one for rank, one in longest.items() if rank in missing)
         if begins := [passed[rank] for rank in latest.missing if rank in passed]:
@@ -275,10 +275,10 @@ def _turns(circle: Sequence[Unfinished], waits: Iterable[Unfinished]) -> tuple[T
 
 
 def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = None) -> Hang | None:
-    """``hang`` for what the ranks have recorded, by rank; ``now`` is the monotonic clock of each.
+    """Apply ``hang`` to what the ranks have recorded, by rank; ``now`` is the monotonic clock of each.
 
-    Without ``now`` it is the time of the last event that any rank has recorded. Also None if the calls in
-    which ranks wait are different ones: then no rank waits for one that has not called.
+    Without ``now`` it is the time of the last event that any rank has recorded. Also None if ranks wait in
+    different calls at one place: then no rank waits for one that has not called.
     """
     for parting in partings(flights):
         made = [call for call in parting.calls.values() if call is not None and not call.was_refused]
@@ -299,7 +299,7 @@ def hang_of(flights: Mapping[int, Flight], now: Mapping[int, float] | None = Non
 
 
 def _moments(flights: Mapping[int, Flight]) -> dict[int, float]:
-    """For each rank, the time of the last event that any rank has recorded, by the rank's own clock."""
+    """Return the time of the last event that any rank has recorded, by each rank's own clock."""
     walls = {rank: one.wall - one.began for rank, one in flights.items()}
     latest = max((_latest(one) + walls[rank] for rank, one in flights.items()), default=0.0)
     return {rank: latest - wall for rank, wall in walls.items()}
@@ -312,7 +312,7 @@ def _latest(one: Flight) -> float:
 def _unfinished(
     flights: Mapping[int, Flight], now: Mapping[int, float], *, live: bool
 ) -> Iterator[tuple[Unfinished, str]]:
-    """The calls in which ranks wait, and how those that have not made them refused them, if all did; else "".
+    """Yield the calls in which ranks wait, and how the missing ranks refused them, if all did; else "".
 
     Many ranks wait in one call, so each call is looked up in all flights only once.
     """
@@ -329,10 +329,10 @@ def _unfinished(
 
 
 def _waited_for(one: Flight, now: float | None) -> list[Call]:
-    """The calls that a rank waits for, or that have failed, and those before them on their lanes.
+    """Return the calls that a rank waits for, or that have failed, and those before them on their lanes.
 
-    ``now`` is the rank's clock if it is still running: then it does not wait for its other calls. Else (None)
-    these count too if it waits for none, as its last moments may be missing from the record.
+    ``now`` is the rank's clock if it is still running: then it does not wait for its other calls. Otherwise
+    (None) those count too if it waits for none, as its last moments may be missing from the record.
     """
     latest = max((call.called for call in one.calls), default=0.0)
     unfinished = [
@@ -340,7 +340,7 @@ def _waited_for(one: Flight, now: float | None) -> list[Call]:
         for call in one.calls
         if call.sequence
         and call.state not in ("finished", "refused")
-        and not (call.failure and latest > call.ended)  # the program has handled that
+        and not (call.failure and latest > call.ended)  # the program has handled that failure
     ]
     since = latest if now is None else now - LATELY_SECONDS
     last: dict[tuple[str, str], int] = {}
@@ -353,7 +353,7 @@ def _waited_for(one: Flight, now: float | None) -> list[Call]:
 
 
 def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: bool) -> Iterator[Unfinished]:
-    """The messages that a rank called last, and whose other side the peer has neither called nor refused."""
+    """Yield each rank's last call if it is a message whose other side was neither called nor refused."""
     for one in unmet(flights):
         rank, peer, call = one.rank, one.peer, one.call
         about = (call.group, call.lane_key, call.operation, rank, call.part)
@@ -379,9 +379,9 @@ def _missing(
     sequence: int,
     part: int,
 ) -> tuple[tuple[int, ...], str]:
-    """The ranks of the group that have not reached the call on its lane, or have refused it.
+    """Return the ranks of the group that have not reached the call on its lane, or have refused it.
 
-    And how the first of them refused it, if all of them did; else "".
+    Also how the first of them refused it, if all of them did; else "".
     """
     sides = {
         rank: refused

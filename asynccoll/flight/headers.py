@@ -5,7 +5,7 @@ before it. A rank writes its header, then reads the other ranks' headers of the 
 same number since all ranks were last in step. (So if one rank goes on with parts of a call while another
 makes the next call, these are compared.) Of two ranks that differ about a call, at least one finds the
 other's header, whichever is first, and does not make the call; ranks that do make it agree. No rank waits for
-another. This module must not know what a call is: the caller passes its checksum and text.
+another. This module must not know what a call is: the caller passes its checksum and the number of its text.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Headers:
         self._rings: list[tuple[int, memoryview]] = []
         self._latest = (0, 0)
         self._running = 0
-        self._since = 0  # added to numbers, so that headers from before a ``restart`` have other ones
+        self._since = 0  # added to numbers, so that those of headers from before a ``restart`` do not match
         self._count = 0
-        # Taking a lock keeps this processor from reading other headers before it has written its own.
+        # A memory fence: taking a lock keeps this processor from reading other headers before its own is
+        # written.
         self._fence = host.Lock()
 
     def restart(self, epoch: int) -> None:
-        """Count calls anew from the next one on: ranks are in step again, whatever they called before."""
-        # A hash, as epochs count up from 1 and rounds in steps of 1 << 30, of which few low bits differ.
+        """Restart the count at the next call: all ranks are in step again, whatever they called before."""
+        # Hashed, as epochs count up from 1 and rounds in steps of 1 << 30: few of their low bits differ.
         self._running = self._since = zlib.crc32(epoch.to_bytes(8, "little"))
         self._count = 0
         self._latest = (0, 0)
@@ -96,11 +97,11 @@ class Headers:
         found = {}
         for rank, ring in self._rings:
             theirs = ring[at]
-            # 0: it is just being written, and that rank will look at this one.
+            # 0: that rank is writing it just now, and will read this one afterwards.
             if theirs == word or not theirs:
                 continue
             if ring[at + 1] >> 32 != number or ring[at] != theirs:
-                continue  # from another lap of the ring, or just being written
+                continue  # from another lap of the ring, or being written just now
             begins = self._begins(theirs >> 32, place, part, before)
             if begins is not None and self._is_met(rank):
                 found[rank] = begins
@@ -108,13 +109,13 @@ class Headers:
 
     @staticmethod
     def _begins(theirs: int, place: int, part: int, before: tuple[int, int]) -> tuple[int, int] | None:
-        """The first call about which the ranks differ, if the other has ``theirs`` (``_which``); or None."""
+        """Return the first call on which the ranks differ, or None; the other has ``theirs`` (``_which``)."""
         if theirs == _which(place, part):
             return place, part
         other = (before[0], before[1] + 1) if part == 1 else (place + 1, 1)
         if theirs == _which(*other):
             return other
-        # By how many child tasks that rank is ahead; in the upper half of the numbers, this rank is ahead.
+        # By how many child tasks that rank is ahead; a number in the upper half means that this rank is.
         ahead = (theirs >> 26) - place // CHILD & _CHILDREN
         if not ahead or ahead <= _CHILDREN // 2:
             return (place, part) if ahead else None
@@ -124,13 +125,13 @@ class Headers:
         return child * CHILD + (theirs >> 12 & _PLACES), theirs & _PARTS
 
     def text(self, rank: int) -> str:
-        """The text of ``rank`` for the latest call that was written here; "" if that cannot be read."""
+        """Return the text of ``rank`` for the latest call that was written here; "" if it cannot be read."""
         memory, number = self._met[rank]
         text = _ring(memory, number)[(self._count & _MASK) * _WORDS + 1] & _LOW
         return text_at(memory, text)
 
     def _meet(self) -> None:
-        """Find the lane in the memory of ranks that had not opened it yet."""
+        """Find the lane in the memory of ranks that had not opened it before."""
         for rank, memory in list(self._unmet.items()):
             number = _number(memory, self._name)
             if number is not None:
@@ -139,7 +140,7 @@ class Headers:
                 self._rings.append((rank, _ring(memory, number)))
 
     def _is_met(self, rank: int) -> bool:
-        """Whether that ring is still this lane's: a rank that closed the lane may reuse it for another."""
+        """Whether that ring is still this lane's: a rank that closed the lane may reuse the ring."""
         memory, number = self._met[rank]
         if _number(memory, self._name) == number:
             return True
@@ -158,7 +159,7 @@ def _ring(memory: memoryview, number: int) -> memoryview:
 
 
 def _number(memory: memoryview, name: bytes) -> int | None:
-    """The row of the table of lanes that has this name, or None."""
+    """Return the row of the table of lanes that has this name, or None."""
     table = bytes(memory[layout.LANES_AT : layout.RECORDS_AT])
     rows = (row for row in range(layout.LANES) if table.startswith(name, row * layout.LANE.size + _NAME_AT))
     for row in rows:

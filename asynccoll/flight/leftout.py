@@ -1,6 +1,6 @@
-"""Advice for when a rank has left out a call that a helper of this library makes, found by its lane's name.
+"""Advice for when a rank has skipped a call that a helper of this library makes, chosen by its lane's name.
 
-The rank that waits, the ranks that go on, and readers of the recordings all get the same advice.
+The rank that waits, the ranks that continue, and readers of the recordings all get the same advice.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 __all__ = ["FULL_STATE", "OF_BACKWARD", "advice", "reason"]
 
-#: In the names of lanes on which the state of a sharded model or optimizer is gathered, on every rank.
+#: Part of the names of lanes on which the state of a sharded model or optimizer is gathered, on every rank.
 FULL_STATE = "/full_state"
-#: In the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
+#: Part of the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
 OF_BACKWARD = "/backward"
 _ON_EVERY_RANK = (
     "the whole state is gathered from all ranks: call full_state_dict() (or full_optimizer_state()) on every "
@@ -20,12 +20,12 @@ _ON_EVERY_RANK = (
 
 
 def advice(lanes: Iterable[str]) -> str:
-    """What to do about missing calls on one of these lanes; "" if the names give no hint."""
+    """Say what to do about missing calls on one of these lanes; "" if the names give no hint."""
     return _ON_EVERY_RANK if any(FULL_STATE in lane for lane in lanes) else ""
 
 
 def reason(lane: str) -> str:
-    """Why a rank may have made no call on this lane, and what to do about it."""
+    """Say why a rank may have made no call on this lane, and what to do about it."""
     if told := advice([lane]):
         return told
     if OF_BACKWARD in lane:

@@ -1,4 +1,4 @@
-"""Recorded messages: between which ranks they are, and which ones have no other side.
+"""Recorded point-to-point messages: between which ranks they are, and which ones have no other side.
 
 The functions are pure. A message has no place in the order of its lane; ``part`` of its record is its tag.
 """
@@ -17,7 +17,7 @@ __all__ = ["Unmet", "is_answered", "latest_side", "refused_send", "refused_side"
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A message of ``rank`` that was in flight while rank ``peer`` had not called its side of it."""
+    """A message of ``rank`` that was in flight while rank ``peer`` had not called its own side."""
 
     rank: int
     peer: int
@@ -29,7 +29,7 @@ class Unmet:
         return message_name(counterpart(self.call.operation), self.rank, self.call.part)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON values, for programs."""
+        """Return it as JSON values, for programs."""
         return {
             "rank": self.rank,
             "peer": self.peer,
@@ -48,7 +48,7 @@ class Unmet:
 
 
 def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
-    """The messages in flight whose other side was not called, among the ranks of ``flights``."""
+    """Return the messages in flight, among the ranks of ``flights``, whose other side was not called."""
     found = [
         Unmet(rank, call.peer_rank, call)
         for rank, one in sorted(flights.items())
@@ -72,14 +72,14 @@ def unmet(flights: Mapping[int, Flight]) -> list[Unmet]:
 def latest_side(
     flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
 ) -> Call | None:
-    """The latest call that is the other side of ``operation`` on ``rank``, whatever has become of it."""
+    """Return the latest call that is the other side of ``operation`` on ``rank``, whatever its outcome."""
     return next(reversed(_messages(flight, group, lane_key, counterpart(operation), rank, tag)), None)
 
 
 def refused_side(
     flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
 ) -> Call | None:
-    """The same call, if it was refused."""
+    """Return ``latest_side`` if it was refused, else None."""
     latest = latest_side(flight, group, lane_key, operation, rank, tag)
     return latest if latest is not None and latest.was_refused else None
 
@@ -87,9 +87,9 @@ def refused_side(
 def refused_send(
     flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int
 ) -> Call | None:
-    """The latest send to ``rank`` that was refused, if ``operation`` is one: it counts as a message.
+    """Return the latest send to ``rank`` that was refused, if ``operation`` is a send.
 
-    None if one after it has arrived, and so the refusal before that.
+    It counts as a message. None if a later send is over: then the refusal has arrived before it.
     """
     if not operation.startswith("send"):
         return None
@@ -99,7 +99,7 @@ def refused_send(
 
 
 def _messages(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> list[Call]:
-    """The messages on a lane to or from ``rank``, in the direction of ``operation``."""
+    """Return the messages on a lane to or from ``rank``, in the direction of ``operation``."""
     return [
         call
         for call in flight.on_lane(group, lane_key)
@@ -118,7 +118,7 @@ _Side = tuple[_Lane, str, int, int]
 
 
 def _open_sides(flight: Flight) -> set[_Side]:
-    """The messages in flight: lane, how the operation begins, the other rank, and tag."""
+    """Return the messages in flight: lane, the operation's first letters, the other rank, and tag."""
     return {
         ((call.group, call.lane_key), call.operation[:4], call.peer_rank, call.part)
         for call in flight.calls
@@ -129,5 +129,5 @@ def _open_sides(flight: Flight) -> set[_Side]:
 def _is_among(sides: Container[_Side], lane: _Lane, operation: str, rank: int, tag: int) -> bool:
     """Whether the other side of ``operation`` on ``rank`` is one of ``sides``."""
     role = counterpart(operation)[:4]
-    # -1: of a group whose name was cut, so it may be
+    # -1: the peer is unknown as the group's name was cut, so it may be ``rank``
     return any((lane, role, peer, tag) in sides for peer in (rank, -1))

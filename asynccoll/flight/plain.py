@@ -12,9 +12,9 @@ __all__ = ["from_plain", "plain_call", "to_plain"]
 
 
 def to_plain(flight: Flight, calls: int | None = None) -> dict[str, Any]:
-    """``flight`` as JSON values, each call as a list in the order of the fields of ``Call``.
+    """Return ``flight`` as JSON values, each call as a list in the order of the fields of ``Call``.
 
-    ``calls``: only so many of the last calls, and those before them that are in flight; None is all.
+    ``calls``: keep only that many of the latest calls, and earlier ones that are not over; None keeps all.
     """
     plain = {field.name: getattr(flight, field.name) for field in fields(flight) if field.init}
     early = 0 if calls is None else max(0, len(flight.calls) - calls)
@@ -25,7 +25,7 @@ def to_plain(flight: Flight, calls: int | None = None) -> dict[str, Any]:
 
 
 def plain_call(call: Call, now: float) -> dict[str, object]:
-    """A call for people and programs: what was called, where, how many seconds ago; None is not known."""
+    """Return a call for people and programs: what, where, and how many seconds ago; None is unknown."""
     return {
         "operation": call.operation,
         "sequence": call.sequence,
@@ -42,7 +42,7 @@ def plain_call(call: Call, now: float) -> dict[str, object]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Flight:
-    """The ``Flight`` that ``to_plain`` turned into ``plain``. Raises ``ValueError`` for anything else."""
+    """Return the ``Flight`` that ``to_plain`` turned into ``plain``. Raises ``ValueError`` if it did not."""
     try:
         calls = tuple(Call(*call) for call in plain["calls"])
         lanes = tuple(Progress(**one) for one in plain["lanes"])

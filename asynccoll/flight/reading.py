@@ -1,7 +1,7 @@
-"""Read a flight recorder's memory, as values.
+"""Read a flight recorder's memory as values.
 
 The memory may be written while it is read, or belong to a process that died in the middle of a write:
-records that are inconsistent are left out, never guessed.
+inconsistent records are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Call(NamedTuple):
 
     @property
     def was_refused(self) -> bool:
-        """Whether its own rank refused it before anything of it was sent; ``failure`` says why."""
+        """Whether its own rank refused it before any of it was sent; ``failure`` says why."""
         return self.waited == layout.REFUSED and bool(self.failure)
 
     @property
     def timed_out(self) -> float:
-        """When the latest wait for it timed out, if there was none after that; else 0.0."""
+        """When the wait for it timed out, if it has not been waited for since; else 0.0."""
         ended = self.waited < 0 and self.waited != layout.GIVEN_UP and not self.was_refused
         return -self.waited if ended else 0.0
 
@@ -75,7 +75,7 @@ class Call(NamedTuple):
         return self.waited > 0 or 0 < since <= self.timed_out
 
     def refusal(self, of: str) -> str:
-        """The refusal in words, where ``of`` was expected: ``called it at train.py:12, and it was ...``."""
+        """Describe the refusal, where ``of`` was expected: ``called it at train.py:12, and it was ...``."""
         other = f"{self.operation} in its place" if self.sequence else self.title
         what = "it" if self.operation == of else other
         return f"called {what} at {self.place}, and it was refused there: {self.failure}"
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
     @property
     def peer_rank(self) -> int:
-        """For a message, the other's global rank; else -1, and also if the group's name was cut."""
+        """For a message, the other rank's global rank; else -1, and also if the group's name was cut."""
         if self.peer < 0 or self.sequence or self.group == "world":
             return -1 if self.sequence else self.peer
         ranks = [] if layout.is_cut(self.group) else self.group.split("-")
@@ -107,7 +107,7 @@ class Call(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a rank is on one lane: ``sequence`` is the place of its latest call there."""
+    """How far a rank has got on one lane: ``sequence`` is the place of its latest call there."""
 
     group: str
     lane_key: str
@@ -121,8 +121,8 @@ class Flight:
     ``lanes`` lacks those for which there was no room (``layout.LANES``), and some that were closed long ago.
 
     ``began`` and ``wall`` are the monotonic and the wall clock at the same moment. ``ending`` is one of
-    ``layout.ENDINGS``, ``ended`` the time of that (monotonic; 0.0 if unknown), ``code`` the exit code if
-    known, negative for a signal. ``said``: host, address, the error that it died of (``why``).
+    ``layout.ENDINGS``, ``ended`` its time (monotonic; 0.0 if unknown), ``code`` the exit code if known,
+    negative for a signal. ``said``: host, address, the error that it died of (``why``).
     """
 
     rank: int
@@ -137,7 +137,7 @@ class Flight:
     said: dict[str, Any] = field(default_factory=dict)
     code: int | None = None
     #: by lane, filled on first use, as a comparison asks for the same lanes for each call: the calls,
-    #: those that were refused, and how far the rank has come
+    #: those that were refused, and how far the rank has got
     _on_lanes: dict[tuple[str, str], tuple[Call, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -157,12 +157,12 @@ class Flight:
         return any(group == of for of, _ in self._reached)
 
     def reached(self, group: str, lane_key: str) -> int:
-        """The place of its latest call on that lane, as far as is recorded; 0 if it has made none."""
+        """Return the place of its latest call on that lane, as far as is recorded; 0 if it has made none."""
         self._sort()
         return self._reached.get((group, lane_key), 0)
 
     def refused(self, group: str, lane_key: str, sequence: int, part: int = 1) -> Call | None:
-        """The call at that place, if the rank refused it from ``part`` or an earlier part on; else None."""
+        """Return the call at that place, if the rank refused ``part`` or an earlier part of it; else None."""
         self._sort()
         for call in self._refused.get((group, lane_key), ()):
             if 0 < call.sequence == sequence and call.part <= part:
@@ -170,7 +170,7 @@ class Flight:
         return None
 
     def on_lane(self, group: str, lane_key: str) -> tuple[Call, ...]:
-        """The rank's calls on that lane."""
+        """Return the rank's calls on that lane."""
         self._sort()
         return self._on_lanes.get((group, lane_key), ())
 
@@ -190,7 +190,7 @@ class Flight:
 
 
 def read(memory: memoryview | bytes) -> Flight | None:
-    """What is recorded in ``memory``; None if that is no flight recorder's, or one's of another version."""
+    """Return what is recorded in ``memory``; None unless it is a flight recorder's, of this version."""
     head = _head(memory)
     if head is None:
         return None
@@ -202,14 +202,14 @@ def read(memory: memoryview | bytes) -> Flight | None:
 
 
 def said(memory: memoryview | bytes) -> dict[str, object]:
-    """What the rank says of itself, without reading anything else; {} where ``read`` returns None."""
+    """Return what the rank says about itself, reading nothing else; {} where ``read`` returns None."""
     if _head(memory) is None:
         return {}
     (length,) = layout.LENGTH.unpack_from(memory, layout.SAID_AT)
     start = layout.SAID_AT + layout.LENGTH.size
     try:
         found = json.loads(bytes(memory[start : min(start + length, layout.HEADER_BYTES)]))
-    except ValueError:  # nothing yet, or just being written
+    except ValueError:  # nothing there yet, or being written just now
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -247,12 +247,12 @@ def _calls(memory: memoryview | bytes) -> Iterator[Call]:
 
 
 def text_at(memory: memoryview | bytes, number: int) -> str:
-    """The text of that number; "" if there is none."""
+    """Return the text of that number; "" if there is none."""
     return _text(memory, number).decode(errors="replace")
 
 
 def parts_at(memory: memoryview | bytes, number: int) -> list[str]:
-    """The parts of that text."""
+    """Return the parts of that text."""
     return layout.parted(_text(memory, number))
 
 

@@ -1,4 +1,4 @@
-"""Record each operation of a rank, as cheaply as possible, since this is done in every call.
+"""Record each operation of a rank, as cheaply as possible, since this happens in every call.
 
 Operations of one kind (lane, name, dtype, shape, line) share a text, which is written once; each operation
 gets a record of numbers, written by one ``pack``. The text is composed only for the first operation of its
@@ -36,9 +36,9 @@ _SLOT = RECORD.size
 _MASK = RECORDS - 1
 _LANE_WORDS = layout.LANE.size // 8
 _pack = RECORD.pack_into
-#: Of so many kinds of operations it is known which texts they have; shapes may change in every step.
+#: For how many kinds of operations the text's number is remembered; shapes may change in every step.
 _MOST_KINDS = RECORDS
-#: How much is recorded of the error that a rank died of; the rest is in its log.
+#: How many characters are recorded of the error that a rank died of; the rest is in its log.
 _WHY_CHARACTERS = 300
 
 
@@ -56,7 +56,7 @@ class Recorder:
         self._pinned: list[object] = []
         self._written = 0  # where the latest text ends
         self._lanes = 0
-        self._free: deque[int] = deque()  # the rows of closed lanes, those closed first at the left
+        self._free: deque[int] = deque()  # the rows of closed lanes, in the order of closing
         self._lock = host.Lock()
         self._said: dict[str, object] = {}
         self._begin()
@@ -67,7 +67,7 @@ class Recorder:
         self._seconds = words.cast("d")
         self._numbers = words.cast("Q")
         self._places = memoryview(buffer)[layout.LANES_AT : RECORDS_AT].cast("Q")
-        #: The headers of all lanes, one ring after the other (``Headers``).
+        #: The headers of all lanes, one ring after another (``Headers``).
         self.headers: memoryview[int] = memoryview(buffer)[layout.HEADERS_AT : layout.TEXTS_AT].cast("Q")
 
     def _begin(self) -> None:
@@ -93,7 +93,7 @@ class Recorder:
     # Who it is
 
     def say(self, **said: object) -> None:
-        """Add ``said`` (JSON values) to what the rank says of itself, which is read with the records."""
+        """Add ``said`` (JSON values) to what the rank says about itself, which is read with the records."""
         self._said |= said
         text = json.dumps(self._said).encode()
         if layout.SAID_AT + layout.LENGTH.size + len(text) <= layout.HEADER_BYTES:
@@ -143,7 +143,7 @@ class Recorder:
         called: float,
         begun: float,
     ) -> int:
-        """Record an operation. Returns its ticket, by which later events are recorded.
+        """Record an operation. Returns its ticket, with which later events are recorded.
 
         ``text`` is the number of its kind's text, from ``texts`` or ``learn``; ``begun`` is 0.0 if queued.
         """
@@ -164,11 +164,11 @@ class Recorder:
             self._places[lane * _LANE_WORDS] = place
 
     def begun(self, ticket: int, now: float) -> None:
-        """Record that a queued operation is being issued; 0.0: that it is queued after all."""
+        """Record that a queued operation is being issued at ``now``; 0.0: that it is queued after all."""
         self._stamp(ticket, BEGUN, now)
 
     def ended(self, ticket: int, now: float) -> None:
-        """Record that the operation was seen to be over."""
+        """Record that the operation was seen to end."""
         if self._newest - ticket < RECORDS:
             self._seconds[(ticket & _MASK) * WORDS + ENDED] = now
 
@@ -181,7 +181,7 @@ class Recorder:
         self._stamp(ticket, WAITED, -now)
 
     def given_up(self, ticket: int) -> None:
-        """Record that the waiter was cancelled; not if the wait has timed out before, which says more."""
+        """Record that the waiter was cancelled, unless the wait timed out before, which says more."""
         if self._newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + WAITED] > 0:
             self._stamp(ticket, WAITED, GIVEN_UP)
 
@@ -204,7 +204,7 @@ class Recorder:
     # Texts
 
     def learn(self, key: Hashable, parts: Sequence[str], pinned: object) -> int:
-        """Write the text of a kind of operation, and put its number into ``texts`` under ``key``; returns it.
+        """Write the text of a kind of operation, store its number in ``texts`` under ``key``, and return it.
 
         ``parts``: see ``layout.PARTS``. ``pinned`` is kept alive as long as the key: objects whose ids are in
         the key must be in it.
@@ -226,7 +226,7 @@ class Recorder:
                 self._forget()
             start = max(self._written, 8)
             half = start // layout.HALF_BYTES
-            if start + size >= (half + 1) * layout.HALF_BYTES:  # go on in the other half, and overwrite that
+            if start + size >= (half + 1) * layout.HALF_BYTES:  # continue in the other half, overwriting it
                 start = 8 if half else layout.HALF_BYTES
                 self._forget()
             at = layout.TEXTS_AT + start
@@ -236,14 +236,14 @@ class Recorder:
         return start
 
     def _forget(self) -> None:
-        """Forget which texts are written: a kind of operation that comes again gets another number."""
+        """Forget which texts are written: a kind of operation that occurs again gets another number."""
         self.texts.clear()
         self._pinned.clear()
 
     # The end
 
     def end(self, how: str, why: str = "", code: int | None = None) -> None:
-        """Record that this rank leaves its world: ``how`` (``layout.ENDINGS``), and ``why``, if by an error.
+        """Record that this rank leaves its world: ``how`` (``layout.ENDINGS``), and ``why`` if with an error.
 
         Only the first call counts: a program that dies also leaves its world, as a consequence.
         """

@@ -1,7 +1,7 @@
 """The directory in which a launcher, and tools outside of a job, find the job's ranks.
 
-A launcher makes a directory that only its user can read, and passes its name to the ranks; each writes a note
-there once it has joined its world: process, memory, address. A note may be of a rank that is gone.
+A launcher makes a directory that only its user can read, and passes its name to the ranks. Each rank writes a
+note there once it has joined its world: process, memory, address. A note may be that of a rank that is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX, _SUFFIX = "rank-", ".json"
 
 
 def register(directory: str, rank: int, told: Mapping[str, object]) -> None:
-    """Write a note of ``rank``; do nothing if ``directory`` is "" or is gone."""
+    """Write the note of ``rank``; do nothing if ``directory`` is "" or is gone."""
     if not directory:
         return
     note = Path(directory, f"{_PREFIX}{rank}{_SUFFIX}")
@@ -32,11 +32,11 @@ def register(directory: str, rank: int, told: Mapping[str, object]) -> None:
 
 
 def registered(directory: Path) -> dict[int, dict[str, Any]]:
-    """The notes in ``directory``, by rank; other files are left out."""
+    """Return the notes in ``directory``, by rank; other files are ignored."""
     found: dict[int, dict[str, object]] = {}
     for note in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):
             told = json.loads(note.read_text())
-            if isinstance(told, dict) and "calls" not in told:  # a dump has the same name
+            if isinstance(told, dict) and "calls" not in told:  # dumps have the same names
                 found[int(note.name[len(_PREFIX) : -len(_SUFFIX)])] = told
     return dict(sorted(found.items()))

@@ -1,18 +1,18 @@
-"""Whether two ranks are a call apart: from some call on, each call of one meets a later one of the other.
+"""Detect that two ranks are a call apart: from some call on, each call of one meets a later one of the other.
 
-If a rank skips one of several calls that are alike, its next call is paired with what it has skipped, and so
-on for good: nothing fails, and results mix different calls. It shows in the lines that they were called from:
-those of one rank are the other's, one or two calls on. Ranks may also call from different lines on purpose
-(``if rank == 0: ... else: ...``), which is no shift. So it counts as one only if
+If a rank skips one of several identical calls, its next call is paired with the one that it skipped, and so
+on from there: nothing fails, and results mix different calls. The lines of the calls reveal this: those of
+one rank are those of the other, one or two calls later. Ranks may also call from different lines on purpose
+(``if rank == 0: ... else: ...``), which is not a shift. So a difference counts as a shift only if
 
-- each of the two lines was called by both ranks together before,
+- both ranks have made a call together from each of the two lines before,
 - the two lines were never paired before,
 - all calls from the first suspicious one on (a *run*) fit the same shift, and
 - enough of them came from different lines (``_ENOUGH``).
 
 Here a call has a ``sequence``, its number in the order of its lane, and a ``place``, the line that made it,
-as in ``reading.Call``. Pure: a ``Comparison`` remembers what it has seen, because much of a recorder's ring
-is overwritten between two looks.
+as in ``reading.Call``. Pure, but a ``Comparison`` remembers what it has seen, because much of a recorder's
+ring is overwritten between two looks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHIFTS = tuple(by for apart in range(1, _MOST_APART + 1) for by in (apart, -apa
 #: How many calls of a run must have come from different lines: four steps of a loop that calls from two.
 _ENOUGH = 8
 _NUMBERS = range(RECORDS)
-#: Where a record has its part, in units of four bytes.
+#: The index of the part in a record, in units of four bytes.
 _PART = 6
 
 
@@ -55,10 +55,10 @@ Calls = Mapping[int, Made]
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Since the call ``sequence`` of one lane, ``ranks`` are ``by`` calls apart.
+    """A shift: since the call ``sequence`` of one lane, ``ranks`` are ``by`` calls apart.
 
     ``made``: what each of them called there. ``exact``: whether the call before was compared as well, and was
-    none of it; otherwise they may have been apart for longer.
+    not part of the shift; otherwise they may have been apart for longer.
     """
 
     ranks: tuple[int, int]
@@ -85,9 +85,9 @@ class Shift:
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive calls that may be a shift. Begins as ``Shift`` does.
+    """Consecutive calls that may be a shift. The first fields are those of ``Shift``.
 
-    ``counts``: each shift that all of them fit, with how many of them speak for it. ``pairs``: their lines.
+    ``counts``: each shift that all of them fit, and how many are evidence for it. ``pairs``: their lines.
     """
 
     sequence: int
@@ -98,22 +98,22 @@ class _Run:
 
 
 class Comparison:
-    """What was found out by comparing two ranks on one lane, so far."""
+    """What comparing two ranks on one lane has shown so far."""
 
     def __init__(self, ranks: tuple[int, int]) -> None:
         self._ranks = ranks
         self._latest = 0  # the sequence that was compared last
-        #: lines that both ranks made a call from
+        #: lines from which both ranks have made a call together
         self._shared: set[str] = set()
         #: pairs of lines that were no shift: the program calls from both on purpose
         self._intended: set[frozenset[str]] = set()
         self._run: _Run | None = None
 
     def look(self, one: Calls, other: Calls) -> Shift | None:
-        """Compare the calls that are new to it; the shift, if enough of them have shown one."""
+        """Compare the calls not seen before; return the shift, once enough of them have shown one."""
         if not one or not other:
             return None
-        last = max(one) - _MOST_APART  # later ones have neighbours that are not recorded yet
+        last = max(one) - _MOST_APART  # later ones have neighbors that are not recorded yet
         new = sorted(number for number in one.keys() & other.keys() if self._latest < number <= last)
         for sequence in new:
             mine, theirs = one[sequence].place, other[sequence].place
@@ -125,7 +125,7 @@ class Comparison:
         return None
 
     def _suspect(self, sequence: int, one: Calls, other: Calls) -> Shift | None:
-        """Compare a call from different lines, or any that follows one in a run."""
+        """Compare a call from different lines, or any call that follows one in a run."""
         mine, theirs = one[sequence].place, other[sequence].place
         pair = frozenset((mine, theirs))
         if self._run is None and pair not in self._intended:
@@ -149,7 +149,7 @@ class Comparison:
 
     @staticmethod
     def _narrow(run: _Run, near: Mapping[int, Made | None], theirs: str, counts: bool) -> None:
-        """Drop the shifts that one more call does not fit; it speaks for the others, if it ``counts``."""
+        """Drop the shifts that one more call does not fit; if it ``counts``, it supports the others."""
         for by, neighbour in near.items():
             if by in run.counts and neighbour is not None:
                 if neighbour.place == theirs:
@@ -159,7 +159,7 @@ class Comparison:
 
 
 def made(memory: memoryview | bytes) -> dict[tuple[str, str], dict[int, Made]]:
-    """The calls in a recorder's ``memory`` as they are compared here, by lane and ``sequence``.
+    """Return the calls in a recorder's ``memory`` as they are compared here, by lane and ``sequence``.
 
     Several times as fast as ``read``, since a running program does this every few seconds. The memory may be
     another rank's, which goes on writing: a record with two different tickets is left out.
