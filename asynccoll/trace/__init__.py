@@ -1,7 +1,7 @@
-"""Timelines: operations on their lanes beside compute, on one rank and on all of them.
+"""Tracing and timelines: operations on their lanes, next to compute, on one rank or on all of them.
 
-``recording`` takes down one rank; ``gather``, ``load`` and ``asynccoll trace run`` make one trace of all. On
-top of what it shows, and beside it: nobody below knows of this package, which sees operations as an observer.
+``recording`` records one rank; ``gather``, ``load`` and ``asynccoll trace run`` make one trace of all ranks.
+This package sees operations only as an observer: no layer below knows about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trace says first, in words: what is hidden, and what to look at. The terminal and the page ask."""
+"""The main result of a trace in words, for terminal and page: what is hidden, and what to look at first."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from asynccoll.trace.findings import Findings
 
 __all__ = ["advice", "breaks_off", "longer", "summary"]
 
-#: Lanes of gradients that are sent from backward, if nothing else is said.
+#: The default prefix of lanes on which backward sends gradients.
 _BUCKETS = "gradients/"
-#: Gradients are larger than that, a call.
+#: Gradients are larger than this per call.
 _GRADIENTS_BYTES = 4096
-#: With more than this share hidden nobody is told what to do about the rest.
+#: If more than this share is hidden, no advice is given about the rest.
 _WELL_HIDDEN = 0.5
-#: Where others are this share of what is waited for, an earlier start changes little.
+#: If more than this share of the waiting is for other ranks, starting earlier changes little.
 _MOSTLY = 0.5
 
 
 def summary(found: Findings) -> str:
-    """What is hidden, in a sentence."""
+    """Say in a sentence what share is hidden."""
     if not found.operations:
         return "nothing was recorded" if found.broken_off else "nothing was sent"
     if not found.marked:
@@ -36,7 +36,7 @@ def summary(found: Findings) -> str:
 
 
 def breaks_off(found: Findings) -> str:
-    """Whose last moments are not known, or ""."""
+    """Say of which ranks the last moments are not known, or return ""."""
     if not found.broken_off:
         return ""
     who = listed(found.broken_off)
@@ -44,7 +44,7 @@ def breaks_off(found: Findings) -> str:
 
 
 def advice(found: Findings) -> str:
-    """What to look at first: who has not called, who holds the others up, or what is waited for; or ""."""
+    """Say what to look at first: who has not called, who holds up the others, what is waited for; or ""."""
     return str(found.hang or "") or _holding_up(found) or _uneven(found) or _waited_for(found)
 
 
@@ -67,14 +67,14 @@ def _why(found: Findings, doing: str) -> str:
 
 
 def longer(doing: str) -> str:
-    """What makes a rank late, behind "it takes longer"."""
+    """Say what makes a rank late, in words that follow "it takes longer"."""
     if not doing:
         return "-"
     return doing if doing.startswith(("after ", "before ", "between ")) else f"in {doing}"
 
 
 def _uneven(found: Findings) -> str:
-    """Where most of what is waited for is others, and none of them by far the most."""
+    """Say that most of the waiting is for other ranks, with none of them by far the latest; else ""."""
     late = sum(one.total for one in found.lateness)
     if not _is_exposed(found) or late * (found.ranks - 1) <= _MOSTLY * found.waited * found.ranks:
         return ""
@@ -85,7 +85,7 @@ def _uneven(found: Findings) -> str:
 
 
 def _is_exposed(found: Findings) -> bool:
-    """Whether much is waited for, as far as is known."""
+    """Whether much of the communication is waited for, as far as is known."""
     return found.hidden is not None and found.hidden <= _WELL_HIDDEN
 
 

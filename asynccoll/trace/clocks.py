@@ -1,8 +1,8 @@
-"""One clock for all ranks, from what was recorded: who had to be there before an operation could end.
+"""Align the clocks of all ranks, from recorded operations that cannot end before all ranks have called them.
 
-No rank's all_reduce is over before every rank has called it. So of each such operation, with clocks that run
-alike, the start on rank a lies before the end on rank b: many of them leave little room for the difference
-between two clocks. Half of that room is how far off a time may be. Pure: times in, offsets out.
+No rank's all_reduce is over before every rank has called it. So for each such operation the start on rank a
+lies before the end on rank b: if the clocks run at the same rate, many operations leave little room for the
+offset between two clocks. A time may be off by half of that room. Pure: times in, offsets out.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 
 __all__ = ["SYNCHRONIZING", "Alignment", "Clock", "align"]
 
-#: Those that end nowhere before they have begun everywhere. In an all_to_all a rank may send one nothing.
+#: Operations that end nowhere before they have begun everywhere. Not all_to_all: a rank may send nothing.
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """One rank's: which clock it reads, the wall's time at the moment 0, and its synchronizing operations."""
+    """One rank's clock: its name, the wall clock time when it was 0, the rank's synchronizing operations."""
 
     name: str
     wall: float
-    #: start and end by what the operation has in common with its peers'; empty if ends tell nothing
+    #: start and end, by a key that is the same on all ranks; empty if ends say nothing about other ranks
     operations: Mapping[Hashable, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What to add to each rank's times, and how far off they may be; None if only wall clocks tell."""
+    """The offset to add to each rank's times, and how far off they may be; None if only wall clocks tell."""
 
     offsets: tuple[float, ...]
     uncertain: float | None
 
 
 def align(clocks: Sequence[Clock]) -> Alignment:
-    """To the clock of the first rank."""
+    """Align all clocks to that of the first rank."""
     if not clocks:
         return Alignment((), 0.0)
     found: dict[str, tuple[float, float | None]] = {clocks[0].name: (0.0, 0.0)}
@@ -49,7 +49,7 @@ def align(clocks: Sequence[Clock]) -> Alignment:
 
 
 def _offset(name: str, clocks: Sequence[Clock]) -> tuple[float, float | None]:
-    """From every pair of ranks, one of them on the clock ``name`` and one on the first rank's."""
+    """Return offset and margin, from all pairs of a rank on the clock ``name`` and one on the first clock."""
     first = clocks[0]
     ours, theirs = _extremes(clocks, first.name), _extremes(clocks, name)
     if not (common := ours.keys() & theirs.keys()):
@@ -61,7 +61,7 @@ def _offset(name: str, clocks: Sequence[Clock]) -> tuple[float, float | None]:
 
 
 def _extremes(clocks: Sequence[Clock], name: str) -> dict[Hashable, tuple[float, float]]:
-    """Of each operation, the latest start and the earliest end on the clock ``name``."""
+    """Return each operation's latest start and earliest end on the clock ``name``."""
     found: dict[Hashable, tuple[float, float]] = {}
     for clock in clocks:
         if clock.name == name:

@@ -1,4 +1,4 @@
-"""The one way to matplotlib."""
+"""Lazy loading of matplotlib."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["figure_type"]
 
 
 def figure_type(what: str, otherwise: str) -> Any:
-    """matplotlib's ``Figure``, which loads now.
+    """Import matplotlib, and return its ``Figure``.
 
     Raises:
-        BackendNotFoundError: it is not installed; says that ``what`` needs it, how to get it, and
-        ``otherwise``.
+        BackendNotFoundError: it is not installed; the text says that ``what`` needs it, how to install it,
+        and ``otherwise``.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,7 +1,6 @@
-"""What a trace says: the hidden share of each step, the longest waits, stragglers, what hangs.
+"""What a trace shows: the hidden share of each step, the longest waits, stragglers, what hangs.
 
-Pure: parts whose times lie on one clock go in, values come out, which the page, the terminal and ``--json``
-show.
+Pure functions of parts whose times are on one clock; the page, the terminal and ``--json`` show the results.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ __all__ = ["Findings", "Lateness", "Step", "Unfinished", "Wait", "find", "hidden
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, over all ranks. Seconds; ``hidden`` is None where nothing was sent, or nothing is marked."""
+    """One step, over all ranks, in seconds; ``hidden`` is None if nothing was sent, or nothing is marked."""
 
     number: int
     start: float
     end: float
-    #: with anything in flight, and of that without compute beside it: means over ranks
+    #: time with anything in flight, and the part of that without concurrent compute: means over ranks
     in_flight: float
     waited: float
     hidden: float | None
@@ -34,9 +33,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The calls of one line, on all ranks: how long any of them was in flight without compute beside it.
+    """The calls from one line, on all ranks: how long any of them was in flight without concurrent compute.
 
-    ``total`` is summed up over ranks, not over calls that are in flight at one time.
+    ``total`` is summed over ranks, but not over calls that are in flight at the same time.
     """
 
     operation: str
@@ -52,13 +51,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All of it. ``hidden`` is None where nothing was sent, or nothing is ``marked``.
+    """Everything that a trace shows. ``hidden`` is None if nothing was sent, or nothing is ``marked``.
 
-    ``hang`` is the call that keeps all others of ``unfinished`` from their end, and who has not made it.
-    ``late`` is the rank that holds the others up, if one does. ``left_out`` is 1 if there are three steps or
-    more: the first, which sets up and warms up, then does not count in ``hidden``, ``in_flight``, ``waited``,
-    ``waits``, ``lateness`` and ``late``. Else it is 0. What is ``unfinished`` does not count in ``hidden``,
-    ``in_flight``, ``waited``, ``steps`` and ``waits``.
+    ``hang`` is the call that keeps all others in ``unfinished`` from completing, and which ranks have not
+    made it. ``late`` is the rank that holds up the others, if one does. ``left_out`` is 1 if there are three
+    steps or more: then the first one, which sets up and warms up, does not count in ``hidden``,
+    ``in_flight``, ``waited``, ``waits``, ``lateness`` and ``late``. Otherwise it is 0. Operations that are
+    ``unfinished`` do not count in ``hidden``, ``in_flight``, ``waited``, ``steps`` and ``waits``.
     """
 
     ranks: int
@@ -75,7 +74,7 @@ class Findings:
     unfinished: tuple[Unfinished, ...]
     hang: Hang | None
     left_out: int
-    #: ranks that were ended before they had written what they did last
+    #: ranks that ended before they had written what they did last
     broken_off: tuple[int, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -83,7 +82,7 @@ class Findings:
 
 
 def find(parts: Sequence[Part]) -> Findings:
-    """What ``parts`` say, whose times lie on one clock."""
+    """Return the findings of ``parts``, whose times are on one clock."""
     seconds = max((part.seconds for part in parts), default=0.0)
     marked = any(not span.is_operation for part in parts for span in part.spans)
     counted, began = warm(parts)
@@ -110,7 +109,7 @@ def find(parts: Sequence[Part]) -> Findings:
 
 
 def warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
-    """What began behind the first step, where that is one of several, and since when."""
+    """Return what began after the first step, if there are enough steps, else all; and since when."""
     if min((len(part.steps) for part in parts), default=0) < STEPS:
         return parts, 0.0
     later = [
@@ -121,13 +120,13 @@ def warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
 
 
 def _over(part: Part) -> Part:
-    """Without calls that are not over, or failed: however long a hang lasts, it says nothing of the rest."""
+    """Return ``part`` without unfinished and failed calls: however long a hang is, the rest is unaffected."""
     spans = (span for span in part.spans if not (span.is_operation and (span.end is None or span.failed)))
     return replace(part, spans=tuple(spans))
 
 
 def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) -> list[Interval]:
-    """When there was any of a kind, within ``start`` and ``end``."""
+    """Return when there was any span of a kind, between ``start`` and ``end``."""
     return covered(
         (max(start, span.start), min(end, end if span.end is None else span.end))
         for span in spans
@@ -136,7 +135,7 @@ def _busy(spans: Iterable[Span], start: float, end: float, *, operations: bool) 
 
 
 def hidden_fraction(spans: Sequence[Span], start: float, end: float) -> float:
-    """The share of the time in flight that had compute beside it; ``nan`` if nobody knows."""
+    """Return the share of the time in flight with concurrent compute; ``nan`` if that is unknown."""
     busy = _busy(spans, start, end, operations=True)
     compute = _busy(spans, start, end, operations=False)
     total = length(busy)
@@ -161,7 +160,7 @@ def _times(parts: Iterable[Part], seconds: float) -> list[_Times]:
 
 
 def _share(ranks: Sequence[_Times], start: float, end: float) -> tuple[float, float, float | None]:
-    """Seconds in flight and of that without compute, as means over ranks; and the share that is hidden."""
+    """Return seconds in flight, and those without compute, as means over ranks; and the hidden share."""
     in_flight = hidden = 0.0
     for one in ranks:
         busy = within(one.in_flight, start, end)
@@ -173,7 +172,7 @@ def _share(ranks: Sequence[_Times], start: float, end: float) -> tuple[float, fl
 
 
 def _steps(parts: Sequence[Part], seconds: float) -> Iterable[Step]:
-    """As many as every rank has ended; from the first of the ranks to the last."""
+    """Yield the steps that every rank has ended, each from its first begin on any rank to its last end."""
     count = min((len(part.steps) for part in parts), default=0)
     times = _times(parts, seconds)
     for number in range(count):
@@ -188,12 +187,12 @@ def _steps(parts: Sequence[Part], seconds: float) -> Iterable[Step]:
 
 
 def _first(part: Part) -> float:
-    """When the first step began: with the first thing that was recorded."""
+    """Return when the first step began: with the first recorded span."""
     return min((span.start for span in part.spans), default=0.0)
 
 
 def _exposed(part: Part) -> Iterable[tuple[Span, list[Interval]]]:
-    """Each operation, and when it was in flight without compute beside it."""
+    """Yield each operation, and when it was in flight without concurrent compute."""
     idle = gaps(_busy(part.spans, 0.0, part.seconds, operations=False), part.seconds)
     for span in part.spans:
         if span.is_operation:
@@ -201,7 +200,7 @@ def _exposed(part: Part) -> Iterable[tuple[Span, list[Interval]]]:
 
 
 def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
-    """Lines by how long their calls were waited for."""
+    """Return the lines whose calls were waited for longest."""
     lines: dict[tuple[str, str, str], list[tuple[Span, list[Interval], int]]] = {}
     for part in parts:
         for span, idle in _exposed(part):
@@ -219,7 +218,7 @@ def _waits(parts: Sequence[Part], most: int = 20) -> list[Wait]:
 
 
 def _unfinished(parts: Sequence[Part]) -> list[Unfinished]:
-    """What was not over at the end, or failed, the longest first."""
+    """Return what was not over at the end, or failed, the longest first."""
     made = calls(parts)
     known_until = {part.rank: math.inf if part.is_whole else part.seconds for part in parts}
     absent: dict[object, list[int]] = {}  # by operation, as many ranks may wait in one

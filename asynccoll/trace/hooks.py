@@ -1,4 +1,4 @@
-"""Metrics of one's own: a function that is told of every operation that is over; and OpenTelemetry."""
+"""Custom metrics: a function that is called with every operation that is over."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _log = logging.getLogger("asynccoll.trace")
 class Finished:
     """An operation of this rank that is over.
 
-    ``operation`` is its name, ``lane`` its lane's, ``ranks`` those of its group; ``started`` is by the
-    monotonic clock, ``seconds`` from the call to the end. ``place`` is the line of the call.
+    ``operation`` is its name, ``lane`` its lane's name, ``ranks`` those of its group; ``started`` is by the
+    monotonic clock, ``seconds`` is from the call to the end. ``place`` is the line of the call.
     """
 
     operation: str
@@ -41,12 +41,12 @@ class Finished:
 
 @fitting
 def add_hook(finished: Callable[[Finished], object]) -> Callable[[], None]:
-    """Have ``finished`` told of every operation of this rank when it is over; what comes back ends that.
+    """Call ``finished`` with every operation of this rank when it is over; returns a function to remove it.
 
-    So does ``ac.finalize()``: add it again in the next world.
+    ``ac.finalize()`` removes it, too: add it again in the next world.
 
-    It is called by the thread that sees the end, so it must neither wait nor call collectives; what it raises
-    is logged, and changes nothing. Outside of hooks and recordings nothing is paid for them.
+    ``finished`` is called by the thread that sees the end, so it must neither wait nor call collectives. An
+    exception from it is logged, and has no other effect. Without hooks and recordings there is no cost.
 
     >>> remove = ac.trace.add_hook(lambda done: histogram.observe(done.seconds))
 

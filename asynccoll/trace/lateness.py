@@ -1,6 +1,6 @@
-"""Who calls last: of each operation, of each rank, and whether one of them holds the others up.
+"""Which rank calls each operation last, how late each rank is, and whether one of them holds up the others.
 
-Pure, over parts whose times lie on one clock.
+Pure functions of parts whose times are on one clock.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from asynccoll.trace.spans import Interval, covered, length
 
 __all__ = ["STEPS", "Arrival", "Called", "Lateness", "arrival", "arrivals", "late", "lateness", "waited_for"]
 
-#: A rank is late if the others wait for it again and again, for such a share of the time, and so many times
-#: as long as for the middle one of the others: on a busy host chance makes it two or three times.
+#: A rank is late if the others wait for it repeatedly, for more than this share of the time, and more than
+#: this many times as long as for the median of the other ranks: on a busy host two or three times is chance.
 _LATE_SHARE = 0.05
 _LATE_TIMES = 4.0
-#: A few long waits are chance as well, so this share of the times that a rank is late does not count.
+#: A few long waits are chance as well, so this share of a rank's late calls, the latest ones, does not count.
 _CHANCE = 0.1
-#: But chance does not hit one rank in so many of the steps: then so many times as long is enough.
+#: But chance does not make one rank late in this share of the steps: then this many times as long is enough.
 _STEADILY = 0.8
 _STEADY_TIMES = 2.0
-#: Of fewer steps chance hits one rank in four of five every now and then.
+#: With fewer steps than this, chance makes one rank late in four out of five every now and then.
 _STEADY_STEPS = 8
-#: Of so many steps the first says little about the others; fewer say nothing about what comes again, and are
-#: not told from the operations in them.
+#: From this many steps on, the first one is left out, as it says little about the others. Fewer steps do not
+#: show what recurs: then the operations are counted, regardless of steps.
 STEPS = 3
 
 #: A rank, when it called, and on which line.
@@ -40,7 +40,7 @@ Called = tuple[int, float, str]
 class Arrival:
     """One operation: the rank that called it last, on which line, and when.
 
-    ``others`` is when the middle one of the others had called it.
+    ``others`` is the median of the times at which the other ranks called it.
     """
 
     operation: str
@@ -57,7 +57,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How often a rank was the last to call an operation, and how long others waited for it."""
+    """How often a rank was the last to call an operation, and how long the others waited for it."""
 
     rank: int
     last: int
@@ -67,25 +67,25 @@ class Lateness:
     longest_operation: str
     longest_place: str
     longest_start: float
-    #: what takes longer than on the others, in the steps in which it is late: a mark, or what lies between
+    #: what takes longer than on the others, in the steps in which it is late: a mark, or the time between
     #: two: ``between optimizer and forward``
     doing: str
-    #: ``total`` without the longest tenth of the times
+    #: ``total`` without the longest tenth of the waits
     repeated: float = 0.0
-    #: what it is late by in four of five steps (or operations, if no steps are known), times their number;
-    #: 0 if these are fewer than eight
+    #: the lateness that it reaches in four out of five steps (or operations, if there are few steps), times
+    #: the number of steps; 0 if there are fewer than eight
     steady: float = 0.0
 
 
 def arrival(operation: str, lane: str, made: Sequence[Called]) -> Arrival:
-    """Of an operation that several ranks have called."""
+    """Return the arrival of an operation that several ranks have called."""
     rank, called, place = max(made, key=lambda call: call[1])
     others = statistics.median(when for who, when, _ in made if who != rank)
     return Arrival(operation, lane, rank, place, called, others)
 
 
 def arrivals(parts: Sequence[Part]) -> Iterator[Arrival]:
-    """Of each operation that all recorded ranks of its group have called."""
+    """Yield the arrival of each operation that all recorded ranks of its group have called."""
     everyone = {part.rank for part in parts}
     for made in calls(parts).values():
         span = made[0][1]
@@ -94,12 +94,12 @@ def arrivals(parts: Sequence[Part]) -> Iterator[Arrival]:
 
 
 def waited_for(times: Iterable[Arrival]) -> list[Interval]:
-    """When others waited for a rank that was late so often."""
+    """Return when the others waited for a rank, from the operations for which it was late."""
     return covered((one.others, one.called) for one in times)
 
 
 def lateness(parts: Sequence[Part], counted: Sequence[Part]) -> list[Lateness]:
-    """Ranks by how long others have waited for them in what is ``counted`` of ``parts``."""
+    """Return the ranks by how long the others waited for them in what is ``counted`` of ``parts``."""
     found = list(arrivals(counted))
     by_rank: dict[int, list[Arrival]] = {part.rank: [] for part in parts}
     for one in found:
@@ -123,7 +123,7 @@ def _of_rank(part: Part, times: list[Arrival], of: int, phases: Phases) -> Laten
 
 
 def _steady(part: Part, times: Sequence[Arrival], operations: int) -> float:
-    """What a rank is late by in nearly all steps, over all of them; of operations, if there are few steps."""
+    """Return what a rank is late by in nearly all steps, times their number; see ``Lateness.steady``."""
     several = len(part.steps) >= STEPS
     units = len(part.steps) - 1 if several else operations
     by_unit: dict[int, list[Arrival]] = {}
@@ -135,7 +135,7 @@ def _steady(part: Part, times: Sequence[Arrival], operations: int) -> float:
 
 
 def late(ranks: Sequence[Lateness], seconds: float) -> Lateness | None:
-    """The one that holds the others up, of a recording that counts for so long."""
+    """Return the rank that holds up the others, if any, in a recording of which ``seconds`` count."""
     if not ranks:
         return None
     first, others = ranks[0], ranks[1:]

@@ -1,8 +1,8 @@
-"""Forward, backward and optimizer steps, marked by themselves while something is recorded.
+"""Automatic marks for forward, backward and optimizer steps, while something is recorded.
 
-torch's global hooks tell of every module's call and every optimizer's step. A module that is called by none
-other is "forward"; when its outputs' gradients arrive, "backward" begins, and autograd says when it is over.
-What the program has marked itself is left to it.
+torch's global hooks report every module's call and every optimizer's step. The call of a module that no other
+module calls is "forward"; when its outputs' gradients arrive, "backward" begins, and autograd says when it is
+over. Inside what the program marks itself, nothing is marked automatically.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def marking(recorder: Recorder) -> Iterator[None]:
 
 
 class _Marks:
-    """What is open in each thread."""
+    """The marks that are open in each thread."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.over = False
-        #: by thread: the modules that are being called, the outermost first; the call and span of that one
+        #: by thread: the modules being called, the outermost first; the frame of the outermost call; its span
         self._calls: dict[int, tuple[list[int], FrameType, Any]] = {}
-        #: by thread: the call of the outermost optimizer's step, and its span
+        #: by thread: the frame of the outermost optimizer's step, and its span
         self._optimizing: dict[int, tuple[FrameType, Any]] = {}
-        #: backward passes that have begun, by autograd's number
+        #: backward passes that have begun, by autograd's number for them
         self._backward: set[int] = set()
 
     def forward_begins(self, module: torch.nn.Module, _inputs: object) -> None:
@@ -81,7 +81,7 @@ class _Marks:
         if found is None:  # it was called before the recording began
             return
         calls, _, span = found
-        while calls and calls.pop() != id(module):  # one that raised may not have told
+        while calls and calls.pop() != id(module):  # skip those that raised without their hook being called
             pass
         if calls:
             return
@@ -91,7 +91,7 @@ class _Marks:
         self._await_backward(outputs, type(module).__name__)
 
     def _end_raised_forward(self, thread: int) -> None:
-        """End a call of which no hook has told: it has raised what is no Exception, as Ctrl-C does."""
+        """End a call that no hook has ended: it raised something that is no Exception, as Ctrl-C does."""
         _, _, span = self._calls.pop(thread)
         if span is not None:
             span.finish()
@@ -108,14 +108,14 @@ class _Marks:
         self._backward.add(number)
         span = self.recorder.begin("backward", row, name)
         when_over = partial(span.finish)
-        let_go = weakref.finalize(when_over, span.finish)  # instead of called, where the pass raises
+        let_go = weakref.finalize(when_over, span.finish)  # if the pass raises: freed without being called
         let_go.atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(when_over)
 
     def step_begins(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         step = sys._getframe(1)
         self._end_raised_step(step)
-        if host.get_ident() in self._optimizing:  # an optimizer that calls others
+        if host.get_ident() in self._optimizing:  # called by another optimizer
             return
         span = None
         if not self.recorder.is_marked():
@@ -132,7 +132,7 @@ class _Marks:
         self.recorder.seen_steps.append(host.monotonic())
 
     def _end_raised_step(self, frame: FrameType | None) -> None:
-        """End the thread's step unless it has called ``frame``: it has raised, of which no hook tells."""
+        """End the thread's step unless it has called ``frame``: it has raised, which no hook reports."""
         step, span = self._optimizing.get(host.get_ident(), (None, None))
         if step is not None and not _is_below(frame, step):
             del self._optimizing[host.get_ident()]
@@ -148,12 +148,12 @@ def _is_below(frame: FrameType | None, outer: FrameType) -> bool:
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs in this thread, as it does where checkpoints are computed again."""
+    """Whether autograd runs in this thread, as it does when checkpointed activations are recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _graph_nodes(outputs: object) -> Iterator[Any]:
-    """Where the gradients of ``outputs`` will arrive."""
+    """Yield the graph nodes at which the gradients of ``outputs`` will arrive."""
     if isinstance(outputs, torch.Tensor):
         if outputs.grad_fn is not None:
             yield outputs.grad_fn

@@ -1,4 +1,4 @@
-"""All ranks' parts on one clock, and the files that come of them."""
+"""The parts of all ranks on one clock, and the files that are made from them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["Trace", "gather", "load"]
 
 
 class Trace:
-    """What every rank did, with times in seconds since the first thing that was recorded, by one clock.
+    """What every rank did, with times on one clock, in seconds since the first recorded span.
 
-    ``parts`` are the ranks', in order; ``uncertain`` is by how many seconds times of different nodes may be
-    off, 0 where all ranks read one clock, None where only the nodes' wall clocks could be compared.
+    ``parts`` are those of the ranks, in order. ``uncertain``: by how many seconds times of different nodes
+    may be off; 0 if all ranks read one clock, None if only the nodes' wall clocks could be compared.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
@@ -47,27 +47,27 @@ class Trace:
         return f"<Trace of {len(self.parts)} ranks, {self.findings.seconds:.3f} s>"
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one page that needs nothing else: lanes of all ranks, and what they say; the path."""
+        """Write one self-contained page: the lanes of all ranks, and the findings; returns the path."""
         return write_page(Path(path), self.parts, self.findings, self.uncertain)
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> Path:
-        """Write Chrome trace JSON of all ranks for ``ui.perfetto.dev``; the path."""
+        """Write Chrome trace JSON of all ranks for ``ui.perfetto.dev``; returns the path."""
         recorded = [(part.rank, part.world_size, 0.0, part.seconds, part.spans) for part in self.parts]
         return write_events(Path(path), recorded)
 
     def to_dict(self) -> dict[str, object]:
-        """What it says, for programs."""
+        """Return the findings as a dict, for programs."""
         return {"clock_uncertain_seconds": self.uncertain, **self.findings.to_dict()}
 
 
 def _first(part: Part, began: float) -> float:
-    """When the first thing happened on a rank whose recording began at ``began``."""
+    """Return when the first span began on a rank whose recording began at ``began``."""
     return began + min((span.start for span in part.spans), default=0.0)
 
 
 @fitting
 def gather(timeline: Timeline, *, dst: int = 0) -> Work[Trace | None]:
-    """The trace of all ranks on ``dst``; None elsewhere. Every rank calls it, after the recording.
+    """Return the trace of all ranks on ``dst``, None elsewhere. Every rank calls it, after the recording.
 
     >>> trace = await ac.trace.gather(timeline)
     >>> if trace is not None:
@@ -80,7 +80,7 @@ def gather(timeline: Timeline, *, dst: int = 0) -> Work[Trace | None]:
 
 @fitting
 def load(where: str | os.PathLike[str]) -> Trace:
-    """The trace in a directory that ranks have written to (``ASYNCCOLL_TRACE``, ``asynccoll trace run``).
+    """Load the trace from a directory that ranks wrote to (``ASYNCCOLL_TRACE``, ``asynccoll trace run``).
 
     Raises:
         InvalidArgumentError: there is none.

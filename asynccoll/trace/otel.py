@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span and two histograms of every operation, by the program's own providers."""
+"""OpenTelemetry: a span and two histogram values per operation, through the program's own providers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NAME = "asynccoll"
 
 
 def opentelemetry() -> Callable[[], None]:
-    """Tell OpenTelemetry of every operation of this rank; what comes back ends that.
+    """Report every operation of this rank to OpenTelemetry; returns a function that ends this.
 
-    Spans are called after the operation, from the call to its end; the histograms are
+    Spans are named after the operation, and last from the call to its end; the histograms are
     ``asynccoll.operation.duration`` in seconds and ``asynccoll.operation.size`` in bytes. Attributes:
     ``asynccoll.operation``, ``.lane``, ``.ranks``, ``.sequence``, ``.bytes``, ``.failed``, ``code.location``.
 

@@ -21,9 +21,9 @@ _DIGITS = 6
 
 
 def write_page(path: Path, parts: Sequence[Part], found: Findings, uncertain: float | None) -> Path:
-    """Write the page of ``parts``, whose times lie on one clock, into ``path``."""
+    """Write the page of ``parts``, whose times are on one clock, to ``path``."""
     data = json.dumps(_data(parts, found, uncertain), separators=(",", ":"))
-    # Inside of a script element, "</" would end it.
+    # Inside a script element, "</" would end it.
     path.write_text(_TEMPLATE.read_text().replace(_MARK, data.replace("</", "<\\/")))
     return path
 
@@ -61,7 +61,7 @@ def _rank(part: Part, texts: dict[str, int]) -> dict[str, object]:
 
 
 def _span(span: Span, texts: dict[str, int]) -> list[object]:
-    """As the script reads it: start, end (null: none), name, place, bytes, sequence, failed."""
+    """Return what the page's script reads: start, end (null: none), name, place, bytes, sequence, failed."""
     start = round(span.start, _DIGITS)
     end = None if span.end is None else round(span.end, _DIGITS)
     name, place = (texts.setdefault(text, len(texts)) for text in (span.name, span.place))

@@ -1,8 +1,8 @@
-"""What one rank recorded, as a value and as a file that can be read whatever became of the rank.
+"""What one rank recorded, as a value and as a file that can be read whatever happened to the rank.
 
-A file is lines of JSON: what the rank is, then each span once it is over (and, at intervals, those that are
-not). Of a rank that was killed everything is there but the last half second, and the line that says that this
-is all.
+A file consists of lines of JSON: a description of the rank, then each span once it is over (and, at
+intervals, those that are not). If a rank was killed, only the last half second is missing, and the line that
+says that the file is complete.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class Part:
     world_size: int
     host: str
     pid: int
-    #: names the clock that it reads; ranks of one node have one
+    #: the name of the clock that it reads; ranks on one node share it
     clock: str
     began: float
-    #: the wall's time when the rank's clock was 0
+    #: the wall clock time when the rank's clock was 0
     wall: float
     backend: str
-    #: whether an operation that is over here has begun everywhere: not on devices that work on by themselves
+    #: whether an operation that is over here has begun everywhere: not on devices that run asynchronously
     ends_together: bool
     seconds: float = 0.0
     spans: tuple[Span, ...] = ()
     steps: tuple[float, ...] = ()
-    #: whether this is all of it: a rank that was killed has not written what it did last
+    #: whether the recording is complete: a rank that was killed has not written what it did last
     is_whole: bool = True
 
     def end_of(self, span: Span) -> float:
-        """When it was over, or the end of the recording."""
+        """Return the end of ``span``, or that of the recording if it has none."""
         return self.seconds if span.end is None else span.end
 
     def as_clock(self) -> Clock:
-        """What aligns it with others."""
+        """Return the rank's clock, to align it with those of other ranks."""
         operations: dict[Hashable, tuple[float, float]] = {
             span.key: (self.began + span.start, self.began + (span.end or 0.0))
             for span in self.spans
@@ -67,7 +67,7 @@ class Part:
         return Clock(self.clock, self.wall, operations)
 
     def shifted(self, by: float) -> Part:
-        """The same with all times later by so much, counted from ``began`` as before."""
+        """Return a copy with all times later by that much, counted from ``began`` as before."""
         moved = [
             replace(span, start=span.start + by, end=None if span.end is None else span.end + by)
             for span in self.spans
@@ -77,13 +77,13 @@ class Part:
 
 
 def _tells(span: Span) -> bool:
-    """Whether its end says that it has begun everywhere. What is empty need not be sent."""
+    """Whether its end shows that it has begun everywhere. An empty payload need not be sent."""
     ended = span.end is not None and not span.failed
     return ended and span.name in SYNCHRONIZING and (span.size_bytes > 0 or span.name == "barrier")
 
 
 def calls(parts: Iterable[Part]) -> dict[Hashable, list[tuple[Part, Span]]]:
-    """By operation, which is no message: who has called it."""
+    """Return the ranks' calls by operation, without messages."""
     found: dict[Hashable, list[tuple[Part, Span]]] = {}
     for part in parts:
         for span in part.spans:
@@ -93,7 +93,7 @@ def calls(parts: Iterable[Part]) -> dict[Hashable, list[tuple[Part, Span]]]:
 
 
 def members(span: Span, parts: Iterable[Part]) -> set[int]:
-    """The ranks of the group, which a lane's row names if it is not the world."""
+    """Return the ranks of the operation's group, which its row names if it is not the world."""
     _, of, ranks = span.row.rpartition(" of [")
     if of:
         return {int(rank) for rank in ranks.rstrip("]").split(",")}
@@ -101,13 +101,13 @@ def members(span: Span, parts: Iterable[Part]) -> set[int]:
 
 
 def part_of(recorder: Recorder, context: Context) -> Part:
-    """What ``recorder`` has taken down so far in ``context``."""
+    """Return what ``recorder`` has recorded so far in ``context``."""
     whose = describe(recorder, context)
     return replace(whose, seconds=recorder.seconds, spans=recorder.spans, steps=recorder.steps)
 
 
 def describe(recorder: Recorder, context: Context) -> Part:
-    """Whose it is, without what was taken down."""
+    """Describe the rank of ``context``, without what was recorded."""
     now = datetime.now(timezone.utc).timestamp()
     return Part(
         rank=context.rank,
@@ -126,16 +126,16 @@ _ABOUT = ("rank", "world_size", "host", "pid", "clock", "began", "wall", "backen
 
 
 class Writer:
-    """Writes a rank's part into a file, again and again: each span once, or twice if it was not over.
+    """Writer of a rank's part into a file. Each ``write`` adds new spans, and open ones again until they end.
 
-    If the file cannot be written any more (the disk is full), that is told once, and the program goes on.
+    If the file can no longer be written (the disk is full), it warns once, and the program continues.
     """
 
     def __init__(self, recorder: Recorder, context: Context, path: Path) -> None:
         self._recorder = recorder
         self._lock = host.Lock()
-        self._written = 0  # of the recorder's entries
-        self._open: list[int] = []  # those of them that were not over
+        self._written = 0  # how many of the recorder's entries
+        self._open: list[int] = []  # the indices of those that were not over
         self._has_failed = False
         self._file = path.open("w")
         about = describe(recorder, context)
@@ -143,14 +143,14 @@ class Writer:
         self._file.flush()
 
     def end(self) -> None:
-        """What has happened since the last time, and that nothing follows."""
+        """Write what has happened since the last time, and that nothing follows."""
         self.write()
         with self._lock, self._as_far_as_possible(), self._file:
             if not self._has_failed:
                 self._line({"is_whole": True})
 
     def write(self) -> None:
-        """What has happened since the last time."""
+        """Write what has happened since the last time."""
         with self._lock, self._as_far_as_possible():
             if self._has_failed:
                 return
@@ -191,14 +191,14 @@ def _as_row(span: Span) -> list[object]:
 
 
 def read_part(path: Path) -> Part:
-    """What a ``Writer`` wrote, as far as it came.
+    """Read what a ``Writer`` wrote, as far as it got.
 
     Raises:
-        InvalidArgumentError: it is no such file.
+        InvalidArgumentError: it is not such a file.
     """
     try:
         return _part(path.read_text().splitlines())
-    except (OSError, ValueError, TypeError, LookupError) as error:  # whatever else lies there by that name
+    except (OSError, ValueError, TypeError, LookupError) as error:  # something else with that name
         raise InvalidArgumentError(
             f"{path} is not a recording of a rank ({type(error).__name__}: {error}); expected a file that "
             "`asynccoll trace run` left, or one by ASYNCCOLL_TRACE"

@@ -10,14 +10,14 @@ from asynccoll.trace.spans import Span, stack
 
 __all__ = ["are_events", "write_events"]
 
-#: How a file begins, for us to know it again: others write such files, too.
+#: How a file begins, to recognize it as ours: other programs write such files, too.
 _MADE_BY = {"otherData": {"made by": "asynccoll"}}
 #: A rank, the number of ranks, what its times count from, how long it was recorded, and its spans.
 Recorded = tuple[int, int, float, float, Sequence[Span]]
 
 
 def write_events(path: Path, recorded: Iterable[Recorded]) -> Path:
-    """Write all of them into ``path``."""
+    """Write the events of all ranks to ``path``."""
     events = [event for one in recorded for event in _events(*one)]
     path.write_text(json.dumps({**_MADE_BY, "traceEvents": events, "displayTimeUnit": "ms"}))
     return path
@@ -46,7 +46,7 @@ def _events(
 
 
 def _named(row: str, number: int, track: Sequence[Span]) -> str:
-    """What a track is called: its thread, or its lane; with its number where it is not the first of a row."""
+    """Return a track's name: its thread or lane, with its number if it is not the first track of its row."""
     return f"{'lane ' * track[0].is_operation}{row}{f' ({number})' * (number > 1)}"
 
 
@@ -74,5 +74,5 @@ def _event(span: Span, rank: int, tid: int, began: float, seconds: float) -> dic
 
 
 def _about(what: str, rank: int, tid: int, name: str) -> dict[str, object]:
-    """A Chrome metadata event, which names a process or a thread."""
+    """Return a Chrome metadata event, which names a process or a thread."""
     return {"name": what, "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}

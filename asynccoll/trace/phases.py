@@ -1,8 +1,8 @@
 """How long each rank is in each phase of a step, and in which of them one takes longer than the others.
 
-A phase is a mark, or what lies between two: ``between optimizer and forward``. What a rank does while
-others wait for it does not tell what made it late: all may take 60 ms for the backward pass in which it
-calls, and that one have loaded its batch for 30 ms longer.
+A phase is a mark, or the time between two: ``between optimizer and forward``. What a rank is doing while
+others wait for it does not show what made it late: all ranks may take 60 ms for the backward pass in which
+they make the call, while the late one took 30 ms longer to load its batch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from asynccoll.trace.spans import Interval, covered, gaps, intersection, length,
 
 __all__ = ["Phases"]
 
-#: A phase explains why a rank is late if it takes longer there by such a share of the time.
+#: A phase explains why a rank is late if the rank takes longer in it by at least this share of its lateness.
 _FAIR_SHARE = 0.25
-#: A mark lies within another one, and takes longer by as much: then it says more.
+#: A phase lies within another one, and takes longer by as much, from this share on: then it says more.
 _ALIKE = 0.9
 
-#: By step: seconds in each phase. What lies behind the last step is one more.
+#: By step: seconds in each phase. The time after the last step counts as one more step.
 _Spent = Sequence[Mapping[str, float]]
 
 
 class Phases:
-    """Of all ranks of a recording."""
+    """The phases of all ranks of a recording."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._when = {part.rank: _phases(part) for part in parts}
@@ -35,10 +35,10 @@ class Phases:
         self._alone = {part.rank: _spent(part, _alone(part, self._when[part.rank])) for part in parts}
 
     def longer(self, rank: int, steps: Iterable[int], seconds: float) -> str:
-        """The phase in which ``rank`` takes longer than the others in ``steps``.
+        """Return the phase in which ``rank`` takes longer than the others in ``steps``.
 
-        "" if none explains that it was late by ``seconds``. Where it is slow in the phase in which others
-        wait for it, all are there for as long: then the time counts in which nothing is in flight.
+        "" if none explains that it was late by ``seconds``. If it is slow in the phase in which the others
+        wait for it, all ranks are in that phase for as long: then only time with nothing in flight counts.
         """
         told = list(steps)
         for spent in (self._whole, self._alone):
@@ -49,7 +49,7 @@ class Phases:
         return ""
 
     def _innermost(self, rank: int, outer: str, more: Mapping[str, float]) -> str:
-        """The shortest within ``outer`` that takes longer by as much."""
+        """Return the shortest phase within ``outer`` that takes longer by as much."""
         when = self._when[rank]
         inner = [
             name
@@ -63,9 +63,10 @@ class Phases:
 def _more(
     rank: int, steps: Iterable[int], spent: Mapping[int, _Spent], marks: Container[str]
 ) -> dict[str, float]:
-    """By how much longer ``rank`` is in each phase, all in all, than the middle one of the others.
+    """Return by how much longer in total ``rank`` is in each phase than the median of the other ranks.
 
-    Between marks of which the others have another one as well nobody knows what is usual.
+    A gap between two marks that no other rank has (they have another mark in between) is left out, as it is
+    unknown how long it usually takes.
     """
     more: dict[str, float] = {}
     others = [of for whose, of in spent.items() if whose != rank]
@@ -79,7 +80,7 @@ def _more(
 
 
 def _phases(part: Part) -> dict[str, list[Interval]]:
-    """When the rank was in which phase."""
+    """Return when the rank was in which phase."""
     compute = [span for span in part.spans if not span.is_operation]
     marked: dict[str, list[Interval]] = {}
     for span in compute:
@@ -91,7 +92,7 @@ def _phases(part: Part) -> dict[str, list[Interval]]:
 
 
 def _unmarked(part: Part) -> Iterator[tuple[str, Interval]]:
-    """What lies between marks, by the one that ends before it and the one that begins behind it."""
+    """Yield the gaps between marks, named by the mark that ends before and the one that begins after."""
     compute = [span for span in part.spans if not span.is_operation]
     ended = sorted((part.end_of(span), span.name) for span in compute)
     starts = [span.start for span in compute]
@@ -113,7 +114,7 @@ def _between(before: str, behind: str) -> str:
 
 
 def _alone(part: Part, phases: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
-    """The times of ``phases`` in which nothing was in flight."""
+    """Return the times of ``phases`` in which nothing was in flight."""
     busy = covered((span.start, part.end_of(span)) for span in part.spans if span.is_operation)
     idle = gaps(busy, part.seconds)
     return {name: intersection(times, idle) for name, times in phases.items()}

@@ -1,7 +1,8 @@
-"""How a timeline looks: rows of bars in matplotlib, compute above, communication below.
+"""Draw a timeline: rows of bars in matplotlib, compute above, communication below.
 
-Colours are those of Okabe and Ito, which stay apart for colour-blind readers and in grey; what is
-waited for is hatched as well. Only ``Timeline.plot`` comes here, so that matplotlib loads when needed.
+The colors are those of Okabe and Ito, which stay distinct for color-blind readers and in gray;
+communication that is waited for is hatched as well. Only ``Timeline.plot`` imports this module, so that
+matplotlib loads only when needed.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MUTED = "#6b6b6b"
 _PALE = {"#56B4E9", "#F0E442", HIDDEN}  # dark ink reads better on these
 WIDTH_INCHES = 11.0
 TRACK_INCHES = 0.26
-#: All tracks together; where there are many they become thinner, and lose their labels.
+#: The height of all tracks together; if there are many, they become thinner, and lose their labels.
 MOST_INCHES = 16.0
 LABELLED_INCHES = 0.15
-#: Width of a letter in inches at the size of the labels, by which it is told whether a label fits.
+#: The width of a letter at the size of the labels, to tell whether a label fits.
 LETTER_INCHES = 0.075
 
 
@@ -43,18 +44,18 @@ class Drawn(Protocol):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Its bars, from the first to the last."""
+        """Its bars, by start."""
 
     @property
     def seconds(self) -> float:
         """How long it is."""
 
     def hidden_fraction(self) -> float:
-        """How much of the communication lay behind compute."""
+        """Return how much of the communication is hidden behind compute."""
 
 
 def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
-    """Draw ``timeline`` into ``path``."""
+    """Draw ``timeline`` to the file ``path``."""
     made = figure_type("timeline.plot", "timeline.to_chrome needs nothing")
     rows = stack(timeline.spans)
     tracks = sum(len(stacked) for _, stacked in rows)
@@ -79,23 +80,23 @@ def _title(timeline: Drawn) -> str:
 
 
 def _lane(name: str, tracks: list[list[Span]]) -> str:
-    """The label of a lane's row; with the operation, if it is always the same."""
+    """Return the label of a lane's row; with the operation, if it is always the same."""
     names = {span.name for track in tracks for span in track}
     return f"lane {name}\n{names.pop()}" if len(names) == 1 else f"lane {name}"
 
 
 class _Picture:
-    """One axes being filled from top to bottom; times are in milliseconds from the first span."""
+    """An axes that is filled from top to bottom; times are in milliseconds from the first span."""
 
     def __init__(self, timeline: Drawn, axes: Axes, *, legible: bool) -> None:
         self.axes = axes
-        self.legible = legible  # what is written into a bar, and the line round it
+        self.legible = legible  # whether bars are high enough for a label, and for a line around them
         spans = timeline.spans
         self.origin = min((span.start for span in spans), default=0.0)
         self.last = max((span.end or timeline.seconds for span in spans), default=1e-3)
         compute = [self._interval(span) for span in spans if not span.is_operation]
         self.compute = covered(compute)
-        # in the order of their names, so that two recordings of a program have the same colours
+        # in the order of their names, so that two recordings of a program have the same colors
         names = sorted({span.name for span in spans if not span.is_operation})
         self.colours = {name: COMPUTE[at % len(COMPUTE)] for at, name in enumerate(names)}
         self.y = 0.0
@@ -148,7 +149,7 @@ class _Picture:
         self.axes.broken_barh(widths, (self.y + 0.06, 0.88), **look)
 
     def _label(self, span: Span, text: str, colour: str) -> bool:
-        """Write ``text`` into the bar of ``span`` if it has the room; whether it had."""
+        """Write ``text`` into the bar of ``span`` if it fits; return whether it did."""
         from matplotlib.patheffects import withStroke
 
         if not self.legible:

@@ -1,4 +1,4 @@
-"""What one rank did while it was recorded: operations, spans of compute, and where steps ended."""
+"""Record what one rank does: its operations, spans of compute, and when steps end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Recorder", "has_failed", "row_of"]
 
 
 class _Entry:
-    """A span while it grows: what is known at its start, and its end once there is one."""
+    """A span under construction: what is known at its start, and its end once there is one."""
 
     __slots__ = (
         "_ends",
@@ -49,7 +49,7 @@ class _Entry:
         self.lane_key: str = ""
 
     def finish(self) -> None:
-        """It ends now. Of several threads that say so, the first counts."""
+        """End the span now. If several threads call this, the first one counts."""
         self._ends.append(host.monotonic())
 
     @property
@@ -75,29 +75,29 @@ class _Entry:
 
 
 def _nothing() -> None:
-    """Nobody asks for failures."""
+    """Do nothing about a failure."""
 
 
 class Recorder:
-    """Takes down what happens; any thread may add to it."""
+    """The recording of one rank; any thread may add to it."""
 
     def __init__(self) -> None:
         self.began: float = host.monotonic()
         self.ended: float | None = None
         self.entries: list[_Entry] = []
-        #: when steps ended: as the program says, and as optimizers tell
+        #: when steps ended: as marked by the program, and as seen from optimizers
         self.told_steps: list[float] = []
         self.seen_steps: list[float] = []
-        #: is called when an operation has failed, by the thread that sees it
+        #: called when an operation has failed, by the thread that sees it
         self.when_failed: Callable[[], object] = _nothing
-        #: operations that were not over when last looked, by their entries
+        #: the operations that are not known to have ended, by their entries
         self._running: dict[_Entry, Operation] = {}
         #: by thread: how many spans that the program marks are open
         self._marking: dict[int, int] = {}
 
     @contextmanager
     def span(self, name: str, row: str | None = None) -> Iterator[None]:
-        """A block of compute."""
+        """Record a block of compute."""
         thread = host.get_ident()
         entry = self.begin(name, row)
         self._marking[thread] = self._marking.get(thread, 0) + 1
@@ -109,7 +109,7 @@ class Recorder:
             entry.finish()
 
     def begin(self, name: str, row: str | None = None, place: str = "") -> _Entry:
-        """A span that begins now; its ``finish`` ends it."""
+        """Begin a span now; its ``finish`` ends it."""
         entry = _Entry(name, row or host.current_thread().name, host.monotonic())
         entry.place = place
         self.entries.append(entry)
@@ -120,12 +120,12 @@ class Recorder:
         return self._marking.get(host.get_ident(), 0) > 0
 
     def observe(self, operation: Operation, size_bytes: int) -> None:
-        """A lane has accepted ``operation``."""
+        """Record ``operation``, which a lane has just accepted."""
         entry = self.note(operation, size_bytes)
         operation.add_waker(lambda: self.over(entry, has_failed(operation)))
 
     def note(self, operation: Operation, size_bytes: int) -> _Entry:
-        """Take down its beginning. ``over`` is to be told of its end, with what this returns."""
+        """Record the start of ``operation``. Returns an entry, to be passed to ``over`` at its end."""
         entry = _Entry(operation.name, row_of(operation), operation.started, operation=True)
         entry.size_bytes = size_bytes
         entry.sequence = operation.sequence
@@ -138,7 +138,7 @@ class Recorder:
         return entry
 
     def over(self, entry: _Entry, failed: bool) -> None:
-        """It has ended, well or not."""
+        """Record the end of an operation, successful or not."""
         entry.failed = failed
         entry.finish()
         self._running.pop(entry, None)
@@ -146,7 +146,7 @@ class Recorder:
             self.when_failed()
 
     def _catch_up(self) -> None:
-        """Finish what is over: a waiter may go on before the completing thread has called ``over``."""
+        """Finish what is over: a waiter may continue before the completing thread has called ``over``."""
         for entry, operation in list(self._running.items()):
             if operation.woke:
                 entry.failed = has_failed(operation)
@@ -154,22 +154,22 @@ class Recorder:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Everything recorded so far, by start."""
+        """All spans recorded so far, by start."""
         self._catch_up()
         found = (entry.span(self.began) for entry in list(self.entries))
         return tuple(sorted(found, key=lambda span: span.start))
 
     @property
     def steps(self) -> tuple[float, ...]:
-        """When each step ended, in seconds since the recording began: as told, else as seen."""
+        """When each step ended, in seconds since the recording began: as marked, else as seen."""
         return tuple(sorted(end - self.began for end in self.told_steps or self.seen_steps))
 
     def step(self) -> None:
-        """The program says that a step ends."""
+        """Record that the program marks the end of a step."""
         self.told_steps.append(host.monotonic())
 
     def end(self) -> None:
-        """Nothing more is taken down, but for the ends of what has begun."""
+        """End the recording; only the ends of what has begun are recorded from now on."""
         self._catch_up()
         self.ended = host.monotonic()
 
@@ -180,14 +180,14 @@ class Recorder:
 
 
 def has_failed(operation: Operation) -> bool:
-    """Whether an operation that is over ended badly; nobody need have waited for it."""
+    """Whether an operation that is over has failed, even if there was no waiter."""
     if operation.failure is not None:
         return True
     return operation.completion.done() and operation.completion.error() is not None
 
 
 def row_of(operation: Operation) -> str:
-    """The row of its span: its lane, and the ranks of its group if that is not the world."""
+    """Return the row of the operation's span: its lane, and the group's ranks if that is not the world."""
     group = operation.lane.group
     where = "" if group.is_world else f" of {list(group.ranks)}"
     return f"{operation.lane.name}{where}"

@@ -1,4 +1,4 @@
-"""Bars of a timeline, and how they lie beside and across each other."""
+"""The bars of a timeline, and how they overlap."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Interval = tuple[float, float]
 class Span:
     """One bar of a timeline. Times are seconds since the recording began.
 
-    ``end`` is None for what was still going on when asked. ``row`` is the lane of an operation, or the
-    thread (or chosen row) of a span of compute; ``size_bytes``, ``sequence`` and ``part`` (its place in its
-    lane's order) and ``place`` (file and line) are those of the operation. Of compute ``place`` says what it
-    is, where it was marked by itself: the class of the module. ``peer`` is the other rank of a message, else
-    -1. ``lane_key`` tells apart lanes that had one name after each other.
+    ``end`` is None if the span had not ended when asked. ``row`` is the lane of an operation, or the thread
+    (or chosen row) of a span of compute; ``size_bytes``, ``sequence`` and ``part`` (its place in its lane's
+    order) and ``place`` (file and line) are those of the operation. For compute that was marked
+    automatically, ``place`` is the class of the module or optimizer. ``peer`` is the other rank of a message,
+    else -1. ``lane_key`` distinguishes lanes that had the same name one after another.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Span:
 
     @property
     def key(self) -> tuple[str, str, str, int, int] | None:
-        """What an operation has in common with the same on its peers; None of compute and messages."""
+        """What identifies an operation on all of its ranks; None for compute and messages."""
         if not self.is_operation or self.peer >= 0:
             return None
         return self.row, self.lane_key, self.name, self.sequence, self.part
 
 
 def stack(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:
-    """The rows, compute first, each as tracks on which no two spans overlap. Spans come by start."""
+    """Return the rows, compute first, each as tracks without overlaps. ``spans`` are sorted by start."""
     rows: dict[tuple[bool, str], list[list[Span]]] = {}
     for span in spans:
         tracks = rows.setdefault((span.is_operation, span.row), [])
@@ -60,7 +60,7 @@ def stack(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of ``intervals``, as disjoint ones in order."""
+    """Return the union of ``intervals``, as disjoint ones in order."""
     union: list[Interval] = []
     for start, end in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -71,7 +71,7 @@ def covered(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Where both are, each disjoint and in order."""
+    """Return the intersection of two lists of intervals, each disjoint and in order."""
     both = []
     i = j = 0
     while i < len(some) and j < len(others):
@@ -86,7 +86,7 @@ def intersection(some: Sequence[Interval], others: Sequence[Interval]) -> list[I
 
 
 def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
-    """What of disjoint ``intervals`` in order lies between; without a look at those that lie far off."""
+    """Clip ``intervals``, disjoint and in order, to ``start`` and ``end``; does not visit those far off."""
     found = []
     for at in range(bisect_right(intervals, start, key=lambda one: one[1]), len(intervals)):
         if max(start, intervals[at][0]) >= end:
@@ -96,7 +96,7 @@ def within(intervals: Sequence[Interval], start: float, end: float) -> list[Inte
 
 
 def gaps(busy: Sequence[Interval], end: float) -> list[Interval]:
-    """What lies between disjoint ones in order, and before and behind them, from 0 to ``end``."""
+    """Return the gaps before, between and after ``busy``, disjoint and in order, from 0 to ``end``."""
     starts = [0.0, *(stop for _, stop in busy)]
     stops = [*(start for start, _ in busy), end]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -1,7 +1,7 @@
-"""``ASYNCCOLL_TRACE=DIR``: every rank of a program is recorded from ``initialize`` on, into a file there.
+"""``ASYNCCOLL_TRACE=DIR``: record every rank of a program from ``initialize`` on, into a file in ``DIR``.
 
-The file is written at intervals, after a failure and at the end, so that a rank that hangs or is killed has
-left its part.
+The file is written at intervals, after a failure and at the end, so that a rank that hangs or is killed
+leaves its part behind.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ __all__ = ["VARIABLE", "file_name", "install", "later_worlds", "recordings"]
 
 VARIABLE = "ASYNCCOLL_TRACE"
 _EVERY_SECONDS = 0.5
-#: Where rank 0 says, in the store at which the ranks have met, which of the program's worlds this is.
+#: The key under which rank 0 says, in the store through which the ranks met, which of the program's worlds
+#: this is.
 _NUMBER = "trace/world"
-#: How long the others wait for that: it says nothing where the variable is not set for it.
+#: How long the other ranks wait for that: rank 0 says nothing if the variable is not set for it.
 _PATIENCE_SECONDS = 30.0
 
 
 def recordings(directory: Path) -> list[Path]:
-    """What ranks have left there, in their order."""
+    """Return the files that ranks have left in ``directory``, by rank."""
     return sorted(directory.glob("rank-[0-9][0-9][0-9][0-9][0-9].jsonl"))
 
 
@@ -49,21 +50,21 @@ def file_name(rank: int) -> str:
 
 
 def later_worlds(directory: Path) -> list[Path]:
-    """Where ranks have recorded the worlds that they joined after the first."""
+    """Return the directories in which ranks have recorded the worlds that they joined after the first."""
     return sorted(directory.glob("world-*"), key=lambda one: (len(one.name), one.name))
 
 
 class _Recordings:
-    """Those of this process: one for each world that it joins, after one another or in threads."""
+    """The recordings of this process: one for each world that it joins, one after another or in threads."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: list[tuple[Context, Callable[[], None]]] = []
-        self._made: dict[int, int] = {}  # by rank where ranks are threads; else there is one
+        self._made: dict[int, int] = {}  # the latest world's number, by rank if ranks are threads
         atexit.register(self._finish)
 
     def record(self, context: Context) -> None:
-        """Take down what happens in ``context``, which this process has just joined."""
+        """Record what happens in ``context``, which this process has just joined."""
         self._finish(lambda earlier: earlier.closed)
         number = self._number(context)
         directory = self._directory if number == 1 else self._directory / f"world-{number}"
@@ -71,7 +72,7 @@ class _Recordings:
         self._open.append((context, _record(context, directory / file_name(context.rank))))
 
     def _number(self, context: Context) -> int:
-        """Which of the program's worlds it is: rank 0's word, as others may have come later."""
+        """Return which of the program's worlds this is, as rank 0 counts: others may have joined later."""
         who = context.rank if context.thread_rank else -1
         number = self._made.get(who, 0) + 1
         if context.clients is not None:
@@ -87,14 +88,14 @@ class _Recordings:
         for one in [one for one in self._open if which(one[0])]:
             try:
                 self._open.remove(one)
-            except ValueError:  # another rank, a thread of this process, finishes it
+            except ValueError:  # another rank, a thread of this process, is finishing it
                 continue
             _, finish = one
             finish()
 
 
 def _told(store: Waiting, own: int) -> int:
-    """The number that rank 0 says; this rank's ``own`` if it says none."""
+    """Return the number that rank 0 says; this rank's ``own`` if it says none."""
     try:
         return int(store.get(_NUMBER))
     except CollectiveTimeoutError:
@@ -107,7 +108,7 @@ def _told(store: Waiting, own: int) -> int:
 
 
 def _record(context: Context, path: Path) -> Callable[[], None]:
-    """Write what happens in ``context`` to ``path``, until what comes back is called."""
+    """Write what happens in ``context`` to ``path`` until the returned function is called."""
     timeline = Timeline(context.rank, context.world_size)
     end = start(timeline, context, marks=True)
     writer = Writer(timeline.recorder, context, path)
@@ -124,7 +125,7 @@ def _record(context: Context, path: Path) -> Callable[[], None]:
     thread.start()
 
     def finish() -> None:
-        if host.getpid() != process:  # a forked child leaves: the file is its parent's, and so may be a lock
+        if host.getpid() != process:  # a forked child: the file is the parent's, and so may be a lock
             return
         end()
         due.set()

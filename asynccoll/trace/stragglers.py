@@ -1,7 +1,7 @@
-"""Of each operation, which rank called it last, and how long the others had waited for it by then.
+"""Which rank called each operation last, and how long the others had waited for it by then.
 
-From recordings of a whole run (``ASYNCCOLL_TRACE``), whose times lie on one clock, or from dumps of flight
-recorders: the last operations, of ranks of one host, which read one clock.
+This is computed from recordings of a whole run (``ASYNCCOLL_TRACE``), whose times are on one clock, or from
+dumps of flight recorders: these have the last operations, on ranks of one host, which read one clock.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["Stragglers", "Straggling", "by_line", "load_stragglers"]
 
 @dataclass(frozen=True, slots=True)
 class Straggling:
-    """The operations of one kind that ``rank`` was the last to call on one line.
+    """The operations of one kind that ``rank`` was the last to call, on one line.
 
-    ``last`` of the ``calls`` of this kind; ``total``, ``median`` and ``longest``: seconds that the middle one
-    of the others waited in them, as `trace run` counts.
+    They are ``last`` of the ``calls`` of this kind. ``total``, ``median`` and ``longest``: seconds that the
+    median of the other ranks waited in them, counted as in `trace run`.
     """
 
     operation: str
@@ -42,13 +42,13 @@ class Straggling:
     longest: float
 
     def to_dict(self) -> dict[str, object]:
-        """For programs."""
+        """Return it as a dict, for programs."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """What counts of a directory, and what `trace run` says of it, which is "" of dumps."""
+    """The arrivals that count in a directory, and what `trace run` says about it ("" for dumps)."""
 
     arrivals: tuple[Arrival, ...]
     left_out: int
@@ -56,7 +56,7 @@ class Stragglers:
 
 
 def load_stragglers(directory: Path) -> Stragglers:
-    """Every operation in ``directory`` that more than one rank, and all of its group, have called.
+    """Load the operations in ``directory`` that more than one rank, and all recorded of its group, called.
 
     Raises:
         InvalidArgumentError: there is neither a recording nor a dump.
@@ -82,7 +82,7 @@ def _of_dumps(directory: Path) -> Iterator[Arrival]:
 
 
 def by_line(made: Iterable[Arrival]) -> list[Straggling]:
-    """By kind, line and rank that came last; those that cost the others most first."""
+    """Group arrivals by kind, line and the rank that was last; those that cost the others most come first."""
     kinds: dict[tuple[str, str], int] = {}
     late: dict[tuple[str, str, str, int], list[Arrival]] = {}
     for one in made:

@@ -1,17 +1,17 @@
-"""A timeline of what ran when, on this rank: operations on their lanes, and spans of compute.
+"""The timeline of this rank: operations on their lanes, and spans of compute.
 
     with ac.trace.recording() as timeline:
         for x, y in first_batches:
-            loss_fn(model(x), y).backward()                 # marked by themselves: forward, backward
+            loss_fn(model(x), y).backward()                 # marked automatically: forward, backward
             await gradients
             optimizer.step()                                # and the end of a step
     timeline.plot(f"timeline-{ac.get_rank()}.png")          # a picture of this rank; needs matplotlib
     trace = await ac.trace.gather(timeline)                 # all ranks, with their clocks aligned
 
-An operation is recorded from the moment it is accepted to the moment it is done, stamped by the
-completing thread. Nothing is recorded, and nothing but one look at an empty tuple paid, outside of
-``recording()``. Times are the host's: on a device that orders operations by stream (nccl) an operation
-is done when it is enqueued, so look at those with ``torch.profiler``.
+An operation is recorded from the moment it is accepted to the moment it completes, stamped by the
+completing thread. Outside of ``recording()`` nothing is recorded, and the only cost is one check of an
+empty tuple. Times are the host's: on a device that orders operations by stream (nccl) an operation
+completes when it is enqueued, so look at those with ``torch.profiler``.
 
 Data flows one way: lane -> context.observers -> Recorder -> Timeline -> file.
 """
@@ -54,17 +54,17 @@ class Timeline:
         return f"<Timeline of rank {self.rank}: {count} spans in {self.seconds:.3f} s>"
 
     def span(self, name: str, *, row: str | None = None) -> AbstractContextManager[None]:
-        """A block of compute called ``name``: ``with timeline.span("validate"):``.
+        """Mark a block of compute called ``name``: ``with timeline.span("validate"):``.
 
-        It appears in the row of the calling thread, or in ``row``. Inside of it nothing is marked by itself.
-        Leave out blocks that only wait: what lies under no span is what ``hidden_fraction`` counts as waited
-        for.
+        It appears in the row of the calling thread, or in ``row``. Inside the block nothing is marked
+        automatically. Do not mark blocks that only wait: ``hidden_fraction`` counts communication as waited
+        for where there is no span.
         """
         _check_names(name, row)
         return self.recorder.span(name, row)
 
     def step(self) -> None:
-        """A step of the program ends here. Without it, each ``optimizer.step()`` ends one."""
+        """Mark the end of a step of the program. Without such marks, each ``optimizer.step()`` ends one."""
         self.recorder.step()
 
     @property
@@ -83,19 +83,19 @@ class Timeline:
         return self.recorder.seconds
 
     def hidden_fraction(self) -> float:
-        """The share of the time with an operation in flight during which this rank computed.
+        """Return the share of the time with an operation in flight during which this rank computed.
 
-        1.0 is communication that costs nothing, 0.0 communication that is waited for; ``nan`` without
-        any, or where no compute is marked: then nobody knows. As much a matter of what is marked as of what
-        is hidden.
+        1.0 means that communication costs nothing, 0.0 that all of it is waited for; ``nan`` if there is
+        none, or if no compute is marked, as then the share is unknown. The result depends on what is marked
+        as much as on what is hidden.
         """
         return findings.hidden_fraction(self.spans, 0.0, self.seconds)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
-        """Draw the timeline into ``path`` (``.png``, ``.svg`` or ``.pdf``); the path.
+        """Draw the timeline into ``path`` (``.png``, ``.svg`` or ``.pdf``); returns the path.
 
-        Rows of compute above, one per thread; rows of communication below, one per lane, with what is
-        hidden behind compute set off from what is waited for.
+        Rows of compute are at the top, one per thread; rows of communication below, one per lane, with
+        communication that is hidden behind compute set off from communication that is waited for.
 
         Raises:
             BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
@@ -105,16 +105,16 @@ class Timeline:
         return draw(self, Path(path), title)
 
     def to_chrome(self, path: str | os.PathLike[str]) -> Path:
-        """Write Chrome trace JSON for ``ui.perfetto.dev`` or ``chrome://tracing``; the path.
+        """Write Chrome trace JSON for ``ui.perfetto.dev`` or ``chrome://tracing``; returns the path.
 
-        Of this rank alone; ``ac.trace.gather(timeline)`` has all of them, on one clock.
+        It contains this rank only; ``ac.trace.gather(timeline)`` has all ranks, on one clock.
         """
         return write_events(
             Path(path), [(self.rank, self.world_size, self.recorder.began, self.seconds, self.spans)]
         )
 
 
-#: The recordings that are on in this process.
+#: The recordings that are running in this process.
 _open: list[Timeline] = []
 
 
@@ -123,11 +123,11 @@ _open: list[Timeline] = []
 def recording(*, marks: bool = True) -> Iterator[Timeline]:
     """Record every operation of this rank, and its compute, while the block runs.
 
-    With ``marks`` the calls of modules are "forward", the backward passes through them "backward", and steps
-    of optimizers "optimizer"; what you mark yourself, with ``span``, is added, and within it nothing is
-    marked by itself. Recordings may nest and overlap. What is in flight at the end stays open until it is
-    done. It is of the world that there is when it begins: of one that is joined within it nothing is
-    recorded, and a warning says so.
+    With ``marks``, module calls are marked as "forward", the backward passes through them as "backward", and
+    optimizer steps as "optimizer". What you mark yourself, with ``span``, is added, and inside it nothing is
+    marked automatically. Recordings may nest and overlap. An operation in flight at the end stays open until
+    it completes. A recording covers the world that exists when it begins: if another world is joined inside
+    the block, nothing of that is recorded, and a warning says so.
 
     Raises:
         NotInitializedError: under a launcher, before ``ac.initialize()``.
@@ -149,7 +149,7 @@ def recording(*, marks: bool = True) -> Iterator[Timeline]:
 
 
 def start(timeline: Timeline, context: Context, *, marks: bool) -> Callable[[], None]:
-    """Have ``timeline`` record ``context``, until what comes back is called."""
+    """Have ``timeline`` record ``context`` until the returned function is called."""
     ending = ExitStack()
     ending.callback(follow(timeline, context))
     if marks:
@@ -160,7 +160,7 @@ def start(timeline: Timeline, context: Context, *, marks: bool) -> Callable[[], 
 
 
 def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
-    """Have ``timeline`` told of every operation of ``context``, until what comes back is called."""
+    """Have ``timeline`` observe every operation of ``context`` until the returned function is called."""
     unobserve = context.observe(timeline.recorder.observe)
 
     def end() -> None:
@@ -173,16 +173,17 @@ def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
 @fitting
 @contextmanager
 def span(name: str, *, row: str | None = None) -> Iterator[None]:
-    """A block of compute called ``name``, in every recording that is on, and in ``torch.profiler``.
+    """Mark a block of compute called ``name``, in every running recording, and in ``torch.profiler``.
 
-    For code that does not know whether it is recorded (``asynccoll trace run``). Otherwise it does nothing.
+    For code that does not know whether it is being recorded (``asynccoll trace run``): if it is not, this
+    does nothing.
 
     >>> with ac.trace.span("validate"):
     ...     validate(model)
     """
     _check_names(name, row)
     with ExitStack() as spans:
-        for timeline in tuple(_open):  # other threads begin and end theirs
+        for timeline in tuple(_open):  # a copy, as other threads begin and end theirs
             spans.enter_context(timeline.span(name, row=row))
         if not _open:
             spans.enter_context(annotation(name))
@@ -195,6 +196,6 @@ def _check_names(name: object, row: object) -> None:
 
 
 def step() -> None:
-    """A step of the program ends here, in every recording that is on."""
+    """Mark the end of a step of the program, in every running recording."""
     for timeline in tuple(_open):
         timeline.step()
