@@ -97,7 +97,7 @@ class Headers:
         found = {}
         for rank, ring in self._rings:
             theirs = ring[at]
-            # 0: that rank is writing it just now, and will read this one afterwards.
+            # 0: not written yet, or being written just now: that rank will then look at this one.
             if theirs == word or not theirs:
                 continue
             if ring[at + 1] >> 32 != number or ring[at] != theirs:

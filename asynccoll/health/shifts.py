@@ -80,7 +80,7 @@ class Shifts:
         mine, theirs = made(self._recorder.buffer), made(memory)
         shifts = []
         for lane in [lane for lane in mine if lane[0] in keys and lane in theirs]:
-            key = rank, *lane  # the neighbor on a lane changes if the memory of a nearer rank is seen later
+            key = rank, *lane  # the neighbor on a lane changes if a nearer rank's memory is opened later
             comparison = self._lanes.setdefault(key, Comparison((self._rank, rank)))
             found = None if comparison is None else comparison.look(mine[lane], theirs[lane])
             if found is not None:

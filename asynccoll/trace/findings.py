@@ -120,7 +120,7 @@ def warm(parts: Sequence[Part]) -> tuple[Sequence[Part], float]:
 
 
 def _over(part: Part) -> Part:
-    """Return ``part`` without unfinished and failed calls: however long a hang is, the rest is unaffected."""
+    """Drop unfinished and failed calls: however long a hang lasts, it says nothing about the rest."""
     spans = (span for span in part.spans if not (span.is_operation and (span.end is None or span.failed)))
     return replace(part, spans=tuple(spans))
 

@@ -21,7 +21,7 @@ __all__ = ["STEPS", "Arrival", "Called", "Lateness", "arrival", "arrivals", "lat
 #: this many times as long as for the median of the other ranks: on a busy host two or three times is chance.
 _LATE_SHARE = 0.05
 _LATE_TIMES = 4.0
-#: A few long waits are chance as well, so this share of a rank's late calls, the latest ones, does not count.
+#: A few long waits are chance as well: this share of the waits for a rank, the longest, does not count.
 _CHANCE = 0.1
 #: But chance does not make one rank late in this share of the steps: then this many times as long is enough.
 _STEADILY = 0.8

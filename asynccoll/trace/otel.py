@@ -16,7 +16,7 @@ _NAME = "asynccoll"
 
 
 def opentelemetry() -> Callable[[], None]:
-    """Report every operation of this rank to OpenTelemetry; returns a function that ends this.
+    """Report every operation of this rank to OpenTelemetry; returns a function that stops this.
 
     Spans are named after the operation, and last from the call to its end; the histograms are
     ``asynccoll.operation.duration`` in seconds and ``asynccoll.operation.size`` in bytes. Attributes:
