@@ -431,14 +431,19 @@ DEVICE_MEMORY = """
     print(mpi_library._path_of_library())
     print(mpi_library._cuda_aware(MPI))
 
-    class Says:
+    class Saying:
+        # Lists these kinds of memory: as mpi4py's module, its communicator and its Info.
         COMM_SELF = property(lambda self: self)
-        Get_info = lambda self: {"mpi_memory_alloc_kinds": self.kinds}
+        Get_info = lambda self: self
+
+        def __init__(self, kinds):
+            self.kinds = kinds
+
+        def Get(self, key):
+            return self.kinds if key == "mpi_memory_alloc_kinds" else None
 
     for kinds in ("system,cuda", "mpi,cuda:host:device", "cuda:host", "rocm:device"):
-        says = Says()
-        says.kinds = kinds
-        print(mpi_library._cuda_aware(says))
+        print(mpi_library._cuda_aware(Saying(kinds)))
 """
 
 

@@ -133,8 +133,7 @@ class Refusals:
         """
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
-        with contextlib.suppress(AttributeError):  # an exception with slots: told by its first layer only
-            setattr(reason, _TOLD, True)
+        vars(reason)[_TOLD] = True  # also where setting an attribute fails: some are frozen dataclasses
         self._settle(
             lane, lane.halting.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name, until)
         )
@@ -336,8 +335,7 @@ def leaves_its_call(error: BaseException) -> None:
 
     A future, for example, raises the same exception each time that its result is asked for.
     """
-    with contextlib.suppress(AttributeError):  # a single rank has no peers to tell
-        delattr(error, _TOLD)
+    vars(error).pop(_TOLD, None)  # a single rank has no peers to tell
 
 
 def _plain(refusal: Refusal | None) -> dict[str, object] | None:

@@ -78,7 +78,7 @@ def main() -> None:
         _exits(stop, error_file)
         raise
     except BaseException as error:
-        error.__traceback__ = own_frames_removed(error.__traceback__)
+        error.with_traceback(own_frames_removed(error.__traceback__))
         quiet = bool(error_file) and not _restarts_left() and _hook_is_common()
         if error_file:
             record(Path(error_file), error, shown=not quiet)

@@ -57,7 +57,7 @@ class Job:
 
     def record(self, rank: int, error: BaseException) -> None:
         """Write down how this rank failed, for ``failed`` to read."""
-        error.__traceback__ = child.own_frames_removed(error.__traceback__) or error.__traceback__
+        error.with_traceback(child.own_frames_removed(error.__traceback__) or error.__traceback__)
         child.record(Path(self.directory, f"{rank}.json"), error, shown=False)
 
 
