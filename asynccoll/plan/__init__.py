@@ -1,6 +1,6 @@
-"""A call as values, and the plan for it, which is a pure function of these values.
+"""Describes a call by values, and derives the plan for it from them by a pure function.
 
-Touches no process group, device or lane: the abilities of a backend are a frozen row of values, too.
+Touches no process group, device or lane: a backend's capabilities are a frozen row of values, too.
 """
 
 from asynccoll.plan.dispatch import plan

@@ -33,7 +33,7 @@ __all__ = ["plan", "refuse_missing"]
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 #: The dtypes of sparse tensors whose values torch can add (``coalesce``).
 _SPARSE = LOCAL | {torch.bool, torch.complex64, torch.complex128}
-#: The call used instead if the native one cannot be: it moves the data, which receivers reduce locally.
+#: The call that replaces a native reduction that cannot be used: it moves the data, and receivers reduce it.
 _EXCHANGE = {
     Op.ALL_REDUCE: Op.ALL_GATHER,
     Op.REDUCE: Op.GATHER,
@@ -52,7 +52,7 @@ def plan(
     """Return the plan for ``op`` on a tensor like ``spec`` in ``topology``.
 
     Raises ``PayloadTypeError`` for an operation that is not defined (an average of integers), and
-    ``UnsupportedOpError`` for one that this backend neither has nor can be composed of its calls.
+    ``UnsupportedOpError`` for one that this backend lacks and that cannot be composed from its calls.
     """
     _refuse_quantized(op, spec)
     refuse_meaningless(op, spec, reduce)
@@ -163,12 +163,12 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
     wire, dtype, on_wire, divide, why = arithmetic(spec.dtype, reduce, known)
     native = _has_native(op, spec, known) and known.reduces(dtype, on_wire)
     if wire is Wire.REAL and on_wire is not ReduceOp.SUM:
-        native = False  # complex numbers are sent as pairs of reals, and only a sum goes by parts
+        native = False  # complex numbers are sent as pairs of reals, and only a sum can be taken by component
     dense = op is Op.ALL_REDUCE and not spec.sparse
     size = (spec.numel, spec.dtype.itemsize)
     through_memory = not spec.sparse and topology.goes_through_nodes(op, spec.size_bytes, policy.by_node)
     small = dense and topology.exchanges(*size) and not through_memory
-    if op is Op.REDUCE_SCATTER and through_memory and dtype not in HALF:  # HALF has to be rounded once
+    if op is Op.REDUCE_SCATTER and through_memory and dtype not in HALF:  # HALF must be rounded only once
         native = known.reduces(dtype, on_wire) and not (wire is Wire.REAL and on_wire is not ReduceOp.SUM)
         by_node = native
     else:
@@ -224,7 +224,7 @@ def _has_native(op: Op, spec: TensorSpec, known: Capabilities) -> bool:
 
 def _nodes_first(topology: Topology, policy: Policy) -> str:
     """Return a sentence on how an all_reduce by node is composed, and why."""
-    if topology.capabilities.near:  # chosen by its figures, or by the policy
+    if topology.capabilities.near:  # chosen by the thresholds in it, or by the policy
         return _by_memory(topology)
     each = topology.world_size // topology.nodes
     chosen = (
@@ -248,7 +248,7 @@ def _by_memory(topology: Topology) -> str:
 
 
 def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) -> Plan:
-    """Return the plan, completed with what is the same for every operation: staging, contiguity, check."""
+    """Return the plan, completed with what all operations have in common: staging, contiguity, check."""
     known = topology.capabilities
     why, stage = list(chosen.why), None
     if topology.way and chosen.via != "nodes":

@@ -1,7 +1,7 @@
 """The frozen values that describe a collective before any backend is involved.
 
-Everything here is hashable and immutable, so that planning (``dispatch``) is a pure function and can
-be cached and tested without a process group. Knows torch's dtypes and nothing else of the world.
+Everything here is hashable and immutable, so planning (``dispatch``) is a pure function that can be cached,
+and tested without a process group. Knows torch's dtypes and reductions, but no backend and no process group.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Op(str, enum.Enum):
     RECV = "recv"
     BARRIER = "barrier"
 
-    __hash__ = str.__hash__  # enum's own is Python; these are keys in every call
+    __hash__ = str.__hash__  # Enum's own is written in Python, and every call uses these as keys
 
     @property
     def reduces(self) -> bool:
-        """Whether the operation does arithmetic, so that bytes alone cannot carry it."""
+        """Whether the operation does arithmetic, so its data cannot be sent as opaque bytes."""
         return self in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER)
 
     @classmethod
     def parse(cls, name: object) -> Op:
-        """Return the operation called ``name``; the error for another name lists all of them."""
+        """Return the operation called ``name``; the error for an unknown name lists all of them."""
         try:
             return cls(str(getattr(name, "value", name)).lower())
         except ValueError:
@@ -93,11 +93,11 @@ class ReduceOp(str, enum.Enum):
     BXOR = "bxor"
     ADASUM = "adasum"
 
-    __hash__ = str.__hash__  # as Op's
+    __hash__ = str.__hash__  # as in ``Op``
 
     @classmethod
     def parse(cls, op: object) -> ReduceOp:
-        """Return the reduction for ``op``: a name in any case, one of ours, or torch's ``ReduceOp``."""
+        """Return the reduction for ``op``: a case-insensitive name, one of ours, or torch's ``ReduceOp``."""
         name = op.lower() if isinstance(op, str) else _name_in_torch(op)
         if name == "premul_sum":
             raise InvalidArgumentError(
@@ -113,7 +113,7 @@ class ReduceOp(str, enum.Enum):
         return found
 
 
-#: What a user may write as ``op=`` (names in any case, which the type cannot express).
+#: What a user may pass as ``op=`` (names are case-insensitive, which the type cannot express).
 ReduceOpLike: TypeAlias = (
     ReduceOp
     | dist.ReduceOp
@@ -128,7 +128,7 @@ _REDUCE_OPS |= {"mean": ReduceOp.AVG, "average": ReduceOp.AVG, "prod": ReduceOp.
 
 
 def reduce_op(op: object) -> ReduceOp:
-    """As ``ReduceOp.parse``, but fast for names in lower case, since every reduction calls this."""
+    """Return ``ReduceOp.parse(op)``, with a fast path for lower-case names: every reduction calls this."""
     return (_REDUCE_OPS.get(op) if isinstance(op, str) else None) or ReduceOp.parse(op)
 
 
@@ -141,9 +141,9 @@ def premul_factor(op: dist.ReduceOp) -> float | None:
 
 
 def _name_in_torch(op: object) -> str:
-    """Return the name of torch's reduction in lower case, as in ``"sum"``; "" if ``op`` is none.
+    """Return the lower-case name of a torch reduction, such as ``"sum"``; "" if ``op`` is not one.
 
-    ``dist.ReduceOp.SUM`` is a ``RedOpType``; a ``ReduceOp`` may be made of it. Both give ``"sum"``.
+    ``dist.ReduceOp.SUM`` is a ``RedOpType``; a ``ReduceOp`` may be made from it. Both give ``"sum"``.
     """
     if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return ""
@@ -152,7 +152,7 @@ def _name_in_torch(op: object) -> str:
 
 
 def described(x: torch.Tensor) -> tuple[torch.dtype | torch.Size | str, ...]:
-    """What ranks must have alike of a tensor: its dtype and shape, and whether it is sparse."""
+    """Return what must be the same on all ranks: a tensor's dtype and shape, and whether it is sparse."""
     return (x.dtype, x.shape) if x.layout is torch.strided else (x.dtype, x.shape, "sparse")
 
 
@@ -185,7 +185,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend does natively; dispatch knows nothing else of a backend.
+    """What a backend does natively; ``dispatch`` knows nothing else about a backend.
 
     ``reduce``: by dtype, the reductions that it computes. ``move``: the dtypes that it can copy as
     they are (any other dtype is sent as bytes). ``ops``: the collectives that it has a usable call for.
@@ -196,27 +196,27 @@ class Capabilities:
     reduce: tuple[tuple[torch.dtype, frozenset[ReduceOp]], ...]
     move: frozenset[torch.dtype]
     devices: frozenset[str] = frozenset({"cpu"})
-    #: whether sparse tensors can be summed: on every rank, of the gathered tensors of all ranks
+    #: whether sparse tensors can be summed: every rank gathers those of all ranks, and sums them locally
     sparse: bool = False
     #: collectives whose native call is slower than a composition, or cannot be awaited
     compose: frozenset[Op] = frozenset()
-    #: collectives that its communicator builds of another native call: (collective, native call)
+    #: collectives that its communicator builds from another native call: (collective, native call)
     built_of: tuple[tuple[Op, str], ...] = ()
-    #: Up to this many bytes sent by a rank, a reduction is faster as one exchange of all ranks' data and a
-    #: local sum than as the native call, whose hops cost more than the bytes.
+    #: While a rank sends at most this many bytes, one exchange of all ranks' data and a local sum are faster
+    #: than the native reduction, whose hops cost more than the bytes.
     exchange_bytes: int = 0
     #: The cost of a hop of an all_reduce, as the number of bytes that are sent within a node in that time. 0:
-    #: an all_reduce is not composed by node, since the backend itself knows nodes, or no cost was measured.
+    #: an all_reduce is not composed by node, since the backend itself is node-aware, or no cost was measured.
     hop_bytes: int = 0
-    #: The cost of the steps of that composition in addition to their hops, in hops: each starts from Python.
+    #: What the steps of that composition cost in addition to their hops, in hops: Python starts each step.
     steps_hops: int = 0
-    #: If the ranks of each node share memory: the total bytes from which a collective should go through that
-    #: memory within nodes, and use this backend only between them. Collectives not listed never do.
+    #: If the ranks of each node share memory: the total bytes at and above which a collective should go
+    #: through that memory within nodes, and use this backend only between them. Others never do.
     near: tuple[tuple[Op, int], ...] = ()
-    #: whether its all_to_all itself detects that ranks expect other sizes than others send
+    #: whether its all_to_all itself detects that a rank expects other sizes than its peers send
     compares_splits: bool = False
-    #: reductions that need no copy of an input that they only read: a reduce that writes only on its
-    #: destination, an all_reduce that is better given another tensor to fill (``all_reduce_into``)
+    #: reductions whose input need not be copied first, since they only read it: a reduce that writes only on
+    #: its destination, an all_reduce that is better given a separate output (``all_reduce_into``)
     keeps_input: frozenset[Op] = frozenset()
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -231,7 +231,7 @@ def size_class(numel: int) -> int:
 def equal_nodes(node_of: Sequence[int]) -> int:
     """Return the number of nodes of a group whose members are on the nodes ``node_of``.
 
-    It is 1 unless each node can be summed up first: all nodes have equally many members, at least two.
+    This is 1 unless each node can be reduced first: all nodes have the same number of members, at least two.
     """
     sizes = set(Counter(node_of).values())
     return len(set(node_of)) if len(sizes) == 1 and sizes != {1} else 1
@@ -245,12 +245,12 @@ def place_of(index: int, node_of: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The backend's abilities, the size of the group, and its number of equal nodes (``equal_nodes``)."""
+    """The backend's capabilities, the size of the group, and its number of equal nodes (``equal_nodes``)."""
 
     capabilities: Capabilities
     world_size: int
     nodes: int = 1
-    #: if there are several ways to send its calls: which is used, and why
+    #: if the backend has several ways to send calls: which one is used, and why
     way: str = ""
 
     @property
@@ -261,7 +261,7 @@ class Topology:
         """Whether an all_reduce of ``numel`` elements is done as an exchange. The same on every rank.
 
         Decided by powers of two, so that a plan holds for all sizes of a class (``size_class``). With fewer
-        elements than ranks the native ring has nearly nothing to send, and is faster.
+        elements than ranks the native ring has almost nothing to send, and is faster.
         """
         least = 1 << size_class(numel) >> 1
         sent = least * itemsize * (self.world_size - 1)
@@ -282,8 +282,8 @@ class Topology:
         """Whether an all_reduce of ``numel`` elements is composed by node. The same on every rank.
 
         A ring of all ranks has 2(k-1)(N-1) more hops than rings within each of N nodes of k ranks and one
-        between the nodes; but these send 2(k-1)/k times the bytes within nodes in addition. ``wished``
-        (``Policy.by_node``) decides for all sizes, except that a tensor has to have an element for each rank.
+        between the nodes; but the smaller rings also send 2(k-1)/k times the bytes within nodes. ``wished``
+        (``Policy.by_node``) decides for all sizes, except that a tensor must have an element for each rank.
         """
         least = 1 << size_class(numel) >> 1
         known = self.capabilities
@@ -300,8 +300,8 @@ class Topology:
 class Policy:
     """Choices of the caller, not of the backend.
 
-    ``check``: compare all ranks' signatures first. ``by_node``: whether calls are composed by node; None: if
-    that is expected to be faster.
+    ``check``: compare all ranks' signatures first. ``by_node``: whether calls are composed by node; None:
+    where that is expected to be faster.
     """
 
     check: bool = False
@@ -343,7 +343,7 @@ class Plan:
     divide: bool = False
     stage: str | None = None
     why: tuple[str, ...] = field(default=(), compare=False)
-    #: The operation's name, and whether nothing has to be encoded, staged or composed. Plain values, since
+    #: The operation's name, and whether nothing has to be encoded, staged or composed. Not properties, since
     #: every call reads them.
     name: str = field(init=False, compare=False, repr=False)
     direct: bool = field(init=False, compare=False, repr=False)

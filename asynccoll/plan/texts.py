@@ -1,4 +1,4 @@
-"""A call as a line of text that is the same in every process, and the error if a message does not fit."""
+"""Calls as text that is the same in every process, and the error for a message that does not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asynccoll.plan.tree_texts import packed
 
 __all__ = ["at_line", "shown", "unlike"]
 
-#: So much of a text is shown.
+#: At most this much of a text is shown.
 _SHOWN_BYTES = 500
 
 
@@ -33,9 +33,9 @@ def shown(what: object) -> str:
 def at_line(what: object, place: object, most: int) -> bytes:
     """Return the text of the call ``what`` and the line that made it (``place``), in at most ``most`` bytes.
 
-    What is shown of a long text is cut before the line, which helps most. It ends with the checksum of the
-    whole text, so that two that differ further on do not look alike. Behind it are the nodes of the call's
-    tree, if there is room for all of them (``tree_texts``).
+    A long text is truncated before the line, which is its most helpful part, and gets a checksum of the whole
+    text there: texts that differ only in what was cut off must not look the same. The nodes of the call's
+    tree follow, if there is room for all of them (``tree_texts``).
     """
     said = encoded(shown(what))
     line = encoded(f" at {place}") if place else b""
@@ -48,7 +48,7 @@ def at_line(what: object, place: object, most: int) -> bytes:
 
 
 def unlike(count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtype) -> CollectiveMismatchError:
-    """Return the error for a message of ``count`` elements, received with another size or dtype expected."""
+    """Return the error for a message of ``count`` elements whose receiver expects another size or dtype."""
     sent, fits = f"{count} elements of {dtype_name(dtype)}", f"{wanted} of {dtype_name(wanted_dtype)}"
     return CollectiveMismatchError(
         f"the sender's message has {sent}, but the receiver expects {fits}: a tensor is received by recv, "

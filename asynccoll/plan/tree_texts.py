@@ -1,8 +1,8 @@
-"""A tree as text, node by node, so that an error can name the leaf about which ranks differ.
+"""A tree as text, node by node, so that an error can name the leaf on which ranks differ.
 
-A tree of some size has no room in a line. So the text of a call (``texts.at_line``) ends with all nodes of
-its tree, compressed; ``shown_part`` is what is shown of such a text, ``differing`` says where trees differ.
-This module must not know how texts get to other ranks.
+A larger tree does not fit in a line. So the text of a call (``texts.at_line``) ends with all nodes of its
+tree, compressed; ``shown_part`` strips them for display, and ``differing`` says where trees differ. This
+module must not know how texts are sent to other ranks.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from asynccoll.plan.trees import TreeSpec
 
 __all__ = ["Outline", "differing", "packed", "shown_part"]
 
-#: Between what is shown of a text and the nodes of its tree.
+#: Separates the displayed part of a text from the nodes of its tree.
 _BETWEEN = "\x1f"
-#: So many differences are shown; and no more is read of what a peer has packed.
+#: The most differences that are shown, and the most bytes that are unpacked of a peer's text.
 _MOST, _MOST_BYTES = 3, 1 << 20
-#: Larger trees have no room anyway, and would take long to compress.
+#: Larger trees would not fit anyway, and would take long to compress.
 _MOST_LEAVES = 1000
-#: So many characters are shown of a path, and of what is there.
+#: The most characters that are shown of a path, and of the node there.
 _MOST_CHARACTERS = 120
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree in the description of a call: ranks compare its structure, errors tell of its leaves, too.
+    """A tree in the description of a call: ranks compare its structure, and errors show its leaves, too.
 
-    Descriptions are kept. This one keeps nothing of the tree alive, and serves all parts of the call.
+    Descriptions are kept, so an outline keeps nothing of the tree alive. All parts of the call share one.
     """
 
     spec: TreeSpec
-    #: for each leaf, dtype and shape if it is a tensor, else in a word what it is
+    #: for each leaf, its dtype and shape if it is a tensor, else a word for what it is
     leaves: tuple[str | tuple[object, ...], ...]
 
     @classmethod
     def of(cls, spec: TreeSpec, leaves: Iterable[torch.Tensor | str]) -> Outline:
-        """The outline of a tree of this structure; of a leaf that is no tensor ``leaves`` has a word.
+        """Return the outline of a tree with this structure. ``leaves``: a word for each that is not a tensor.
 
-        The same object for the same trees, as far as they are known: comparing two takes long.
+        Equal trees get the same object, as long as it is cached: comparing two outlines is slow.
         """
         return _known(
             cls(spec.bare, tuple([one if isinstance(one, str) else described(one) for one in leaves]))
@@ -65,7 +65,7 @@ class Outline:
 
     @cached_property
     def packed(self) -> str:
-        """The nodes as the end of a text."""
+        """The nodes, encoded as the end of a text; "" if there are too many."""
         if len(self.leaves) > _MOST_LEAVES:
             return ""
         leaves = iter(self.leaves)
@@ -81,7 +81,7 @@ def _known(outline: Outline) -> Outline:
 
 
 def packed(what: object) -> str:
-    """The end of the text of the call ``what``: the nodes of its tree; "" if it is of none."""
+    """Return the end of the text of the call ``what``: the nodes of its tree; "" if it has none."""
     match what:
         case ((str(), Outline() as tree, *_), _):
             return tree.packed
@@ -94,10 +94,10 @@ def shown_part(text: str) -> str:
 
 
 def differing(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """Where the trees of these texts differ, as a line of an error.
+    """Return where the trees of these texts differ, as a line of an error.
 
     ``(the trees differ at ['b']: float32 [4] on rank 0, but float32 [5] on rank 1)``;
-    "" if one of them tells of no tree, or if all trees are alike.
+    "" if one of the texts has no tree, or if all trees are the same.
     """
     trees = list(map(_unpacked, texts))
     if not all(trees):
@@ -118,14 +118,17 @@ def _unpacked(text: str) -> dict[str, str]:
         return {}
     try:
         lines = zlib.decompressobj().decompress(base64.b85decode(data), _MOST_BYTES).decode()
-    except (ValueError, zlib.error):  # cut, or not written by this version
+    except (ValueError, zlib.error):  # truncated, or written by another version
         return {}
     parts = [line.partition("\t") for line in lines.split("\n")]
     return {path: said for path, _, said in parts}
 
 
 def _topmost(trees: Sequence[Mapping[str, str]]) -> list[str]:
-    """The first paths at which trees differ, without those below another such path; one too many at most."""
+    """Return the first paths at which trees differ, without those below another such path.
+
+    Returns at most one more than ``_MOST``, from which the caller knows that there are more.
+    """
     found, below = list[str](), tuple[str, ...]()
     for path in dict.fromkeys(path for tree in trees for path in tree):
         if len({tree.get(path) for tree in trees}) > 1 and not path.startswith(below):

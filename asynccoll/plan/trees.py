@@ -1,11 +1,11 @@
-"""Pytrees: dicts, lists, tuples, named tuples and dataclasses of payloads, flattened and put back.
+"""Pytrees: dicts, lists, tuples, named tuples and dataclasses of payloads, flattened and rebuilt.
 
 Dictionary keys are sorted, never taken in insertion order: two ranks that fill a dict in different
-order must reduce the same leaves with each other. So keys need an order that is the same on all ranks:
+orders must reduce the same leaves with each other. So keys need an order that is the same on all ranks:
 strings, numbers, bytes, None, enum members, paths, dtypes, devices and tuples of these have one; a frozenset
-or an object of a user's class has none, and is refused. ``None`` as a value is a part of the structure, not a
-leaf. Of a dataclass the fields are sent and rebuilt, without ``__init__``; an instance with other attributes
-is refused.
+or an object of a user's class has none, and is refused. ``None`` as a value is part of the structure, not a
+leaf. A dataclass is sent as its fields, and rebuilt without calling ``__init__``; an instance with other
+attributes is refused.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["TreeSpec", "beside_fields", "flatten", "is_tree", "unflatten"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeSpec:
-    """The structure of a tree: the kind of its node, the names of its children, and their structures.
+    """The structure of a tree: the kind of its root, and the names and structures of the root's children.
 
-    ``kind`` is the class's name, ``"*"`` for a leaf, or ``"None"``. ``make`` rebuilds the node from children.
+    ``kind`` is the class's name, ``"*"`` for a leaf, or ``"None"``. ``make`` rebuilds the root from children.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class TreeSpec:
     names: tuple[str, ...] = ()
     children: tuple[TreeSpec, ...] = ()
 
-    #: Whether all children are leaves, so that they can be put back at once.
+    #: Whether all children are leaves, so that the node can be rebuilt without recursion.
     flat: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
@@ -49,7 +49,7 @@ class TreeSpec:
 
     @property
     def bare(self) -> TreeSpec:
-        """The same structure, to be kept: without ``make``, which may hold the tree and its tensors."""
+        """The same structure without ``make``, which may keep the tree and its tensors alive."""
         if self.make is None:
             return self
         children = self.children if self.flat else tuple(child.bare for child in self.children)
@@ -137,7 +137,7 @@ def _key_name(key: object) -> str:
 def _key_order(key: object) -> tuple[object, ...]:
     """Return what a key is sorted by, which is the same on every rank.
 
-    All numbers are one kind, because 1, True and 1.0 are one key.
+    All numbers are of one kind, because 1, True and 1.0 are the same key.
     """
     if isinstance(key, str):
         return ("str", str.__str__(key))
@@ -179,9 +179,9 @@ def _dict_maker(x: dict[object, object], keys: list[object]) -> Callable[[Sequen
 
 
 def _shell(x: dict[object, object]) -> dict[object, object]:
-    """Return a copy of a dict of another class, of which results are made; refuse one that cannot be copied.
+    """Return a copy of a dict subclass's instance, from which results are made; refuse one that has no copy.
 
-    That is done at the call, before anything is sent.
+    The copy is made during the call, before anything is sent.
     """
     try:
         made = copy.copy(x)
@@ -199,9 +199,9 @@ def _shell(x: dict[object, object]) -> dict[object, object]:
 
 
 def beside_fields(x: object, names: Sequence[str]) -> list[str]:
-    """Return the attributes of a dataclass's instance that are none of its fields, ``names``.
+    """Return the attributes of a dataclass instance that are not among its fields, ``names``.
 
-    Without those of Python itself, and what a ``cached_property`` keeps, which is computed again.
+    Leaves out Python's own, and the values that a ``cached_property`` keeps, which are computed again.
     """
     return [
         name

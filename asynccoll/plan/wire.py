@@ -1,6 +1,6 @@
-"""How elements are sent: as which dtype, and which reduction of that dtype stands for theirs.
+"""How elements are sent: as which dtype, and which reduction of that dtype gives theirs.
 
-Decided from a dtype and a backend's row of capabilities; ``tensors.encoding`` carries it out.
+Decided from a dtype and a backend's row of capabilities; ``tensors.encoding`` does the encoding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ON_BOOL = {
     ReduceOp.BXOR: ReduceOp.BXOR,
 }
 
-#: The wider dtype in which a narrow one is reduced, if the backend cannot; the result is converted back.
+#: The wider dtype as which a backend reduces one that it does not support; the result is converted back.
 _WIDER = {
     torch.int8: torch.int32,
     torch.uint8: torch.int32,
@@ -41,11 +41,11 @@ _WIDER = {
     ),
 }
 _REAL = {
-    torch.complex32: torch.float32,  # torch cannot add complex32; and one rounding less
+    torch.complex32: torch.float32,  # torch cannot add complex32; float32 also saves a rounding
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-#: Dtypes by size in bytes, to stand for others of that size that a backend cannot move as they are.
+#: Dtypes by size in bytes, as which others of that size are sent if a backend cannot move these.
 _CARRIERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: The dtypes that a local reduction can compute with.
 LOCAL = frozenset(
@@ -107,7 +107,7 @@ def arithmetic(
 def _average(
     dtype: torch.dtype, known: Capabilities
 ) -> tuple[Wire, torch.dtype, ReduceOp, bool, tuple[str, ...]]:
-    """As ``arithmetic``, for an average that the backend lacks: a sum that is divided afterwards."""
+    """Do what ``arithmetic`` does for an average that the backend lacks: a sum that is divided afterwards."""
     why: tuple[str, ...]
     if dtype in HALF:
         why = (f"{dtype_name(dtype)} is averaged in float32 and rounded once: its sum could overflow",)
