@@ -1,21 +1,21 @@
 """Helpers for your own training loops that hide communication behind compute.
 
-Built on the public operations; must not know backends, nor what ``auto`` does. These modules each have one
-way to overlap, and the others what several of them share:
+Built on the public operations; must not know backends, nor what ``auto`` does. Each module is one way to
+overlap, or has what several of them share:
 
 - ``gradients``: gradients reduced bucket by bucket while backward runs (``overlap_gradients``);
-- ``ddp``: DDP's own buckets, sent on a lane of ours (``ddp_hook``);
-- ``sharded``: an optimizer of which each rank does a part of the work (``shard_optimizer``);
-- ``layers``: layers of which each rank keeps a part, gathered ahead of use (``shard_layers``);
-- ``averaging``: local steps, and parameters averaged in the background (``average_parameters``);
-- ``prefetch``, ``window``: operations started ahead of a loop, and held back (``prefetch``, ``InFlight``);
+- ``ddp``: DDP's own buckets, sent on one of our lanes (``ddp_hook``);
+- ``sharded``: an optimizer whose work is divided among the ranks (``shard_optimizer``);
+- ``layers``: layers whose parameters are divided among the ranks, gathered ahead of use (``shard_layers``);
+- ``averaging``: local steps, with parameters averaged in the background (``average_parameters``);
+- ``prefetch``, ``window``: prefetching, and back-pressure (``prefetch``, ``InFlight``);
 - ``parameters``: the same parameters on all ranks at the start (``broadcast_parameters``);
-- ``divergence``: whether the ranks still have the same ones (``check_parameters``);
+- ``divergence``: whether the ranks still have the same parameters (``check_parameters``);
 - ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns;
-- ``asking``: for ``async_optim``, gradients that are reduced once more if a rank has added some;
+- ``asking``: for ``async_optim``, gradients that are reduced again if a rank has added some;
 - ``arrivals``: parameters that a sharded optimizer's step has sent and the model has yet to wait for;
 - ``unawaited``: the errors for gradients that were not awaited;
-- ``scaling``: checks before a gradient scaler unscales, or steps.
+- ``scaling``: checks before a gradient scaler unscales gradients or steps.
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters

@@ -31,9 +31,10 @@ _OUT_OF_STEP = (
 class AskingReducer(GradientReducer):
     """A ``GradientReducer`` whose ranks ask each other after a reduction whether they need another one.
 
-    They ask on the lane of the buckets. If one rank is a step ahead, its first bucket then meets the question
-    of another, which is an error on both; on two lanes each would wait for the other. Therefore the buckets
-    of a second reduction are sent only when it is awaited: during backward they would precede the question.
+    They ask on the buckets' lane. If one rank is a step ahead, its first bucket is then matched with another
+    rank's question, which is an error on both; on two lanes each would wait for the other. Therefore the
+    buckets of a second reduction are sent only when it is awaited: during backward they would precede the
+    question.
     """
 
     _calls = BY_OPTIMIZER
@@ -53,7 +54,7 @@ class AskingReducer(GradientReducer):
         try:
             return (yield question)  # type: ignore[no-any-return]
         except CollectiveMismatchError:
-            self._works.append(question)  # in place of the first bucket, since it met that of another rank
+            self._works.append(question)  # in place of the first bucket: it was matched with another rank's
         yield self  # sends the other buckets, for which the other ranks wait, and raises the error again
         raise AssertionError("a question that failed fails again")
 

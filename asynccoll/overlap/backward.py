@@ -1,4 +1,4 @@
-"""Gradients that are reduced when ``backward`` returns, as with DDP: for loops that read them right then.
+"""Gradients that are reduced when ``backward`` returns, as with DDP: for loops that read them right after it.
 
 The buckets are sent during backward, as in ``gradients``; a callback at the end of backward waits for them.
 So clipping, a gradient scaler, a skipped step and several backwards before a step work as in one process.
@@ -21,8 +21,8 @@ from asynccoll.overlap.unawaited import BY_BACKWARD
 
 __all__ = ["BackwardReducer"]
 
-#: Ranks compare the number of their step modulo three, sent as -1, 0 or 1. Small dtypes sum these exactly for
-#: up to this many ranks.
+#: Ranks compare their step numbers modulo three, sent as -1, 0 or 1. Low-precision dtypes sum these exactly
+#: for up to this many ranks.
 _EXACT_RANKS = 256
 
 _BROKEN_BACKWARD = (
@@ -42,12 +42,12 @@ class BackwardReducer(GradientReducer):
     """A ``GradientReducer`` that backward itself waits for; ``ac.auto_optim`` makes one if it cannot use DDP.
 
     Every backward outside of ``no_sync()`` is one *round*, in which all ranks take part: with the gradients
-    that this backward made, or earlier ones under ``no_sync()``, and with zeros for other parameters. A rank
+    of this backward, and of earlier ones under ``no_sync()``, and with zeros for other parameters. A rank
     that has no data, or whose backward reaches no parameter, takes part by ``synchronize()``, which an
     optimizer's step calls.
     """
 
-    #: Between a backward that raised and ``synchronize()``.
+    #: set to None between a backward that raised and ``synchronize()``
     _may_be_gone = True
     _calls = BY_BACKWARD
 
@@ -66,7 +66,8 @@ class BackwardReducer(GradientReducer):
         super()._arrived(bucket, index)
 
     def _refused(self, bucket: Gradients, index: int) -> str:
-        # In this order, without the lock: another thread of this backward sets ``_task`` first.
+        # Read in this order, as the lock is not held: another thread of this backward sets ``_task`` before
+        # ``_sending``.
         if self._syncing and self._sending and self._task != torch._C._current_graph_task_id():
             return _BROKEN_BACKWARD
         return super()._refused(bucket, index)
@@ -88,20 +89,20 @@ class BackwardReducer(GradientReducer):
 
         After a backward that reduced its gradients there is nothing to do.
         """
-        # Nothing reports a step that was skipped, but its gradients are None then.
+        # Nothing reports a skipped step, after which ``rounds`` is stale; but the gradients are None then.
         forgotten = all(parameter.grad is None for parameter in self._source())
         if not self._closed and (self.touched or not self.rounds or forgotten):
             self.wait()
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse nothing: a step waits for the gradients being sent."""
+        """Refuse nothing: the step itself waits for the gradients being sent."""
 
     def stepped(self) -> None:
         """Note that the parameters were updated: gradients from now on are of the next step."""
         super().stepped()
         self._steps += 1
 
-    # Ranks that have lost step
+    # Ranks that are out of step
 
     def _marks(self) -> list[float]:
         return [float(self._steps % 3 - 1)]
@@ -131,7 +132,7 @@ def _end(reducer: weakref.ref[BackwardReducer], task: int) -> None:
 
 
 def _take_over(parameters: Iterable[torch.Tensor]) -> None:
-    """Close reducers that have no other parameters than these, for which an optimizer is made now."""
+    """Close reducers that have no parameters but these, for which a new optimizer is being made."""
     mine = {id(parameter) for parameter in parameters}
     for other in living():
         if isinstance(other, BackwardReducer) and other._identity[2] <= mine:

@@ -22,7 +22,7 @@ __all__ = ["Bucket", "FlaggedBucket", "Gradients", "assign", "shaped"]
 
 
 def _references() -> int:
-    """Return what ``_vacate`` counts for a view that only its bucket has, which differs between Pythons."""
+    """Return what ``_vacate`` counts for a view that only its bucket has; Python versions differ in this."""
     views = [object()]
     view = views[0]
     return sys.getrefcount(view)
@@ -32,13 +32,13 @@ _REFERENCES = _references()
 
 
 class Gradients(ABC):
-    """Gradients that are sent together, and what has become of them since: the base of all buckets."""
+    """Gradients that are sent together, and their state since then: the base of all buckets."""
 
     #: what is sent
     flat: torch.Tensor
 
     def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        """``dtype``: that of the reduction, if not the parameters' own; for complex ones its counterpart."""
+        """``dtype``: that of the reduction, if not the parameters' own; complex ones use its counterpart."""
         self.parameters = parameters
         self.dtype: torch.dtype = parameters[0].dtype
         #: the dtype of what is sent
@@ -47,7 +47,7 @@ class Gradients(ABC):
             self.held = torch.promote_types(dtype, torch.complex64)
         #: by index, the gradients being sent, with their versions and their parameters' at that time
         self._sent: dict[int, tuple[torch.Tensor, int, int]] = {}
-        #: the gradients that were summed over all ranks before (op="sum"), else None
+        #: the gradients that an earlier reduction summed over all ranks (op="sum"), else None
         self._summed: list[torch.Tensor | None] = [None] * len(parameters)
         #: over how many ranks gradients are summed (op="sum"); 1 for averages, which ``divide`` leaves alone
         self.summed_over: int = 1
@@ -56,7 +56,7 @@ class Gradients(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Expect every gradient anew."""
+        """Expect every gradient again, for the next step."""
         self.waiting: int = len(self.parameters)
         self.has: list[bool] = [False] * self.waiting
         self._sent.clear()
@@ -77,7 +77,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def fill(self, scale: float) -> None:
-        """Complete what is sent: where backward brought no gradient, put the present ``.grad``, or zeros."""
+        """Complete what is sent: where backward made no gradient, put the existing ``.grad``, or zeros."""
 
     @abstractmethod
     def adopt(self) -> None:
@@ -92,7 +92,7 @@ class Gradients(ABC):
         self.waiting -= 1
 
     def _is_converted(self, index: int) -> bool:
-        """Whether ``.grad`` lost the memory that is sent: ``model.to(...)`` gives it other memory."""
+        """Whether ``.grad`` no longer has the memory that is sent, since ``model.to(...)`` replaced it."""
         return False
 
     def summed(self, gradients: list[torch.Tensor | None]) -> None:
@@ -100,14 +100,14 @@ class Gradients(ABC):
         self._summed = gradients
 
     def was_summed(self, index: int) -> bool:
-        """Whether the gradient at ``index`` is a sum over all ranks, of an earlier reduction."""
+        """Whether the gradient at ``index`` is a sum over all ranks, from an earlier reduction."""
         return self._summed[index] is not None
 
     def divide(self, index: int) -> None:
-        """Divide a gradient that was summed over all ranks before by their number: it will be summed again.
+        """Divide a gradient that is a sum over all ranks by their number, since it will be summed again.
 
-        Backward adds to it (no ``zero_grad`` between), and each rank has the whole sum: without this the sum
-        would count once for every rank.
+        Backward adds to it (there was no ``zero_grad``), and each rank has the whole sum: without this the
+        sum would count once for every rank.
         """
         summed, self._summed[index] = self._summed[index], None
         gradient = self.parameters[index].grad
@@ -123,11 +123,11 @@ class Gradients(ABC):
         gradient.div_(self.summed_over)
 
     def reported(self, index: int) -> None:
-        """Do not check the gradient at ``index``: an error has said already that it has changed."""
+        """Exempt the gradient at ``index`` from ``check_unwritten``: an error already reports its change."""
         self._sent.pop(index, None)
 
     def check_unwritten(self, may_be_gone: bool = False) -> None:
-        """Refuse gradients and parameters that were written to while they were sent: ranks would differ.
+        """Refuse gradients and parameters that were written to during sending: the ranks would differ.
 
         ``may_be_gone``: whether gradients may have been set to None.
         """
@@ -208,15 +208,15 @@ class Bucket(Gradients):
 
     def _laid_out(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradient and its view, laid out as the parameter is now."""
-        mine = gradient is self.views[index]  # no name for the view, which ``_vacate`` would count
+        mine = gradient is self.views[index]  # no local name for the view: ``_vacate`` counts references
         if self._follow(index) and mine:
-            gradient = gradient.clone()  # as it is read in the old layout while the new one is written
+            gradient = gradient.clone()  # it is read in the old layout while the new one is written
         if gradient is not self.views[index]:
             self._vacate(index)
         return gradient, self.views[index]
 
     def _follow(self, index: int) -> bool:
-        """Make the view anew, and return True, if ``model.to(...)`` has changed strides or memory."""
+        """Replace the view, and return True, if ``model.to(...)`` has changed strides or memory."""
         strides = self.parameters[index].stride()
         if strides == self._strides[index] and not self._is_converted(index):
             return False
@@ -233,7 +233,7 @@ class Bucket(Gradients):
         return view.data_ptr() - self.flat.data_ptr() != self._offsets[index]
 
     def _vacate(self, index: int) -> None:
-        """Make room for another gradient. Code that kept the view of the last one keeps its values."""
+        """Make room for another gradient. A view of the last one that other code kept keeps its values."""
         view = self.views[index]
         if sys.getrefcount(view) > _REFERENCES:
             view.data = view.clone()
@@ -253,7 +253,7 @@ class Bucket(Gradients):
                 self.views[index].zero_()
 
     def adopt(self) -> None:
-        """Copy the reduced gradients to each ``.grad`` that is no view of the bucket; note those summed."""
+        """Copy the reduced gradients to each ``.grad`` that is not a view of the bucket; note sums."""
         if self.flat.dtype is not self.dtype:
             for index in range(len(self.parameters)):
                 if self.has[index]:
@@ -298,9 +298,9 @@ class FlaggedBucket(Bucket):
             self.flags.copy_(torch.tensor(self.has, device="cpu"))
 
     def adopt(self) -> None:
-        """As ``Bucket.adopt``; also gives gradients to parameters for which only other ranks have one.
+        """Do what ``Bucket.adopt`` does; also give parameters a gradient that only other ranks have.
 
-        Or had, if this rank's was sent and is gone since: all ranks step alike.
+        Also those whose gradient was sent and then set to None here, so that all ranks make the same step.
         """
         counts = self.flags.tolist() if self.waiting else []
         for index, parameter in enumerate(self.parameters):
@@ -310,7 +310,7 @@ class FlaggedBucket(Bucket):
 
 
 def _is_another(gradient: torch.Tensor, summed: torch.Tensor) -> bool:
-    """Whether it is a gradient, other than zeros, that has nothing to do with the one that was summed."""
+    """Whether ``gradient`` is not zero, and unrelated to the one that was ``summed``."""
     if gradient.is_sparse or summed.is_sparse:
         return not gradient.is_sparse or gradient._nnz() > 0
     return not may_overlap(gradient, summed) and bool(gradient.any())

@@ -1,10 +1,10 @@
-"""Forwards without a backward, by which ranks notice a step that only some of them left out.
+"""Forwards without a backward, by which ranks notice a step that only some of them skipped.
 
-A rank that meets a loss which is not finite, and goes on with the next batch (``continue``), makes the same
-collectives as the others, but one step later. From then on gradients of different steps are averaged, and
-nothing fails before the end. But that rank has run a forward that no backward followed. The ranks tell each
-other whether they have, so they notice in the next reduction. If all ranks have run such forwards, as with
-two forwards for one loss, that is intended.
+A rank that gets a non-finite loss and skips to the next batch (``continue``) makes the same collectives as
+the others, but one step later. From then on gradients of different steps are averaged, and nothing fails
+before the end. But that rank has run a forward that no backward followed. The ranks tell each other whether
+they have, so they notice in the next reduction. If all ranks have run such forwards, as with two forwards
+for one loss, that is intended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Forwards", "forwards_seen", "left_out"]
 
 
 class Forwards:
-    """Counts the forwards of one module in training, with gradients: no backward follows other ones."""
+    """Counts a module's forwards in training mode with gradients enabled: no backward follows others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._open = 0  # forwards since backward last brought a gradient
+        self._open = 0  # forwards since backward last produced a gradient
         #: whether, since the last reduction, a forward had no backward although a later one had
         self.unanswered: bool = False
         self.handle: RemovableHandle = module.register_forward_pre_hook(self)
@@ -37,11 +37,11 @@ class Forwards:
             self._open += 1
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        """Become a hook that does nothing in a copy of the module, or in a pickled one."""
+        """Become a hook that does nothing in a copied or unpickled module."""
         return _nobody, ()
 
     def answered(self) -> None:
-        """Note a gradient. It is of the latest forward, so earlier ones had no backward."""
+        """Note a gradient. It belongs to the latest forward, so earlier ones had no backward."""
         if self._open:
             self.unanswered = self.unanswered or self._open > 1
             self._open = 0
@@ -52,7 +52,7 @@ class Forwards:
 
 
 def forwards_seen(model: object) -> TypeGuard[torch.nn.Module]:
-    """Whether forwards of ``model`` can be counted: it is a module, and no script, which takes no hooks."""
+    """Whether forwards of ``model`` can be counted: it must be a module, but no script, which has no hooks."""
     return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
 
 

@@ -7,10 +7,10 @@
         await gradients                    # or gradients.wait(): every .grad is now the average
         optimizer.step()
 
-Parameters are put into buckets in reverse order, which is about the order in which backward reaches
-them. A bucket is reduced in place as soon as it has all of its gradients and the buckets before it were
-sent, so that all ranks send the same buckets in the same order. Each ``.grad`` becomes a view of its
-bucket: nothing is copied back. The first bucket is small, so that sending begins early.
+Parameters are put into buckets in reverse order, which is roughly the order in which backward reaches
+them. A bucket is reduced in place once it has all of its gradients and the buckets before it have been
+sent, so all ranks send the same buckets in the same order. Each ``.grad`` becomes a view of its bucket, so
+nothing is copied back. The first bucket is small, so that sending begins early.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 Built on the public operations alone.
@@ -76,7 +76,7 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["OPTIONS", "GradientReducer", "overlap_gradients"]
 
-#: As DDP's: large enough to reach the bandwidth, small enough to overlap; the first one is sent early.
+#: As in DDP: large enough to saturate the bandwidth, small enough to overlap; the first one is sent early.
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -99,41 +99,41 @@ _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakr
 
 
 class GradientReducer(Companion):
-    """Reduces the gradients of a model bucket by bucket, as backward makes them.
+    """Reduces the gradients of a model bucket by bucket, as backward computes them.
 
-    ``overlap_gradients`` makes one. Once a step it is awaited as a ``Work`` is: ``await gradients``, or
-    ``gradients.wait()`` without a loop. After that every ``.grad`` is the reduction of all ranks', ready on
-    the current device stream.
+    ``overlap_gradients`` makes one. Await it once per step, like a ``Work``: ``await gradients``, or
+    ``gradients.wait()`` without an event loop. After that every ``.grad`` is the reduction over all ranks,
+    ready on the current device stream.
 
-    - **Unused parameters.** A rank that made no gradient for a parameter contributes zeros; if no rank
-      made one, ``.grad`` stays None. A rank that has no data for a step awaits all the same.
+    - **Unused parameters.** A rank without a gradient for a parameter contributes zeros; if no rank has
+      one, ``.grad`` stays None. A rank without data for a step has to await as well.
     - **Sparse gradients**, of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True``, stay sparse: the
-      result has the rows of all ranks. They are sent after the others. ``model`` has to be a module then.
+      result has the rows of all ranks. They are sent after the others. This requires a module as ``model``.
     - **Accumulation.** Under ``with gradients.no_sync():`` backward only accumulates, and the sum is sent
-      with the next backward outside of it. Without ``zero_grad`` the next gradients are added to those that
-      are reduced already, as with DDP, for ``op="sum"`` too.
+      with the next backward outside of it. Without ``zero_grad`` the next gradients are added to the reduced
+      ones, as with DDP, also for ``op="sum"``.
     - **Start.** When the reducer is made, all ranks get the parameters of the first rank (and buffers, of a
-      module). That waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
-    - **Later parameters**, added or unfrozen on every rank alike, take part from the next await on; so do
-      those that an optimizer gets by ``add_param_group``, in ``ac.async_optim``. They are compared between
-      ranks (unless ``init_sync=False``, also their values, which are not sent): that await, and all later
-      ones, raise ``CollectiveMismatchError``, which names the first that differs.
-    - **Errors.** If backward raises, awaiting completes the step with the gradients that there are, so that
-      ranks stay in step: catch, await, ``zero_grad()``, go on. A second backward before the await raises
-      ``InvalidArgumentError``, and adds nothing to the gradients of the first; an optimizer's step raises it,
-      too. The await raises the errors of a collective; after a cancelled or timed-out await the next one
-      continues the same step.
-    - ``with`` (or ``async with``) closes it at the end; ``close()`` removes its hooks from backward.
+      module). This waits for all ranks, as in DDP; ``init_sync=False`` leaves it to you.
+    - **Later parameters**, added or unfrozen on every rank, take part from the next await on; with
+      ``ac.async_optim`` so do those that the optimizer gets by ``add_param_group``. The ranks compare them
+      (unless ``init_sync=False``, also their values, which are not sent). If they differ, that await and all
+      later ones raise ``CollectiveMismatchError``, which names the first that differs.
+    - **Errors.** If backward raises, awaiting completes the step with the gradients that exist, so that the
+      ranks stay in step: catch the error, await, ``zero_grad()``, and go on. A second backward before the
+      await raises ``InvalidArgumentError``, and adds nothing to the gradients of the first; an optimizer's
+      step before the await raises it, too. The await raises the errors of the collectives. After a cancelled
+      or timed-out await the next one continues the same step.
+    - ``with`` (or ``async with``) closes the reducer at the end; ``close()`` removes its hooks from backward.
 
-    Buffers, such as running statistics, are each rank's own after the start, unless ``broadcast_buffers`` is
-    set. Reentrant checkpointing, which runs backward in pieces, is not supported, nor is
+    After the start each rank keeps its own buffers, such as running statistics, unless ``broadcast_buffers``
+    is set. Reentrant checkpointing, which runs backward in pieces, is not supported. Neither is
     ``backward(create_graph=True)``, which is refused.
     """
 
     _use = "`await gradients` (or gradients.wait()) between backward and the optimizer's step"
     #: whether ``.grad`` may be set to None while it is being sent; else that is an error
     _may_be_gone = False
-    #: the calls that errors name: the user of an optimizer does not know of its reducer
+    #: the calls that errors name: the user of an optimizer does not know about its reducer
     _calls: Calls = BY_REDUCER
 
     def __init__(
@@ -172,7 +172,7 @@ class GradientReducer(Companion):
         # No other reducer of this rank may have this lane, or one of these parameters.
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
         if (conflict := _conflict(*self._identity)) is not None:
-            # Raised here, and told to the peers: they may have no conflict, and would wait for this rank.
+            # Raised here and reported to the peers, which may have no conflict and would wait for this rank.
             refuse(conflict, group=group, lane=self._lane, name="overlap_gradients")
         self._buffers = module_with_buffers(model, broadcast_buffers)
         self._first_rank = first_rank(**self._tail()) if self._buffers is not None else 0
@@ -185,29 +185,29 @@ class GradientReducer(Companion):
         self._works: list[Work[torch.Tensor]] = []
         self._buffer_works: list[Work[None]] = []  # of this step's buffers, awaited after the buckets
         self._compares_values = init_sync
-        self._compared: list[Work[None]] = []  # comparisons of later parameters, until they have gone well
-        self._later: list[str] = []  # what they are of
+        self._compared: list[Work[None]] = []  # comparisons of later parameters, until they have succeeded
+        self._later: list[str] = []  # the parameters last compared, as errors name them
         self._syncing = True
         #: counts changes of gradients, by backward or by ``zero_grad`` of our optimizers
         #: (``steps.Resumable``)
         self.news: int = 0
-        self._sending = False  # whether a gradient was put into its bucket since the last reduction, or sent
+        self._sending = False  # whether a gradient was put into its bucket, or sent, since the last reduction
         self._accumulated = False  # whether backward has run under no_sync since then
         self._has_stepped = False  # whether an optimizer has stepped since then
-        self._reductions = 0  # so far; optimizer steps before the first one are not compared between ranks
+        self._reductions = 0  # completed; optimizer steps before the first are not compared between ranks
         #: calls of its optimizer's methods that were never awaited
         self.forgotten: Forgotten = Forgotten()
-        #: reductions since the last ``stepped``, which our optimizers call; the same on every rank
+        #: reductions since the last ``stepped()``, which our optimizers call; the same on every rank
         self.rounds: int = 0
         # With several devices, several threads run one backward. A thread holds this lock until it has issued
         # a bucket, so that buckets are sent in order. It may hold it while the window waits for older
-        # buckets, since those end without the lock.
+        # buckets, since those complete without the lock.
         self._lock = host.Lock()
         self._hooks: list[object] = []
         self._forwards = Forwards(model) if forwards_seen(model) else None
         if self._forwards is not None:
             self._hooks.append(self._forwards.handle)
-        self._tells = True  # whether to warn of a step that was left out: only once
+        self._tells = True  # whether to warn of a skipped step, which is done only once
         self._unhook = weakref.finalize(self, remove_all, self._hooks)
         self._add_parameters(parameters)
         _live[self] = None
@@ -239,7 +239,7 @@ class GradientReducer(Companion):
         self._replaced = self._replaced_in(self._source())
 
     def _add_new_parameters(self) -> None:
-        """Make buckets for parameters added or unfrozen since: they take part from this step on."""
+        """Make buckets for parameters added or unfrozen since, which take part from this step on."""
         known = self._identity[2]
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
@@ -254,12 +254,12 @@ class GradientReducer(Companion):
                 self._later = [self._named(x) for x in new]
                 with on_behalf_of(self._spot):
                     self._compared.append(told_alike([self._told_of(x) for x in new], **self._tail()))
-                self._compared[-1].detach()  # as the works of buckets
+                self._compared[-1].detach()  # for the same reason as the works of buckets (``_send``)
             self._add_parameters(new)
             known.update(id(x) for x in new)
 
     def _told_of(self, parameter: torch.Tensor) -> str:
-        """Return what all ranks have to say of a later parameter."""
+        """Return the description of a later parameter, which must be the same on all ranks."""
         strides = ", ".join(map(str, parameter.stride()))
         told = f"{self._named(parameter)}, {parameter.dtype}, strides ({strides})"
         if self._compares_values:
@@ -281,20 +281,20 @@ class GradientReducer(Companion):
             await wait_all(self._in_flight(works))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait without an event loop until every ``.grad`` is the reduction of all ranks'.
+        """Wait without an event loop until every ``.grad`` is the reduction over all ranks.
 
-        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the step goes on with the next wait.
+        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
         with self._step() as works:
             wait_all(self._in_flight(works)).wait(timeout)
 
     def _in_flight(self, works: list[Work[torch.Tensor]]) -> list[Work[Any]]:
-        """Return all that a step waits for; errors of the earlier ones are raised."""
+        """Return all works that a step waits for; if several fail, the error of the first is raised."""
         return [*self._compared, *works, *self._buffer_works]
 
     @contextmanager
     def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
-        """Send the remaining buckets, have the block wait for the works, and get ready for the next step."""
+        """Send the remaining buckets, have the block wait for the works, and prepare for the next step."""
         works = self._send_all()
         try:
             yield works
@@ -319,7 +319,7 @@ class GradientReducer(Companion):
         """Send the remaining buckets, and the buffers; returns the works of all buckets of this step."""
         with self._lock:
             self._send_rest()
-            # Now, as some ranks have sent their buckets during backward, and others have not.
+            # Only after the buckets: some ranks have sent these during backward, and others send them now.
             self._add_new_parameters()
             self._send_rest()
             if self._buffers is not None and not self._buffer_works:
@@ -344,11 +344,11 @@ class GradientReducer(Companion):
             bucket.adopt()
 
     def _marks(self) -> list[float]:
-        """Return one mark for each rank: this rank's own, and zeros. Summed, every rank gets all of them.
+        """Return one mark for each rank: this rank's own, and zeros. Their sum gives every rank all marks.
 
         The mark is 1 if an optimizer has stepped since the last reduction, plus 2 if a forward had no
-        backward. The latter is said from the second reduction on, as some ranks may first have tried the
-        model out.
+        backward. The latter is reported from the second reduction on, since some ranks may have tried the
+        model out before the first.
         """
         forwards = self._forwards if self._reductions else None
         own, rank = (
@@ -360,7 +360,7 @@ class GradientReducer(Companion):
     def _check_marks(self, sums: list[int]) -> None:
         """Refuse gradients of different steps: only some ranks have stepped since the last reduction.
 
-        If only some ranks left a step out (``forwards``), warn once, on the group's first rank.
+        If only some ranks skipped a step (``forwards``), warn once, on the group's first rank.
         """
         stepped = [rank for rank, told in enumerate(sums) if told % 2]
         if 0 < len(stepped) < self._size:
@@ -368,7 +368,7 @@ class GradientReducer(Companion):
             raise CollectiveMismatchError(_OUT_OF_STEP.format(stepped=stepped, others=others))
         if not self._tells:
             return
-        with on_behalf_of(self._spot):  # the place if no line of the user's awaits the gradients
+        with on_behalf_of(self._spot):  # the place to name if no line of the user's awaits the gradients
             place = caller(1).place
         if told := left_out([mark > 1 for mark in sums], self._reductions + 1, self._lane, place):
             self._tells = False
@@ -391,7 +391,7 @@ class GradientReducer(Companion):
 
     @property
     def touched(self) -> bool:
-        """Whether backward has brought gradients on this rank since the last reduction."""
+        """Whether backward has produced gradients on this rank since the last reduction."""
         return self._sending or self._accumulated
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
@@ -405,7 +405,7 @@ class GradientReducer(Companion):
         return has_any_of(optimizer, self._identity[2])
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that ``optimizer`` steps, if it has our parameters: the last of each group is looked up."""
+        """Note a step of ``optimizer`` if it has our parameters; only the last of each group is looked up."""
         if self._reductions:
             last = (given["params"][-1] for given in optimizer.param_groups if given["params"])
             self._has_stepped = self._has_stepped or any(id(x) in self._identity[2] for x in last)
@@ -417,7 +417,10 @@ class GradientReducer(Companion):
     # During backward
 
     def _coming(self, bucket: Gradients, index: int) -> None:
-        """Look at a gradient before backward adds to it. Called on a thread of backward."""
+        """Check a gradient, and divide one that was summed, before backward adds to it.
+
+        Called on a thread of backward.
+        """
         reason = self._refused(bucket, index)
         if (reason or bucket.was_summed(index)) and not is_returned(bucket.parameters[index]):
             if reason:
@@ -450,7 +453,7 @@ class GradientReducer(Companion):
                 self._send(self._buckets[len(self._works)])
 
     def _refused(self, bucket: Gradients, index: int) -> str:
-        """Return the text of the error for a gradient that came before earlier ones were used; else ""."""
+        """Return the error text for a gradient that arrives before earlier ones were used; else ""."""
         if self._sending:  # is this a second backward, whose gradients would be added to those being sent?
             again = bucket.has[index] or len(self._works) == len(self._buckets)
             if again or not self._syncing:
@@ -458,12 +461,12 @@ class GradientReducer(Companion):
         return self.forgotten.unfinished("backward") if self.forgotten.left else ""
 
     def _refusal(self, reason: str) -> InvalidArgumentError:
-        """Return the error of a refused backward, of the call that was forgotten before it, if one was."""
+        """Return the error of a refused backward: that of a call forgotten before it, if there is one."""
         return InvalidArgumentError(self.forgotten.last() or reason)
 
     @property
     def _sends_at_await(self) -> bool:
-        """Whether buckets are sent by the await only, not during backward."""
+        """Whether only the await sends buckets, not backward."""
         return False
 
     def _send(self, bucket: Gradients) -> None:
@@ -478,7 +481,7 @@ class GradientReducer(Companion):
                 work = self._reduce(bucket.flat, bucket)
             else:
                 work = self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
-        work.detach()  # a step that nobody awaits is reported by the next backward, not by each work
+        work.detach()  # the next backward reports a step that was never awaited, not each work
         self._works.append(work)
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
@@ -488,11 +491,11 @@ class GradientReducer(Companion):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which backward accumulates gradients on this rank and sends nothing.
+        """Have backward accumulate gradients on this rank in the block, and send nothing.
 
-        Use it alike on every rank. The accumulated gradients are sent by the next backward outside of it, or
-        by the next await. A backward in it is refused between one outside of it and the await, while those
-        gradients are being sent.
+        Use it in the same way on every rank. The next backward outside of the block, or the next await, sends
+        the accumulated gradients. While gradients of a backward outside of the block are being sent, that is
+        until they are awaited, a backward in the block is refused.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -537,7 +540,7 @@ def overlap_gradients(
     init_sync: bool = True,
     broadcast_buffers: bool | torch.nn.Module = False,
 ) -> GradientReducer:
-    """Return a ``GradientReducer`` for ``model``: backward sends gradients, and awaiting it ends the step.
+    """Return a ``GradientReducer`` for ``model``. Backward sends gradients; awaiting it ends the step.
 
     >>> gradients = ac.overlap_gradients(model)
     >>> loss.backward()                  # r0 has .grad 1.0, r1 has 3.0
@@ -546,27 +549,27 @@ def overlap_gradients(
 
     Without an event loop ``gradients.wait()`` ends the step. The order is ``zero_grad``, backward, ``await
     gradients``, clipping, ``optimizer.step()``. If a step has several backwards, run all but the last under
-    ``with gradients.no_sync():``. Every rank awaits once per step, also a rank without data. See
+    ``with gradients.no_sync():``. Every rank awaits once per step, even one without data. See
     ``help(ac.overlap.GradientReducer)`` for unused parameters, accumulation and errors.
 
-    On the CPU backward runs in the caller and blocks the event loop; if other tasks have to run meanwhile,
-    run it in a thread: ``await asyncio.to_thread(loss.backward)``.
+    On the CPU backward runs in the calling thread and blocks the event loop; if other tasks have to run
+    meanwhile, run it in a thread: ``await asyncio.to_thread(loss.backward)``.
 
     Args:
         model: a module, or its parameters; those with ``requires_grad`` take part. The same on every
             rank, in the same order.
         op: ``"avg"``, or ``"sum"`` if the loss is already divided by the number of all samples.
         bucket_bytes, first_bucket_bytes: a bucket is closed once it has this size.
-        group: whose gradients are reduced; as in every operation.
+        group: the ranks whose gradients are reduced; as in every operation.
         lane: buckets are sent on the lane ``<lane>/backward``. Models that train concurrently need one each.
         timeout: seconds for each bucket's reduction.
-        max_in_flight_bytes: backward waits for the oldest buckets while so many bytes are in flight.
+        max_in_flight_bytes: backward waits for the oldest buckets if more bytes would be in flight.
         reduce_dtype: the dtype in which gradients are summed, if not their own: with ``torch.float32`` the
             sum of bfloat16 gradients loses no precision to the number of ranks, but twice the bytes are sent.
             Complex gradients are summed in its complex counterpart.
         init_sync: broadcast the parameters and buffers of the group's first rank now, and check that all
-            ranks have the same ones; this waits for the other ranks. ``False`` if that is done already, or if
-            tasks make reducers in a different order on each rank.
+            ranks have the same ones; this waits for the other ranks. Pass ``False`` if that is done already,
+            or if tasks make reducers in a different order on each rank.
         broadcast_buffers: each await also broadcasts the buffers of the first rank (running statistics), as
             DDP does before each forward. Pass the module that has them if ``model`` is only parameters.
 
@@ -575,7 +578,7 @@ def overlap_gradients(
             model is in DDP; no parameter needs a gradient; an ``op``, a dtype or a size is invalid; a reducer
             that is not closed has this lane or one of these parameters. From backward: ``create_graph=True``.
         CollectiveMismatchError: the ranks do not have the same parameters.
-        PayloadTypeError: from backward, for a sparse gradient of another parameter than that of an
+        PayloadTypeError: from backward, for a sparse gradient of a parameter that does not belong to an
             ``Embedding`` or ``EmbeddingBag`` in ``model``.
 
     Source: Li et al., VLDB 2020 (``torch.nn.parallel.DistributedDataParallel``).
@@ -603,7 +606,7 @@ OPTIONS: tuple[str, ...] = tuple(inspect.signature(overlap_gradients).parameters
 def _hook_optimizers() -> None:
     """Have each optimizer that steps from now on raise if an await was forgotten. Once per process."""
     register_optimizer_step_pre_hook(_check_step)
-    # A scaler as well: its writes to gradients do not raise their versions, so the await could not tell.
+    # Scalers as well: they write to gradients without a new version, so the await could not tell.
     before_scaling(lambda _, optimizer, __: _check_awaited(optimizer))
 
 

@@ -15,17 +15,18 @@ def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], N
 
 
 def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> object:
-    """Call ``hook`` before backward adds to ``.grad``, and where a gradient ``is_returned``.
+    """Call ``hook`` before backward adds to ``.grad``, and also if the gradient ``is_returned``.
 
-    It is of the parameter, not of the node that adds: ``model.to(...)`` drops that with its hooks.
+    The hook is on the parameter, not on the node that accumulates, which ``model.to(...)`` drops with its
+    hooks.
     """
     hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # or torch warns when it is pickled
     return parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def is_returned(parameter: torch.Tensor) -> bool:
-    """Whether the running backward returns this gradient (``torch.autograd.grad``), and adds it nowhere."""
-    if not parameter.requires_grad:  # frozen since the forward: backward adds it nowhere
+    """Whether the running backward returns this gradient (``torch.autograd.grad``), not accumulates it."""
+    if not parameter.requires_grad:  # frozen since the forward: backward does not accumulate it either
         return True
     with torch.enable_grad():
         view = parameter.view_as(parameter)
@@ -34,7 +35,7 @@ def is_returned(parameter: torch.Tensor) -> bool:
     assert node is not None
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch raises in this case
+    except RuntimeError:  # raised by torch for a leaf whose gradient is returned
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""The gradients of embeddings with ``sparse=True``: rows, of which each rank has others."""
+"""The gradients of embeddings with ``sparse=True``: rows, which differ from rank to rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ __all__ = ["SparseGradient", "sparse_of"]
 
 
 def sparse_of(model: object) -> Iterator[torch.Tensor]:
-    """Yield the parameters of a module whose gradients will be sparse, so far as torch's layers say so."""
+    """Yield the parameters of a module whose gradients will be sparse, as far as torch's layers tell."""
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             yield module.weight
 
 
 class SparseGradient(Gradients):
-    """The gradient of one such parameter, reduced on its own: the sum has the rows of all ranks.
+    """The gradient of one such parameter, reduced separately: the sum has the rows of all ranks.
 
-    If the parameter is used densely as well, its gradient is dense, and stays so; its rows are sent.
+    If the parameter is also used densely, its gradient is dense, and stays dense; it is sent as rows.
 
-    A rank that has a gradient sends one row more, after the last of the table. So the others learn of one
-    without rows (of an empty batch), too: an optimizer with momentum moves by it, and not without a gradient.
+    A rank that has a gradient sends one more row, past the end of the table. So the others also learn of a
+    gradient without rows (from an empty batch): an optimizer with momentum makes an update for it, but none
+    for a parameter without a gradient.
     """
 
     def __init__(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -86,6 +87,6 @@ class SparseGradient(Gradients):
 
 
 def _table(indices: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the sparse table of so many rows that has ``values`` at ``indices``, which are in order."""
+    """Return a sparse table of ``rows`` rows that has ``values`` at ``indices``, which are sorted."""
     shape = (rows, *values.shape[1:])
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True)

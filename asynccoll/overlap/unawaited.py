@@ -49,7 +49,7 @@ class Calls:
         )
 
     def add_cure(self, error: PeerLostError) -> None:
-        """Add to the error for ranks that have left in order what to do if they had fewer batches.
+        """Add to an error what to do if ranks that shut down in an orderly way had fewer batches.
 
         The error is changed in place: several waiters may have it, and a new one would have other frames.
         """
