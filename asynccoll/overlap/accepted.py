@@ -1,6 +1,6 @@
-"""Checks of the models, groups and options that this package's helpers are given, and the errors for others.
+"""Checks of the models, groups and options that are passed to this package's helpers, and their errors.
 
-Knows nothing of reducers.
+Knows nothing about reducers.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ __all__ = [
 ]
 
 
-#: The DDP models that ``auto_model`` has made. Others are not known: torch keeps no list.
+#: The DDP models that ``auto_model`` has made. Others are unknown: torch keeps no list.
 ddp_models: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
 
 def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> None:
-    """Refuse a model, or parameters, that DDP has: both reductions would write the same gradients."""
+    """Refuse a model wrapped in DDP, or its parameters: two reductions would write the same gradients."""
     ours = {id(parameter) for parameter in parameters}
     wrapped = any(id(parameter) in ours for ddp in list(ddp_models) for parameter in ddp.parameters())
     if wrapped or isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -64,7 +64,7 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
 
 
 #: Parameters of sharded layers (``shard_layers``), by their ids: this rank's parts, and the layers' own
-#: parameters, which are empty since.
+#: parameters, which are empty now.
 _parts: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _emptied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -122,7 +122,7 @@ def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> Non
 
 
 def place_in(group: GroupLike, what: str) -> tuple[int, int]:
-    """This rank's index in ``group``, and the number of its ranks; only a member has ``what`` there."""
+    """Return this rank's index in ``group``, and its size; refuse a rank outside, which has no ``what``."""
     rank, size = get_rank(group), get_world_size(group)
     if size < 1:
         raise InvalidArgumentError(
@@ -133,7 +133,7 @@ def place_in(group: GroupLike, what: str) -> tuple[int, int]:
 
 
 def check_place(made: tuple[int, int], group: GroupLike, what: str) -> None:
-    """Refuse to use ``what`` in another world than it was ``made`` for: it would average, or cut, wrongly."""
+    """Refuse to use ``what`` in a world it was not ``made`` for: averages, or parts, would be wrong."""
     now = get_rank(group), get_world_size(group)
     if now != made:
         raise InvalidArgumentError(
@@ -169,7 +169,7 @@ def tensors_of(model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_one(given: object) -> bool:
-    """Whether ``given`` is no collection of parameters. A tensor, which can be iterated, is none."""
+    """Whether ``given`` is not a collection of parameters. A tensor is none, though it can be iterated."""
     return isinstance(given, (torch.Tensor, torch.optim.Optimizer)) or not isinstance(given, Iterable)
 
 
@@ -197,10 +197,10 @@ def has_any_of(optimizer: torch.optim.Optimizer, ids: Container[int]) -> bool:
 
 
 def replaced_in(model: object, parameters: Iterable[torch.Tensor]) -> Callable[[], str]:
-    """Return a function that names one of ``parameters`` in whose place the model has a new one, or "".
+    """Return a function that names one of ``parameters`` that the model has replaced by a new one, or "".
 
-    ``load_state_dict(assign=True)`` makes such, and ``model.to(...)`` to another kind of device;
-    not ``lm_head.weight = embedding.weight``, which ties two of them.
+    ``load_state_dict(assign=True)`` replaces them, and so does ``model.to(...)`` to another kind of device.
+    ``lm_head.weight = embedding.weight`` does not: it ties two of them.
     """
     mine = {id(x) for x in parameters}
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
@@ -240,7 +240,7 @@ def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
 def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse different parameters that share memory: each would get memory of its own, or be changed twice.
 
-    ``a.weight.data = b.weight.data`` makes such; ``a.weight = b.weight`` makes one parameter, which is fine.
+    ``a.weight.data = b.weight.data`` does this; ``a.weight = b.weight`` makes one parameter, which is fine.
     """
     there = [(name, x.detach()) for name, x in named if x.numel()]
     there.sort(key=lambda one: one[1].data_ptr())
@@ -279,14 +279,14 @@ def check_norm(max_norm: object, norm_type: object) -> None:
 
 
 def check_state(state: object, entry: str = "") -> None:
-    """Check that ``state`` is a dict, with this ``entry``, as one of ``state_dict()`` is."""
+    """Check that ``state`` is a dict, as from ``state_dict()``, and has this ``entry``, if one is named."""
     if not (isinstance(state, Mapping) and (not entry or entry in state)):
         has = f"a dict with an entry {entry!r}" if entry else "a dict of tensors by name"
         raise misfit("the state", has, state)
 
 
 def check_not_unscaled(optimizer: object, scaler: object) -> None:
-    """Refuse a scaler on which ``unscale_`` was called with ``optimizer``, not with the one it wraps.
+    """Refuse a scaler on which ``unscale_`` was called with ``optimizer`` instead of the one it wraps.
 
     ``scaler.step`` gets the wrapped one, and would not know that its gradients are unscaled.
     """

@@ -38,7 +38,7 @@ class Arrival:
 
     def expect(self, work: Work[object]) -> None:
         """Note that ``work`` fills the parameters."""
-        work.detach()  # no warning, since nothing need wait after the last step
+        work.detach()  # no warning: after the last step nothing has to wait
         self.work = work
         self.stale = set(range(len(self.parameters)))
         self._versions = [x._version for x in self.parameters]
@@ -61,7 +61,7 @@ class Arrival:
         self.stale -= indices
         written = [index for index in indices if self.parameters[index]._version != self._versions[index]]
         # Autograd does not know that the native call wrote to them. A hook that ran too early may have read
-        # the old values, and must not be differentiated with the new ones: torch refuses by the version.
+        # the old values, and must not be differentiated with the new ones: the version makes torch refuse.
         for index in indices:
             torch.autograd.graph.increment_version(self.parameters[index])
         if written:
@@ -73,7 +73,7 @@ class Arrival:
 
 
 def wait_for(tensors: Iterable[torch.Tensor]) -> None:
-    """Block, as a forward does, until those of ``tensors`` that a sharded optimizer has sent have arrived."""
+    """Block, as a forward does, until all ``tensors`` that a sharded optimizer has sent have arrived."""
     for x in tensors:
         arrival = _arrivals.get(id(x))
         if arrival is not None and arrival.stale:

@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains by itself, and every so many steps all average their parameters.
+"""Local SGD: each rank trains by itself, and all ranks average their parameters every few steps.
 
     averaging = ac.overlap.average_parameters(model, every=16, delay=4)
     for x, y in loader:
@@ -9,7 +9,7 @@
     await averaging.finish()
 
 Each averaging is a *round*. With ``delay`` it is hidden: training goes on while a copy of the parameters is
-averaged, and they are corrected by the average ``delay`` steps later.
+averaged, and the average corrects the parameters ``delay`` steps later.
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; with a delay, Zhou et al.,
 "DaSGD: Squeezing SGD Parallelization Performance", 2020. Built on the public operations alone.
@@ -41,13 +41,13 @@ _FINISH = 0
 
 
 class ParameterAverager(Companion):
-    """Averages parameters every so many steps; made by ``average_parameters``, and awaited once a step.
+    """Averages parameters every few steps; made by ``average_parameters``, and awaited once per step.
 
     A round copies the parameters and starts to average the copies. ``delay`` steps later, every parameter
-    ``p`` becomes ``p + (average - copy)``, which keeps the updates of the steps between. With a delay of 0
-    the round waits at once, and the parameters become the average.
+    ``p`` becomes ``p + (average - copy)``, which keeps the updates of the steps in between. With a delay of 0
+    the round waits immediately, and the parameters become the average.
 
-    Optimizer state and buffers stay each rank's own. After a cancelled or timed-out await the next one
+    Each rank keeps its own optimizer state and buffers. After a cancelled or timed-out await the next one
     continues the same round.
     """
 
@@ -74,7 +74,7 @@ class ParameterAverager(Companion):
         self._steps = 0
         self._midway = False  # whether the await of this step was cut short
         self._begun = 0  # the step that the latest round began with
-        self._due: int | None = None  # the step that takes the average in flight
+        self._due: int | None = None  # the step that applies the average in flight
         self._copies: list[torch.Tensor] = []
         self._work: Work[list[torch.Tensor]] | None = None
         self._last: Work[list[torch.Tensor]] | None = None  # the average that ``finish`` waits for
@@ -99,9 +99,9 @@ class ParameterAverager(Companion):
         await run(self._step())
 
     def wait(self, timeout: float | None = None) -> None:
-        """Do what ``await`` does without an event loop.
+        """Do what ``await`` does, without an event loop.
 
-        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
+        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
         run_blocking(self._step(), timeout)
 
@@ -146,7 +146,7 @@ class ParameterAverager(Companion):
         self._end_round()
 
     def _received(self, work: Work[list[torch.Tensor]]) -> Steps[list[torch.Tensor]]:
-        """Wait for averages. If that is cut short the next wait continues; if they fail, the round ends."""
+        """Wait for averages. If the wait is cut short, the next one continues it; an error ends the round."""
         try:
             return (yield work)  # type: ignore[no-any-return]  # what is sent to steps is not typed
         except CollectiveTimeoutError:
@@ -201,9 +201,9 @@ def average_parameters(
     Args:
         model: a module, or its parameters; those with ``requires_grad`` take part. The same on every rank.
         every: steps from one round to the next.
-        delay: steps after which a round's average is taken, from 0 (wait at once) to ``every``; the round
-            is hidden if it takes no longer.
-        group: whose parameters are averaged; as in every operation.
+        delay: steps after which a round's average is applied, from 0 (wait immediately) to ``every``; the
+            round is hidden if it takes no longer than these.
+        group: the ranks whose parameters are averaged; as in every operation.
         lane: rounds are sent on the lane ``<lane>/backward``.
         timeout: seconds for a round's reduction.
 

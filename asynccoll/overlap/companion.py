@@ -15,7 +15,7 @@ from asynccoll.host.uncopied import Uncopied
 
 __all__ = ["Companion"]
 
-#: The attributes of a model or an optimizer; instances alone have ``training`` and ``param_groups``.
+#: The attributes of a model or an optimizer; only instances have ``training`` and ``param_groups``.
 _THEIRS = frozenset({*dir(nn.Module), *dir(Optimizer), "training", "param_groups"})
 
 

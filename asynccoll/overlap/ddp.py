@@ -1,10 +1,10 @@
-"""DDP's buckets on a lane of ours: ``ddp.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)``.
+"""DDP's buckets on one of our lanes: ``ddp.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)``.
 
 DDP makes the buckets and waits for them. The reduction is an operation like any other: it is in timelines,
 has a timeout, and if a peer is lost or refuses its call, the error names the peer.
 """
 
-# Without postponed annotations: DDP compares those of a hook with the types themselves.
+# No ``from __future__ import annotations``: DDP compares a hook's annotations with the types themselves.
 
 import weakref
 
@@ -25,7 +25,7 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["DDPState", "ddp_hook"]
 
-#: a reduction, the future that says that it is over, and the error of its wait, if there is one
+#: a reduction, the future that is set when it is over, and the error of waiting for it, if there is one
 _Bucket = tuple[Work[torch.Tensor], "torch.futures.Future[None]", list[Exception]]
 _Buckets = host.SimpleQueue["_Bucket | None"]
 
@@ -34,8 +34,8 @@ class DDPState(Uncopied):
     """The state of ``ddp_hook``: where the buckets of one ``DistributedDataParallel`` are sent.
 
     Args:
-        group: the ranks that DDP's own process group has; None is the world.
-        lane: buckets are sent on the lane ``<lane>/backward``; models that train side by side need one each.
+        group: the ranks of DDP's own process group; None is the world.
+        lane: buckets are sent on the lane ``<lane>/backward``. Models that train concurrently need one each.
         timeout: seconds for each bucket's reduction.
     """
 
@@ -78,12 +78,12 @@ class DDPState(Uncopied):
 
 
 def ddp_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook that averages DDP's gradients by ``ac.all_reduce``.
+    """Average DDP's gradients by ``ac.all_reduce``, as a communication hook.
 
     >>> ddp = DistributedDataParallel(model)
     >>> ddp.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)
 
-    The gradients are bit for bit those of DDP alone. If a reduction fails, ``backward`` raises a
+    The gradients are bitwise the same as those of DDP alone. If a reduction fails, ``backward`` raises a
     ``RuntimeError`` with the error's text.
 
     Source: torch's "DDP Communication Hooks".

@@ -1,4 +1,4 @@
-"""Whether the ranks still have the same parameters, by checksums every so many steps.
+"""Checks every few steps, by checksums, that the ranks still have the same parameters.
 
     checking = ac.overlap.check_parameters(model.parameters(), every=100)
     for x, y in loader:
@@ -27,7 +27,7 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["ParameterChecker", "check_parameters", "checksum"]
 
-#: Parameters are compared first, so all of them are equal where a buffer is the first that differs.
+#: Parameters are compared first, so all of them are equal if a buffer is the first that differs.
 _OF_BUFFERS = (
     "All parameters are the same. Each rank has running statistics of its own, unless they are sent "
     "(broadcast_buffers=True of ac.overlap_gradients): compare model.parameters(), or have them sent"
@@ -41,8 +41,9 @@ _OF_OTHERS = (
 class ParameterChecker(Companion):
     """Compares parameters over all ranks; made by ``check_parameters``.
 
-    ``await checking`` once a step, or ``checking.wait()`` without a loop. Every ``every``-th await compares,
-    the others do nothing. After a cancelled or timed-out await the next one continues the same comparison.
+    Call ``await checking`` once per step, or ``checking.wait()`` without an event loop. Every ``every``-th
+    await compares, the others do nothing. After a cancelled or timed-out await the next one continues the
+    same comparison.
     """
 
     _use = "`await checking` (or checking.wait()) after each step of the optimizer"
@@ -75,9 +76,9 @@ class ParameterChecker(Companion):
             self._over()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Do what ``await`` does without an event loop.
+        """Do what ``await`` does, without an event loop.
 
-        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
+        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
         work = self._step()
         if work is not None:
@@ -113,7 +114,7 @@ def check_parameters(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> ParameterChecker:
-    """Compare parameters (and buffers, of a module) over all ranks, bit for bit, by a checksum of each.
+    """Compare parameters (and buffers, of a module) across all ranks, bit for bit, by a checksum of each.
 
     >>> checking = ac.overlap.check_parameters(model.parameters(), every=100)
     >>> for x, y in loader:
@@ -122,12 +123,12 @@ def check_parameters(
     ...     await checking                                   # compares after every hundredth step
     >>> await ac.overlap.check_parameters(model)             # once, now
 
-    Data parallel training keeps them identical; this finds out when it has not. Sixteen bytes are sent for
+    Data parallel training keeps them identical; this detects when it has not. Sixteen bytes are sent for
     each tensor. Pass ``model.parameters()`` if each rank has buffers of its own (batch norm).
 
     Args:
         model: a module, whose tensors are looked up at each comparison, or tensors. The same on every rank.
-        every: one of this many awaits compares.
+        every: compare in one of this many awaits.
         group, lane, timeout: as in every operation.
 
     Raises:
@@ -149,7 +150,7 @@ def _compared(model: torch.nn.Module | Iterable[torch.Tensor], call: dict[str, A
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """Return two numbers, which differ if a bit is changed or two elements are exchanged."""
+    """Return two numbers that change if a bit is flipped or two elements are swapped."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(x.element_size(), torch.int64)
     words = x.contiguous().view(-1).view(word).to(torch.int64)
     places = torch.arange(1, words.numel() + 1, device=words.device)

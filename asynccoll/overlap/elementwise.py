@@ -1,8 +1,8 @@
-"""Whether an optimizer treats every element alone, so that it can be given parts of flat tensors.
+"""Checks that an optimizer treats every element alone, so that it can be given parts of flat tensors.
 
-The name does not say, so the optimizer is tried out on a few numbers, as whole parameters and as flat parts,
-each by itself, as a rank has it. What is compared is how far the numbers move: with a small learning rate all
-of them stay near where they were.
+Its class does not tell, so the optimizer is tried out on a few numbers, as whole parameters and as flat
+parts, each part alone, as a rank has it. The distances that the numbers move are compared, not the numbers:
+with a small learning rate all of them stay near where they were.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["check_elementwise", "look_at_steps"]
 
 _SHAPES = ((3, 4), (4,))
 _TRIES = 2
-#: The learning rate of a trial: with one of 0, as of a schedule's start, nothing would move.
+#: The learning rate of a trial: with 0, as at the start of a schedule, nothing would move.
 _RATE = 0.1
 
 
@@ -36,7 +36,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     try:
         try:
             alike = _moves_alike(optimizer, torch.float64, 1e-12)
-        except Exception:  # some have a state of float32, whatever their parameters are
+        except Exception:  # some have float32 state, whatever dtype their parameters have
             alike = _moves_alike(optimizer, torch.float32, 1e-6)
     except Exception as error:  # some optimizers refuse vectors, or a step without a closure
         raise InvalidArgumentError(
@@ -53,7 +53,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _moves_alike(optimizer: Optimizer, dtype: torch.dtype, atol: float) -> bool:
-    """Whether steps in ``dtype`` move flat parts as they move whole parameters, but for rounding."""
+    """Whether steps in ``dtype`` move flat parts as they move whole parameters, up to rounding."""
     whole, parts = _twins(dtype)
     start = _flat(whole)
     for given in optimizer.param_groups:
@@ -71,7 +71,7 @@ _seen: weakref.WeakKeyDictionary[Optimizer, int] = host.per_process(weakref.Weak
 
 @functools.cache
 def look_at_steps() -> None:
-    """Check each optimizer that has parts of sharded layers before its first step from now on."""
+    """From now on, check each optimizer that has parts of sharded layers before its first step."""
     register_optimizer_step_pre_hook(_check_step)
 
 
@@ -89,7 +89,7 @@ def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _twins(dtype: torch.dtype) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the same values and gradients as whole parameters, and as flat parts across their borders."""
+    """Return the same values and gradients as whole parameters, and as flat parts that cross these."""
     generator = torch.Generator().manual_seed(1)
     count = sum(torch.Size(shape).numel() for shape in _SHAPES)
     values, gradients = torch.randn((2, count), generator=generator, device="cpu", dtype=dtype)
@@ -119,17 +119,17 @@ def _try_out(
 ) -> None:
     """Make steps of a copy of ``optimizer`` on ``parameters``, with the options of the group ``given``.
 
-    ``pattern`` is the state of one of the group's parameters, or empty: the copy gets such states, too.
+    ``pattern`` is the state of one of the group's parameters, or empty; the copy gets states like it.
     """
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler has set it, to one that steps ``optimizer`` itself
+    twin.__dict__.pop("step", None)  # set by a scheduler, to a function that steps ``optimizer`` itself
     options = {name: _here(value) for name, value in given.items() if name not in {"params", "param_names"}}
     if "lr" in options:
         lr = options["lr"]
         options["lr"] = torch.full_like(lr, _RATE) if isinstance(lr, torch.Tensor) else _RATE
     if "capturable" in options:
-        options["capturable"] = False  # it is for graphs of a device, and the copy steps on the CPU
+        options["capturable"] = False  # it is for device graphs, and the copy steps on the CPU
     twin.param_groups = [{**options, "params": parameters}]
     twin.state = defaultdict(dict)
     for hooks in [name for name in vars(twin) if name.endswith("_hooks")]:
@@ -142,7 +142,7 @@ def _try_out(
 
 
 def _pattern(state: Mapping[str, object], parameter: torch.Tensor) -> State:
-    """Return the state with a vector for what has an element for each of the parameter, which may be 0-d."""
+    """Return the state, with each value of the parameter's shape, which may be 0-d, as a vector."""
     return {
         name: value.reshape(-1)
         if isinstance(value, torch.Tensor) and is_of(name, value, parameter.shape)

@@ -1,6 +1,7 @@
-"""The norm of gradients of which each rank has a part, and clipping by it.
+"""The norm of gradients that are divided among the ranks, and clipping by it.
 
-The parts of all ranks together are the gradients, and no element is on two ranks. Knows nothing else of them.
+The parts of all ranks together are the gradients, and no element is on two ranks. Knows nothing else about
+them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def clip(
 ) -> Steps[torch.Tensor]:
     """Scale the ``.grad`` of ``parts`` so that the norm over all ranks is at most ``max_norm``.
 
-    Returns the norm before, float64 if a part is, else float32. A norm that is not finite makes the
-    gradients NaN on every rank, so that a gradient scaler skips the step on all of them.
+    Returns the norm before that, as float64 if a gradient is, else as float32. A norm that is not finite
+    makes the gradients NaN on every rank, so that a gradient scaler skips the step on all of them.
     """
     if not norm_type > 0:
         raise InvalidArgumentError(
@@ -35,11 +36,11 @@ def clip(
         )
     own = [part.grad for part in parts if part.grad is not None]
     local = _local(own, norm_type)
-    if math.isinf(norm_type):  # as a number: some backends' maximum of tensors loses a NaN
+    if math.isinf(norm_type):  # as a number: some backends lose a NaN in a maximum of tensors
         norm = local.new_tensor((yield all_reduce(local.item(), op="max", **call)))
     else:
         norm = (yield all_reduce(local, op="sum", **call)).pow(1 / norm_type)
-    # clamp keeps NaN, and an infinite norm would make a factor of zero where the others see NaN
+    # torch's clamp keeps a NaN. An infinite norm would give a factor of zero, and NaN on some ranks only.
     nn.utils.clip_grads_with_norm_(parts, max_norm, norm if norm.isfinite() else norm * math.nan)
     return norm if any(x.dtype in (torch.float64, torch.complex128) for x in own) else norm.float()
 

@@ -39,17 +39,17 @@ def broadcast_parameters(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[None]:
-    """Give every rank the parameters and buffers of ``model`` that ``src`` has: before training begins.
+    """Give every rank the parameters and buffers that ``model`` has on ``src``, before training begins.
 
-    They are overwritten in place when the work is awaited; leave the model alone until then. They are sent
-    in few large messages.
+    Awaiting the work overwrites them in place; do not use the model until then. They are sent in a few large
+    messages.
     """
     given = model if isinstance(model, torch.nn.Module) else tensors_of(model)
     return _broadcast(_tensors(given), src=src, group=group, lane=lane, timeout=timeout)
 
 
 def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: object) -> Work[None]:
-    """Give every rank the buffers of ``model`` that ``src`` has. ``tail``: group, lane and timeout."""
+    """Give every rank the buffers that ``model`` has on ``src``. ``tail``: group, lane and timeout."""
     return _broadcast([x.detach() for x in model.buffers()], src=src, **tail)
 
 
@@ -74,7 +74,7 @@ def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) ->
 
 
 def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-    """Return the names and tensors of a module, or numbers and tensors of a list.
+    """Return the names and tensors of a module, or the numbers and tensors of a list.
 
     Waits for tensors that a sharded optimizer has sent.
     """
@@ -92,7 +92,7 @@ def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tens
 
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
-    # Without any tensors (a model without buffers, say) every rank sends an empty one.
+    # If there are no tensors (a model without buffers, say), an empty one is broadcast.
     received = broadcast(tensors or [torch.empty(0, device="cpu")], **call)
     return received.map(lambda values: _overwrite(tensors, values[: len(tensors)]))
 
@@ -102,14 +102,14 @@ def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         x.copy_(value)
 
 
-# Compared
+# Comparing parameters
 
 
 def told_alike(told: list[str], **tail: Any) -> Work[None]:
-    """Start to compare what every rank says of each of its new parameters. ``tail``: group, lane and timeout.
+    """Start to compare the ranks' descriptions of their new parameters. ``tail``: group, lane and timeout.
 
     Raises from the await:
-        CollectiveMismatchError: on every rank; it has what two ranks say of the first one that differs.
+        CollectiveMismatchError: on every rank; it shows two ranks' descriptions of the first that differs.
     """
     return all_gather("\n".join(told), **tail).map(_check_told)
 
@@ -121,14 +121,14 @@ _MOST_TOLD = 4
 
 
 def is_of_told(error: CollectiveMismatchError) -> bool:
-    """Whether some ranks compare parameters (``told_alike``), and others called something else."""
+    """Whether some ranks compared parameters (``told_alike``) while others called something else."""
     return _TOLD_BY_A_RANK in str(error)
 
 
 def tell_apart(error: CollectiveMismatchError, later: Sequence[str]) -> None:
-    """Add to the error for a call that only some ranks made, as they alone have parameters that came later.
+    """Explain the error of a comparison that only some ranks made, because only they have later parameters.
 
-    ``later``: what this rank has added. The error is changed in place: several waiters may have it.
+    ``later``: those that this rank has added. The error is changed in place: several waiters may have it.
     """
     if not is_of_told(error):
         return

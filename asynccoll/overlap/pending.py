@@ -20,13 +20,14 @@ T = TypeVar("T")
 
 
 class Pending(NotItsResult, Generic[T]):
-    """The call of a method, such as an optimizer's step, that begins when it is waited for.
+    """A call of a method, such as an optimizer's step, that begins when it is first waited for.
 
     - ``await pending``, on asyncio or trio, or ``pending.wait()`` without an event loop, gives the method's
       result, or raises its error. Later waits give the same one; a wait after a cancelled or timed-out one
       continues the call.
     - If it is never waited for, it does nothing: it warns (``UnawaitedWorkWarning``) when it is dropped, and
-      the next call on its object, or the next backward, raises ``InvalidArgumentError``. Both name the line.
+      the next call on its object, or the next backward, raises ``InvalidArgumentError``. Both name the line
+      of the call.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ class Pending(NotItsResult, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait without an event loop, and return the method's result.
 
-        Past ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the call.
+        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the call.
         """
         check_patience(timeout)
         if self._result is None:
@@ -95,12 +96,12 @@ class Pending(NotItsResult, Generic[T]):
         return self._result[0]
 
     def done(self) -> bool:
-        """Whether a wait returns at once. The call begins with the first wait, and is not done before."""
+        """Whether a wait would return immediately. Before the first wait the call has not begun."""
         return self._result is not None or self._failure is not None or self._is_over()
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[None]:
-        """Run the call in the block, unless it has failed: the other ranks would take no part in another."""
+        """Run the call in the block, unless it has failed before: other ranks would not join a second run."""
         self._begun = True
         if self._failure is not None:
             raise self._failure
@@ -115,7 +116,7 @@ class Pending(NotItsResult, Generic[T]):
             raise
 
     def unawaited(self) -> str:
-        """Return the text of the error if it was never waited for, with the cure; else ""."""
+        """Return the error text, with the cure, if the call was never waited for; else ""."""
         if self._begun:
             return ""
         place = self._spot.place
@@ -138,7 +139,7 @@ _SAVING = ("full_state_dict", "full_optimizer_state")
 
 
 class Forgotten:
-    """The calls of one object's methods that were never waited for, or not to their end."""
+    """The calls of one object's methods that were never waited for, or not until they ended."""
 
     __slots__ = ("_latest", "left", "told")
 
@@ -154,12 +155,15 @@ class Forgotten:
         self._latest = weakref.ref(pending)
 
     def dropped(self) -> str:
-        """Return the text of the error for a call that was dropped, once; "" if there is none."""
+        """Return the error text for a call that was dropped, and clear it; "" if there is none."""
         told, self.told = self.told, ""
         return told
 
     def last(self) -> str:
-        """As ``dropped``; also for the latest call, if it is still referenced and was not waited for."""
+        """Return the text as ``dropped`` does, or that for the latest call, if it was never waited for.
+
+        The latest call counts only while it is still referenced.
+        """
         told = self.dropped()
         latest = self._latest()
         if told or latest is None:
@@ -168,10 +172,10 @@ class Forgotten:
         return latest.unawaited()
 
     def unfinished(self, wanted: str) -> str:
-        """Return the text of the error for ``wanted``, if a call that uses the gradients has not ended.
+        """Return the error text for ``wanted``, if a call that uses the gradients has not ended; else "".
 
-        That is one whose wait was cut short, or goes on in another task; "" if there is none, or if this is
-        called by the call itself (in its closure, say).
+        Its wait was cut short, or goes on in another task. A call does not count in its own code (in its
+        closure, say).
         """
         left = list(self.left)
         if not left or left[0].is_running:
@@ -215,13 +219,13 @@ class Methods(Resumable):
             raise InvalidArgumentError(told)
 
     def close(self) -> None:
-        """Refuse nothing more for calls that were cut short."""
+        """Stop refusing calls because earlier ones were cut short."""
         self._forgotten.left = deque()
 
     def resumed(self, name: tuple[object, ...], begin: Callable[[], Steps[T]]) -> Pending[T]:
-        """Return the call of a method with arguments, ``name``: it continues one that was cut short.
+        """Return the call of a method with arguments, ``name``: it continues such a call if it was cut short.
 
-        Each wait for it is a wait for the sequence of its first one, even if other calls have ended that.
+        All waits for it are for the sequence of the first wait, even if other calls have completed that.
         """
         takes = any(given is not None for given in name[1:])
         sequences: list[Sequence] = []
@@ -241,7 +245,7 @@ class Methods(Resumable):
         self, name: object, takes_arguments: bool, begin: Callable[[], Steps[T]], is_over: Callable[[], bool]
     ) -> Pending[T]:
         told = self._forgotten.dropped()
-        if told:  # the other ranks are a step ahead, or all of them have left it out
+        if told:  # the other ranks are a step ahead, or all ranks have skipped the call
             raise InvalidArgumentError(told)
         call = f".{name}({'...' if takes_arguments else ''})"
         cure = f"`await {self._name}{call}` (or {call}.wait())"

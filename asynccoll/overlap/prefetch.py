@@ -26,7 +26,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
     ``starts`` are functions that start one operation each; they are called in order, from the task (with
     ``for``, the thread) that runs the loop, so ranks that run the same loop start them in the same order.
     Results are not kept: once the loop drops one, its memory is free. If the loop is left early, operations
-    that were started run on, and nothing waits for them.
+    in flight still complete, but nothing waits for them.
     """
 
     @fitting
@@ -62,13 +62,13 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
             self._detach()
 
     def _next(self) -> tuple[Work[T]] | None:
-        """Start up to ``ahead`` operations after the next; returns the next work in a tuple, or None."""
+        """Start the next operation and up to ``ahead`` more; returns the next work in a tuple, or None."""
         for start in islice(self._starts, self._ahead + 1 - len(self._out)):
             self._out.append(_started(start))
         return (self._out.popleft(),) if self._out else None
 
     def _explain(self, error: CollectiveMismatchError) -> None:
-        """Add advice to the error of ranks that started different operations, in subclasses."""
+        """Add advice to the error of ranks that started different operations. For subclasses."""
 
     def _detach(self) -> None:
         for work in self._out:

@@ -39,7 +39,7 @@ def before_scaling(check: Check) -> None:
 def _checked(method: Callable[..., T], check: Check, steps: bool) -> Callable[..., T]:
     @functools.wraps(method)
     def checked(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> T:
-        if issubclass(type(optimizer), Optimizer):  # else it is one of ours, which raise a better error
+        if issubclass(type(optimizer), Optimizer):  # else it is one of ours, which raises a better error
             check(scaler, optimizer, steps)
         return method(scaler, optimizer, *args, **kwargs)
 
@@ -47,7 +47,7 @@ def _checked(method: Callable[..., T], check: Check, steps: bool) -> Callable[..
 
 
 def scaled_together(parts: Iterable[torch.Tensor]) -> None:
-    """Have scalers refuse optimizers of these ``parts`` until the ranks ``agreed`` on an overflow."""
+    """Have scalers refuse optimizers of these ``parts`` until the ranks have ``agreed`` on an overflow."""
     _parts.update((id(x), x) for x in parts)
     _look_at_scalers()
 
