@@ -1,4 +1,4 @@
-"""Data for one rank of many: ``auto_dataloader`` and ``DistributedProxySampler``, by ignite's rules."""
+"""One rank's share of the data: ``auto_dataloader`` and ``DistributedProxySampler``, by ignite's rules."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ __all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
 
 @dataclass(slots=True)
 class _Iteration:
-    """How far one iteration of a sampler is: each has its own, one that was left counts no further."""
+    """The progress of one iteration of a sampler; that of an iteration that was left stops changing."""
 
-    began: int = 0  # samples of all ranks that it leaves out
-    drawn: int = 0  # samples of this rank since
-    taken: int | None = None  # those that a loop has got; None: nobody counts, they are all that are drawn
+    began: int = 0  # samples, of all ranks, that the iteration skips
+    drawn: int = 0  # samples of this rank drawn since
+    taken: int | None = None  # those that a loop has received; None: not counted, so all that are drawn
     ahead: bool = False  # whether workers draw them, ahead of the loop
-    shuffled: bool = False  # whether the loop gets batches in another order than they are drawn in
+    shuffled: bool = False  # whether the loop receives batches in another order than they are drawn in
 
 
 class _Resumable(distributed.DistributedSampler[Any]):
-    """This rank's share of an order that all ranks draw alike; it can be left in the middle and resumed.
+    """This rank's share of an order that is the same on all ranks; an epoch can be left and resumed.
 
-    A subclass draws the order. What it shares with torch's is its constructor and ``set_epoch``.
+    A subclass draws the order. Only the constructor and ``set_epoch`` are torch's.
     """
 
-    _next = 0  # samples of all ranks that the next iteration leaves out
-    _now = _Iteration()  # the latest; one that is resumed is there before it begins
+    _next = 0  # samples, of all ranks, that the next iteration skips
+    _now = _Iteration()  # the latest iteration; a resumed one is set here before it begins
 
     @abstractmethod
     def _order(self, size: int) -> list[Any]:
-        """The first ``size`` samples of the epoch, or more: of one draw after the other."""
+        """Return the first ``size`` samples of the epoch, or more, from one draw after another."""
 
     @property
     @abstractmethod
     def _length(self) -> int:
-        """How many samples are in an epoch."""
+        """The number of samples in an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        # Not before the first is drawn: torch makes two iterators where it has workers and no batches.
+        # Runs when the first sample is drawn, not before: torch makes two iterators if there are workers and
+        # no batches.
         now = self._now = _Iteration(self._next, ahead=_is_drawn_for_workers())
         self._next = 0
         first, size = now.began, len(self) * self.num_replicas
@@ -67,27 +68,28 @@ class _Resumable(distributed.DistributedSampler[Any]):
             yield one
 
     def __len__(self) -> int:
-        """This rank's samples in this iteration: the same from ``load_state_dict`` until another one begins.
+        """Return the number of this rank's samples in this iteration.
 
-        It does not change where the samples are drawn, which workers do ahead of the loop: the loop asks
-        ``len(loader)`` in order to know its last batch.
+        It stays the same from ``load_state_dict`` until another iteration begins. It does not change while
+        samples are drawn, since workers draw ahead of the loop, and the loop uses ``len(loader)`` to know its
+        last batch.
         """
         return math.ceil((self._length - self._now.began) / self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch begins at its start; the one that is resumed, where it was left."""
+        """Set the epoch. Another epoch begins at its start; the one that is resumed, where it was left."""
         if epoch != self.epoch:
             self._next, self._now = 0, _Iteration()
         super().set_epoch(epoch)
 
     def state_dict(self, taken: int | None = None) -> dict[str, int]:
-        """The epoch, and how many of its samples all ranks have taken; the same on ranks that are in step.
+        """Return the epoch, and how many samples of it all ranks have taken: the same on ranks in step.
 
-        ``taken`` is how many samples this rank has trained on since the iteration began. None takes those of
-        the batches that the loop has got from a loader of ``auto_dataloader``, whose workers may be ahead of
-        it. A loader of another kind does not count them: all that were drawn are taken, which with workers is
-        too many, and warned of. So is a loader with ``in_order=False`` in the middle of an epoch: which
-        batches it still has to give, no number says.
+        ``taken`` is how many samples this rank has trained on since the iteration began. None counts those in
+        the batches that the loop has received from a loader of ``auto_dataloader``, whose workers may be
+        ahead of the loop. Other loaders do not count: then all samples drawn are considered taken, which is
+        too many if there are workers, and a warning says so. There is also a warning for a loader with
+        ``in_order=False`` in the middle of an epoch: no number says which batches it has yet to yield.
 
         Raises:
             InvalidArgumentError: more were taken than drawn.
@@ -107,10 +109,10 @@ class _Resumable(distributed.DistributedSampler[Any]):
         return {"epoch": self.epoch, "seen": seen, "length": self._length}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration goes on where ``state_dict`` was called; those after it are whole again.
+        """Have the next iteration continue where ``state_dict`` was called; later ones are whole again.
 
         Raises:
-            InvalidArgumentError: the state is of a sampler of another length.
+            InvalidArgumentError: the state is from a sampler of another length.
         """
         if state["length"] != self._length:
             raise InvalidArgumentError(
@@ -122,7 +124,7 @@ class _Resumable(distributed.DistributedSampler[Any]):
     def counting(
         self, begin: Callable[[], Iterator[Any]], loader: torch_data.DataLoader[Any]
     ) -> Iterator[Any]:
-        """What ``begin`` iterates over, batches of ``loader`` with this sampler: as the loop takes them."""
+        """Iterate over what ``begin`` returns, batches of ``loader``, and count what the loop takes."""
         return _Taken(self, begin, loader)
 
 
@@ -134,7 +136,7 @@ _OUT_OF_ORDER = (
 
 
 def _is_drawn_for_workers() -> bool:
-    """Whether it is a loader of torch's that draws just now, for its workers: nothing else of it says so."""
+    """Whether torch's loader is drawing now, for its workers: nothing but the call stack tells."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_try_put_index":
         frame = frame.f_back
@@ -152,14 +154,14 @@ def _warn_of_workers(drawn: int) -> None:
 
 
 class _Taken(Iterator[Any]):
-    """An iterator of a loader that notes how many samples came out of it; else it is as it was."""
+    """A loader's iterator that also notes how many samples it has yielded."""
 
     def __init__(
         self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], loader: torch_data.DataLoader[Any]
     ) -> None:
         before = sampler._now
         self._sampler, self._batches, self._batch_size = sampler, begin(), loader.batch_size or 1
-        # Workers have the sampler begin at once; without them the first batch does.
+        # With workers the sampler begins immediately; without them, at the first batch.
         self._iteration = None if sampler._now is before else sampler._now
         if self._iteration is not None:
             self._iteration.taken = 0
@@ -169,7 +171,7 @@ class _Taken(Iterator[Any]):
     def __next__(self) -> Any:
         batch = next(self._batches, self)
         now = self._iteration = self._iteration or self._sampler._now
-        if batch is self:  # it ended: samples that make no whole batch are dropped, and not left for later
+        if batch is self:  # the end: samples that fill no whole batch are dropped, not left for later
             now.taken = now.drawn
             raise StopIteration
         now.taken = min((now.taken or 0) + self._batch_size, now.drawn)
@@ -185,20 +187,20 @@ class _Taken(Iterator[Any]):
 
 
 class DistributedProxySampler(_Resumable):
-    """This rank's share of what another sampler draws, the same draw on every rank.
+    """This rank's share of what another sampler draws; every rank draws the same.
 
-    The order of an epoch is that of ``sampler`` under a seed which is the epoch's number
-    (``set_epoch``); what does not divide evenly is filled up from another draw. Sets torch's global
-    seed, as ignite's does: samplers draw from it.
+    The order of an epoch is what ``sampler`` draws with the epoch's number as the seed (``set_epoch``); if
+    it does not divide evenly, another draw fills it up. This sets torch's global seed, as ignite's sampler
+    does, since samplers draw from it.
 
-    It resumes in the middle of an epoch, also on another number of ranks: ``state_dict`` says how far
-    all ranks are together, and after ``load_state_dict`` the next iteration gives what is left. Until that
-    ends, its length is that of what is left; ``set_epoch`` of the next epoch makes it whole again.
+    An epoch can be resumed in the middle, also on another number of ranks: ``state_dict`` says how far all
+    ranks together have got, and after ``load_state_dict`` the next iteration yields what is left. Until that
+    iteration ends, the length is that of what is left; ``set_epoch`` of the next epoch makes it whole again.
 
     Args:
         sampler: any sampler of a constant length.
-        num_replicas, rank: the number of shares and which one; ``ac.get_world_size()`` and ``ac.get_rank()``
-            if not given, so that without a launcher it is the one share of a world of one.
+        num_replicas, rank: the number of shares, and which of them this is. The defaults are
+            ``ac.get_world_size()`` and ``ac.get_rank()``: without a launcher, the only share there is.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class DistributedProxySampler(_Resumable):
 
 
 class DistributedSampler(_Resumable):
-    """torch's ``DistributedSampler``, with its order; it resumes as ``DistributedProxySampler`` does."""
+    """torch's ``DistributedSampler``, with the same order, but resumable like ``DistributedProxySampler``."""
 
     @property
     def _length(self) -> int:
@@ -250,31 +252,32 @@ class DistributedSampler(_Resumable):
 
 
 class DataLoader(torch_data.DataLoader[Any]):
-    """torch's, whose sampler knows how many samples the loop has got: workers draw ahead of it."""
+    """torch's ``DataLoader``, whose sampler also learns what the loop has received: workers draw ahead."""
 
     def __iter__(self) -> Any:
-        if not isinstance(self.sampler, _Resumable):  # a batch sampler was put in later
+        if not isinstance(self.sampler, _Resumable):  # a batch sampler was set later
             return super().__iter__()
         return self.sampler.counting(super().__iter__, self)
 
 
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
-    """A ``DataLoader`` for this rank: its share of batch, workers and data, by the usual arguments.
+    """Return a ``DataLoader`` for this rank, with its share of batch, workers and data.
 
-    - ``batch_size`` is divided by the number of ranks (where it is at least that), ``num_workers`` by the
-      number of ranks on the node. If the total of all ranks then differs, a
-      warning says so.
-    - Without a sampler a ``DistributedSampler`` is made (``shuffle``: True unless said otherwise), which has
-      ``state_dict`` and ``load_state_dict``, too; one of torch that is given is used as it is; any other
-      is wrapped in a ``DistributedProxySampler``.
+    The arguments are the usual ones.
+
+    - ``batch_size`` is divided by the number of ranks (if it is at least that), ``num_workers`` by the
+      number of ranks on the node. If the batch of all ranks together is then another size, a warning says so.
+    - Without a sampler a ``DistributedSampler`` is made (``shuffle`` defaults to True), which also has
+      ``state_dict`` and ``load_state_dict``. A ``DistributedSampler`` of torch is used as it is; any other
+      sampler is wrapped in a ``DistributedProxySampler``.
     - ``loader.sampler.state_dict()`` says where the loop is: it counts the batches that the loop has
       received, not those that workers have prefetched.
-    - In a world of one the same samplers are made, so that the program, and its checkpoint, are those of
-      many ranks.
+    - In a world of one the same samplers are made, so that the program, and its checkpoint, are the same as
+      for many ranks.
     - An iterable dataset is used as it is: it must itself produce different data on each rank. So must a
       ``batch_sampler``, and a warning says so.
-    - ``pin_memory`` is True where the device is a GPU, unless said otherwise. On xla-tpu the loader is
-      wrapped in torch_xla's ``MpDeviceLoader``.
+    - ``pin_memory`` defaults to True if the device is a GPU. On xla-tpu the loader is wrapped in torch_xla's
+      ``MpDeviceLoader``.
     """
     _check_loader(dataset, kwargs)
     place = here()
@@ -288,13 +291,13 @@ def _check_loader(dataset: object, given: Mapping[str, object]) -> None:
         is_loader = isinstance(dataset, torch_data.DataLoader)
         instead = "it makes the DataLoader itself: pass loader.dataset" if is_loader else ""
         raise misfit("the dataset of auto_dataloader", "a torch.utils.data.Dataset", dataset, instead)
-    if given.get("batch_size") is not None:  # a loader without has batches of the dataset's own
+    if given.get("batch_size") is not None:  # without one, the dataset makes the batches
         check_count("batch_size", given["batch_size"])
     check_count("num_workers", given.get("num_workers", 0), 0)
 
 
 def _tell_uneven(batch_size: Any, ranks: int) -> None:
-    """Warn of a batch that is not shared out evenly: all ranks together train on another one."""
+    """Warn of a batch that does not divide evenly: all ranks together train on one of another size."""
     if not isinstance(batch_size, int) or batch_size % ranks == 0:
         return
     each = batch_size // ranks or batch_size
@@ -308,7 +311,10 @@ def _tell_uneven(batch_size: Any, ranks: int) -> None:
 def dataloader_for(
     place: Place, dataset: Dataset[object], kwargs: dict[str, Any], *, shares_alone: bool = False
 ) -> Any:
-    """The same for a given place; ``shares_alone``: with samplers in a world of one, too (ignite: none)."""
+    """Return the loader for a given place.
+
+    ``shares_alone``: make samplers in a world of one, too (ignite makes none).
+    """
     if place.world_size > 1 or shares_alone:
         _share(place, dataset, kwargs)
     pins = place.training.pins_memory
@@ -331,7 +337,7 @@ def dataloader_for(
 
 
 def _share(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> None:
-    """Change ``kwargs`` to this rank's part of them."""
+    """Change ``kwargs`` to this rank's share."""
     if kwargs.get("batch_size") is not None and kwargs["batch_size"] >= place.world_size:
         kwargs["batch_size"] //= place.world_size
     nproc = place.nproc_per_node
@@ -356,7 +362,7 @@ def _share(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> No
 def _sampler(place: Place, dataset: Dataset[object], kwargs: dict[str, Any]) -> Sampler[object]:
     sampler = kwargs.get("sampler")
     if sampler is None:
-        shuffle = kwargs.pop("shuffle", True)  # the loader refuses it beside a sampler
+        shuffle = kwargs.pop("shuffle", True)  # the loader refuses it together with a sampler
         return DistributedSampler(dataset, num_replicas=place.world_size, rank=place.rank, shuffle=shuffle)
     if not isinstance(sampler, distributed.DistributedSampler):
         return DistributedProxySampler(sampler, num_replicas=place.world_size, rank=place.rank)

@@ -1,4 +1,4 @@
-"""What ranks have computed of their shares of a dataset, put together for a metric."""
+"""Gathers what the ranks have computed on their shares of a dataset, for a metric."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def gather_for_metrics(
     lane: str | None = None,
     timeout: float | None = None,
 ) -> Work[Any]:
-    """Every rank's predictions of an epoch, on every rank, in the order of the sampler, each sample once.
+    """Gather all ranks' predictions of an epoch on every rank, in the sampler's order, each sample once.
 
     ``x`` is a tensor, or a tree of tensors, with a row in dim 0 for each sample that a torch
-    ``DistributedSampler`` gave this rank, in its order. Rank r of n has the samples r, r + n, r + 2n ..., and
-    repeats the first ones if ``samples`` is not divisible by n: the repeated rows are dropped.
+    ``DistributedSampler`` gave this rank, in its order. Rank r of n has the samples r, r + n, r + 2n ...; if
+    ``samples`` is not divisible by n, the first samples are repeated, and the repeated rows are dropped here.
 
     >>> rows = await ac.gather_for_metrics(predictions, samples=len(dataset))   # 5 samples on two ranks:
     tensor([p0, p1, p2, p3, p4])    # r0 has [p0, p2, p4], r1 has [p1, p3, p0]: shape (3,) -> (5,)
@@ -42,9 +42,9 @@ def gather_for_metrics(
 
     Args:
         x: the same number of rows on every rank.
-        samples: of the whole dataset; of an epoch that is resumed those that were left of it
+        samples: how many the whole dataset has; in a resumed epoch, how many of it were left
             (``state["length"] - state["seen"]`` of the sampler's state).
-        group, lane, timeout: as of ``all_gather``.
+        group, lane, timeout: as for ``all_gather``.
 
     Raises:
         PayloadTypeError: a leaf is not a tensor with a dim 0.
@@ -56,7 +56,7 @@ def gather_for_metrics(
     size = get_world_size(group)
     try:
         wrong = _wrong(flatten(x)[0], samples, size)
-    except AsyncCollError as error:  # there is no such tree
+    except AsyncCollError as error:  # ``x`` is not a valid tree
         wrong = error
     if wrong is not None:
         refuse(wrong, group=group, lane=lane, name="all_gather")
@@ -69,10 +69,10 @@ def gather_for_metrics(
 
 
 def _wrong(leaves: list[object], samples: object, size: int) -> AsyncCollError | None:
-    """Why these cannot be a rank's predictions of that many samples."""
+    """Return the error if these cannot be a rank's predictions of that many samples; else None."""
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
         return InvalidArgumentError(f"gather_for_metrics: samples={samples!r}; expected the dataset's length")
-    share = math.ceil(samples / size) if size > 0 else math.inf  # outside of the group the call is refused
+    share = math.ceil(samples / size) if size > 0 else math.inf  # outside the group, the call is refused
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             what = f"a {type(leaf).__name__}" if not isinstance(leaf, torch.Tensor) else "a 0-d tensor"
@@ -87,6 +87,6 @@ def _wrong(leaves: list[object], samples: object, size: int) -> AsyncCollError |
 
 
 def _interleaved(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Row i of each of ``size`` equal parts in turn."""
+    """Return the rows of ``size`` equal parts in turn: the first of each part, then the second, and so on."""
     parts = rows.reshape(size, len(rows) // size, *rows.shape[1:])
     return parts.transpose(0, 1).reshape(rows.shape)

@@ -1,9 +1,9 @@
-"""A model and its optimizer for one rank of many: ``auto_model``, ``auto_optim``, ``async_optim``.
+"""A model and its optimizer on one of many ranks: ``auto_model``, ``auto_optim``, ``async_optim``.
 
 ``auto_model`` and ``auto_optim`` follow ignite's rules: on torch's backends DDP reduces the gradients.
-Elsewhere (mpi, horovod, xla-tpu) ``auto_optim`` has them averaged when ``backward`` returns, as DDP does,
-so that clipping, scalers and accumulation are the same everywhere. ``async_optim`` averages them while other
-tasks run, on every backend, and its step is awaited.
+On the others (mpi, horovod, xla-tpu) ``auto_optim`` has ``backward`` average them before it returns, as with
+DDP, so that clipping, scalers and accumulation work the same everywhere. ``async_optim`` averages them while
+other tasks run, on every backend, and its step is awaited.
 
 Built on the public operations alone.
 """
@@ -44,14 +44,14 @@ __all__ = [
     "auto_optim",
 ]
 
-#: What ``auto_optim`` takes where backward averages; names of parameters are for Horovod's messages alone.
+#: An option that ``auto_optim`` ignores where backward averages: only Horovod's messages use the names.
 _NAMES = "named_parameters"
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # an optimizer
 
 
 def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.Module:
-    """The model on this rank's device, ready to be trained by all ranks together.
+    """Return the model on this rank's device, ready to be trained by all ranks together.
 
     - gloo, nccl: ``DistributedDataParallel`` around it, after ``SyncBatchNorm`` conversion with
       ``sync_bn=True``.
@@ -64,12 +64,12 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.
 
     Args:
         model: any module.
-        sync_bn: batch norm over the batches of all ranks, on GPUs and torch's backends only: elsewhere a
-            warning, and on the CPU torch's ``DistributedDataParallel`` refuses it.
+        sync_bn: batch norm over the batches of all ranks, only on GPUs with torch's backends. Other backends
+            warn, and on the CPU torch's ``DistributedDataParallel`` refuses it.
         kwargs: for the class that wraps the model.
 
     Raises:
-        ValueError: ``device_ids`` among ``kwargs`` where this rank's device is a GPU; ``sync_bn`` on the CPU.
+        ValueError: ``device_ids`` among ``kwargs`` if this rank's device is a GPU; ``sync_bn`` on the CPU.
         UnsupportedOpError: apex is in the model.
     """
     check("the model of auto_model", model, nn.Module, "a torch.nn.Module", "auto_optim takes the optimizer")
@@ -77,7 +77,7 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.
 
 
 def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """The same for a given place."""
+    """Do what ``auto_model`` does, for a given place."""
     _refuse_apex(model)
     check_whole(model.parameters())
     if not all(parameter.device == place.device for parameter in model.parameters()):
@@ -102,7 +102,7 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Move it in place, and keep what is tied so: on XLA torch would make two parameters of a shared one."""
+    """Move ``model`` in place, and keep parameters tied: on XLA torch would make two of a shared one."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -114,7 +114,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """The model in torch's DistributedDataParallel."""
+    """Return the model in torch's ``DistributedDataParallel``."""
     if sync_bn:
         place.log.info("Convert batch norm to sync batch norm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
@@ -131,30 +131,30 @@ def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
 
 
 def auto_optim(optimizer: O, **kwargs: object) -> O:
-    """The optimizer, ready to step on gradients of all ranks.
+    """Return the optimizer, ready to step on the gradients of all ranks.
 
-    - gloo, nccl, a world of one: as it is (``auto_model``'s DDP reduces the gradients).
+    - gloo, nccl, a world of one: unchanged (``auto_model``'s DDP reduces the gradients).
     - mpi, horovod, xla-tpu: buckets of gradients are sent while backward runs, and when ``backward`` returns
       every ``.grad`` is the average of all ranks', as with DDP (``kwargs`` are those of
       ``ac.overlap_gradients``). On xla-tpu the step then executes what was recorded; on horovod the
       optimizer's state becomes that of rank 0.
-    - horovod, with options of Horovod's (``compression``, ``backward_passes_per_step``, ...): its
-      ``DistributedOptimizer`` around it, by Horovod's rules: gradients are averaged in ``step``, or by
-      ``optimizer.synchronize()`` before they are read.
+    - horovod, with Horovod's own options (``compression``, ``backward_passes_per_step``, ...): wrapped in its
+      ``DistributedOptimizer``, whose rules apply: gradients are averaged in ``step``, or by
+      ``optimizer.synchronize()`` before you read them.
 
     An optimizer that averages gradients has two additional methods: ``no_sync()``, a block in which backward
     accumulates on this rank only, and ``synchronize()``, which takes part in a step's average on a rank whose
-    backward has not, because it has no data or raised. ``step`` does so by itself. Every optimizer has a lane
-    of its own; ranks make their optimizers in the same order.
+    backward has not, because it has no data or raised. ``step`` does so by itself. Every optimizer has its
+    own lane; ranks must make their optimizers in the same order.
 
     Raises:
         UnsupportedOpError: an optimizer of apex.
-        InvalidArgumentError: another optimizer has some of the parameters (if it has all of them, this one
-            takes over).
+        InvalidArgumentError: another optimizer has some of the parameters, and others that this one has not.
+            (If it has only parameters of this one, this one takes over.)
         CollectiveMismatchError: the ranks do not have the same parameters; from backward, a rank has run more
             backwards for a step than others.
     """
-    if not hasattr(optimizer, "param_groups"):  # of another library it need not be torch's
+    if not hasattr(optimizer, "param_groups"):  # one of another library need not be torch's
         raise misfit(
             "the optimizer of auto_optim", "a torch.optim.Optimizer", optimizer, "auto_model takes the model"
         )
@@ -162,7 +162,7 @@ def auto_optim(optimizer: O, **kwargs: object) -> O:
 
 
 def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
-    """The same for a given place."""
+    """Do what ``auto_optim`` does, for a given place."""
     _refuse_apex(optimizer)
     training = place.training
     if not kwargs.keys() <= {*OPTIONS, _NAMES}:
@@ -176,13 +176,13 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
 
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:
-    """Have backward average the gradients of the optimizer's parameters, and ``step`` where none has run."""
+    """Have backward average the gradients of the optimizer's parameters, or ``step`` if none has run."""
     check_options("auto_optim", kwargs, OPTIONS)
     kwargs = {"lane": new_lane("auto_optim"), **kwargs}
     gradients = BackwardReducer(_parameters_of(optimizer), **kwargs)
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The arguments of ``step`` with the optimizer before them, as torch hands them to a hook.
+        # The arguments of ``step``, with the optimizer first, as torch passes them to a hook.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             gradients.synchronize()
@@ -199,13 +199,16 @@ def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> Non
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(lambda *_: gradients.stepped())
-    # Horovod's ``skip_synchronize`` is for programs that were written for its optimizer.
+    # ``skip_synchronize`` is Horovod's, for programs that were written for its optimizer.
     methods = {"no_sync": gradients.no_sync, "synchronize": gradients.synchronize}
     vars(optimizer).update(methods, skip_synchronize=nullcontext)
 
 
 def _parameters_of(optimizer: Optimizer) -> Callable[[], list[torch.Tensor]]:
-    """What tells the parameters that the optimizer has by now (``add_param_group``), while there is one."""
+    """Return a function that returns the parameters that the optimizer has now; none once it is gone.
+
+    ``add_param_group`` may add some.
+    """
     alive = weakref.ref(optimizer)
 
     def parameters() -> list[torch.Tensor]:
@@ -219,14 +222,14 @@ def _parameters_of(optimizer: Optimizer) -> Callable[[], list[torch.Tensor]]:
 
 
 class AsyncOptimizer(Wrapping):
-    """An optimizer whose step awaits gradients that leave while backward runs; ``async_optim`` makes it.
+    """An optimizer whose step awaits gradients that are sent while backward runs; made by ``async_optim``.
 
-    ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``, ``state_dict``,
-    ``param_groups``; torch's schedulers take it. ``close()`` (or leaving a ``with`` or
-    ``async with`` block) takes the hooks away. To read gradients before the step, as clipping does,
-    ``await optimizer.reduced()``. That is a step of all ranks: those without data take part. After one the
-    ranks ask each other, in ``step``, whether any has run another backward since. With a gradient scaler:
-    ``await optimizer.unscale_(scaler)`` if you clip, ``await optimizer.step(scaler=scaler)``.
+    Call ``await optimizer.step()``. Everything else is the wrapped optimizer's: ``zero_grad``,
+    ``state_dict``, ``param_groups``; torch's schedulers accept it. ``close()`` (or leaving a ``with`` or
+    ``async with`` block) removes the hooks. To read gradients before the step, as clipping does,
+    ``await optimizer.reduced()``, on all ranks, even those without data. After that ``step`` asks all ranks
+    whether any has run another backward since. With a gradient scaler: ``await optimizer.unscale_(scaler)``
+    if you clip, ``await optimizer.step(scaler=scaler)``.
     """
 
     gradients: AskingReducer
@@ -245,12 +248,12 @@ class AsyncOptimizer(Wrapping):
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Update the parameters once the gradients of all ranks are averaged.
 
-        ``closure`` makes the gradients anew and returns the loss, which is returned. With a gradient
-        ``scaler`` the step is skipped where gradients overflowed: on all ranks, as they have the same.
+        ``closure`` recomputes the gradients and returns the loss, which the step returns. With a gradient
+        ``scaler`` the step is skipped if gradients overflowed: on all ranks, since they have the same ones.
 
         Raises:
             UnsupportedOpError: a closure for an optimizer that calls it more than once (LBFGS): each call
-                would have to be awaited. ``ac.auto_optim`` takes those.
+                would have to be awaited. ``ac.auto_optim`` supports those.
         """
         check_step(closure, scaler)
         return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
@@ -271,11 +274,11 @@ class AsyncOptimizer(Wrapping):
         return loss
 
     def reduced(self) -> Pending[None]:
-        """Wait until the gradients are the average of all ranks', as often on every rank."""
+        """Wait until the gradients are the average of all ranks'. Call it equally often on every rank."""
         return self._methods.resumed(("reduced",), self._reduce)
 
     def unscale_(self, scaler: Any) -> Pending[None]:
-        """``scaler.unscale_`` of the averaged gradients, for clipping before ``step(scaler=scaler)``."""
+        """Call ``scaler.unscale_`` on the averaged gradients, for clipping before ``step(scaler=scaler)``."""
         check_scaler(scaler)
         return self._methods.resumed(("unscale_", scaler), lambda: self._unscale(scaler))
 
@@ -284,7 +287,7 @@ class AsyncOptimizer(Wrapping):
         scaler.unscale_(self.wrapped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros. Refused after a step whose wait was cut short."""
+        """Set the gradients to None, or to zeros. Refused after a step whose wait was cut short."""
         self._methods.check_finished("zero_grad()")
         self.gradients.news += 1
         self.wrapped.zero_grad(set_to_none)
@@ -294,7 +297,7 @@ class AsyncOptimizer(Wrapping):
             yield self.gradients
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self._methods.close()
         self.gradients.close()
 
@@ -313,7 +316,7 @@ class AsyncOptimizer(Wrapping):
 
 @fitting
 def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
-    """An optimizer whose ``step`` is awaited: it updates with the average of all ranks' gradients.
+    """Return an optimizer whose ``step`` is awaited, and updates with the average of all ranks' gradients.
 
     >>> model = Net()
     >>> optimizer = ac.async_optim(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -326,7 +329,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
     Args:
         optimizer: an optimizer of torch; its parameters' gradients are reduced.
         kwargs: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
-            Without a ``lane`` every optimizer has its own; ranks make their optimizers in the same order.
+            Without a ``lane`` every optimizer has its own; ranks must make optimizers in the same order.
 
     Raises:
         InvalidArgumentError: ``optimizer`` is not an optimizer; as ``ac.overlap_gradients``.
@@ -357,7 +360,7 @@ def _refuse_many_closures(optimizer: Optimizer) -> None:
 
 
 def _refuse_apex(subject: nn.Module | Optimizer) -> None:
-    """apex patches models and optimizers in ways that fit none of these wrappers: say so at once."""
+    """Refuse apex, which patches models and optimizers in ways that fit none of these wrappers."""
     parts = [subject, *(subject.modules() if isinstance(subject, nn.Module) else ())]
     found = next((type(part) for part in parts if type(part).__module__.partition(".")[0] == "apex"), None)
     state = getattr(sys.modules.get("apex.amp._amp_state"), "_amp_state", None)

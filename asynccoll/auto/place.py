@@ -1,4 +1,4 @@
-"""What the auto helpers must know of the world: a value, so that they serve ``ac`` and ``sync`` alike."""
+"""What the auto helpers must know about the world, as a value, so that they serve ``ac`` and ``sync``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("asynccoll.auto")
 
 @dataclass(frozen=True)
 class Place:
-    """This rank in its world, on which backend and device, and how that wants to be trained on."""
+    """This rank and its world, the backend and device, and how models are trained there."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class Place:
 
 
 def here() -> Place:
-    """The place of the current context."""
+    """Return the place of the current context."""
     used = known().backend
     return Place(
         get_rank(),

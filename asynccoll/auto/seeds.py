@@ -1,4 +1,4 @@
-"""The random numbers of a rank: the same on all, or its own."""
+"""Seeds of random numbers: the same on all ranks, or one per rank."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from asynccoll.runtime.process import get_rank
 
 __all__ = ["manual_seed"]
 
-#: NumPy takes no larger ones.
+#: NumPy takes only seeds below this.
 _SEEDS = 1 << 32
 
 
 @fitting
 def manual_seed(seed: int, *, by_rank: bool = False) -> int:
-    """Seed torch (its devices as well), ``random`` and, where it is loaded, NumPy; the seed that was used.
+    """Seed torch (also on devices), ``random`` and, if it is loaded, NumPy; return the seed that was used.
 
-    The seed is equal on all ranks for what has to be equal there, such as a model that is not broadcast; with
-    ``by_rank=True`` it is ``seed`` plus the rank, for what has to differ, such as augmentation and dropout:
+    The seed is the same on all ranks, for what must be the same there, such as a model that is not broadcast.
+    With ``by_rank=True`` it is ``seed`` plus the rank, for what must differ, such as augmentation or dropout:
 
     >>> ac.manual_seed(7)                # on two ranks: 7, 7
     >>> model = Net()
     >>> ac.manual_seed(7, by_rank=True)  # 7, 8
 
-    It sends nothing. The replicas of torch_xla are threads of one process, and share its random numbers.
+    Nothing is sent. The replicas of torch_xla are threads of one process, and share its random numbers.
 
     Raises:
-        InvalidArgumentError: the seed is not within 0 and 2**32 - 1, NumPy's range.
+        InvalidArgumentError: the seed is not between 0 and 2**32 - 1, NumPy's range.
     """
     if not isinstance(seed, int):
         raise InvalidArgumentError(f"a seed is an int, got {seed!r}")

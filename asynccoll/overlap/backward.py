@@ -47,7 +47,7 @@ class BackwardReducer(GradientReducer):
     optimizer's step calls.
     """
 
-    #: set to None between a backward that raised and ``synchronize()``
+    #: it may, between a backward that raised and ``synchronize()``
     _may_be_gone = True
     _calls = BY_BACKWARD
 

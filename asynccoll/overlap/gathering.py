@@ -1,8 +1,8 @@
-"""One layer whose parameters are divided among the ranks: its parts, gathering it, returning its gradients.
+"""One layer whose parameters are divided among the ranks: its parts, gathering them, returning gradients.
 
-A *shard* holds the parameters of one layer that have one dtype and device and are all trained or all frozen,
+A *shard* holds the parameters of one layer that share a dtype and device and are all trained or all frozen,
 as a flat tensor that is cut into one *part* per rank. A *pass* is one loop over the layers. ``layers`` has
-the loop itself, and ``turns`` says which backward will never come to a loop.
+the loop itself, and ``turns`` finds out which backward will never reach a loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shard:
         first = named[0][1]
         self.rank: int = rank
         self.size: int = size
-        #: the layer's number, and the shard's in it
+        #: the layer's number, and the shard's number in the layer
         self.place = place
         self.names: list[str] = [name for name, _ in named]
         self.shapes: list[torch.Size] = [parameter.shape for _, parameter in named]
@@ -74,13 +74,13 @@ class Shard:
         self.own.requires_grad_(self._trained)
 
     def join(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
-        """Put ``tensors``, one per parameter, into ``flat``, which is of all ranks' parts; return it."""
+        """Copy ``tensors``, one per parameter, into ``flat``, which has all ranks' parts; return it."""
         for place, x in zip(self.layout.cut(flat), tensors, strict=True):
             place.copy_(x.reshape(-1))
         return flat
 
     def zeros(self) -> torch.Tensor:
-        """Return a flat tensor of all ranks' parts, of zeros."""
+        """Return a flat tensor of zeros, for all ranks' parts."""
         return self.own.new_zeros(self.own.numel() * self.size)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,12 @@ class Layer:
             Shard(x, rank, size, (index, place)) for place, x in enumerate(kinds.values())
         ]
         first = {id(parameter): own_name for own_name, parameter in module.named_parameters()}
-        #: by each name of a parameter, the first of its names: tied ones have several
+        #: from each name of a parameter to the first of its names: tied ones have several
         self.names: dict[str, str] = {
             name: first[id(x)] for name, x in module.named_parameters(remove_duplicate=False)
         }
         for parameter in module.parameters():
-            parameter.data = parameter.new_empty(0)  # its memory is what sharding is to save
+            parameter.data = parameter.new_empty(0)  # frees the memory that sharding is to save
         self._recurrent = [one for one in module.modules() if isinstance(one, nn.RNNBase)]
 
     @property
@@ -129,7 +129,8 @@ class Layer:
     def let_go(self) -> None:
         """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
 
-        They keep a list of the weights, which would keep the whole layer and the graph that gathered it.
+        They keep a list of the weights, which would keep the whole layer alive, and the graph that gathered
+        it.
         """
         for one in self._recurrent:
             for name, parameter in one.named_parameters(recurse=False):
@@ -138,8 +139,8 @@ class Layer:
     def gathered(self, turns: Turns | None = None, **call: Any) -> Work[list[torch.Tensor]]:
         """Start to gather all ranks' parts; the result is a flat tensor for each shard.
 
-        Each rank sends the number of the layer as well, since parts of different layers could have one shape.
-        ``turns``: given for the first layer of a loop, where ranks compare how far their backwards have come.
+        Each rank also sends the number of the layer, since parts of different layers could have one shape.
+        ``turns``: given for the first layer of a loop, where ranks compare how far their backwards have got.
         """
         standing = Standing() if turns is None else turns.standing()
         number = torch.tensor([[self.owner, self.index, *standing]], device=self.shards[0].own.device)
@@ -172,7 +173,7 @@ class Layer:
         loop: Pass,
         scattering: Scattering,
     ) -> GatheredLayer:
-        """Return the layer with the parameters in ``flats``, whose gradients will return to the shards."""
+        """Return the layer with the parameters in ``flats``. Their gradients will be sent to the shards."""
         tensors: Tensors = {}
         for shard, flat in zip(self.shards, flats, strict=True):
             tensors |= zip(shard.names, shard.cut(scattering.of(shard, flat, loop)), strict=True)
@@ -182,7 +183,7 @@ class Layer:
 
 
 class GatheredLayer:
-    """A layer of ``ShardedLayers`` with all of its parameters, while you hold it: call it."""
+    """A layer of ``ShardedLayers`` that has all of its parameters while you hold it. Call it."""
 
     def __init__(
         self, layer: Layer, parameters: Tensors, saving: AbstractContextManager[object], loop: Pass
@@ -212,7 +213,7 @@ class GatheredLayer:
 class _Returning:
     """Sends the gradients of one loop's layers, in the loop's reverse order on every rank.
 
-    A gradient that autograd brings earlier than that is held. For a layer to which autograd does not come
+    A gradient that autograd computes earlier than that is held back. For a layer that autograd does not reach
     (this rank has skipped it, or left the loop before it), zeros are sent at the end. So ranks that used
     different layers of one loop still make the same calls in the same order.
     """
@@ -225,11 +226,11 @@ class _Returning:
         self.sent: list[tuple[Shard, Work[torch.Tensor]]] = []
 
     def bring(self, shard: Shard, gradient: torch.Tensor) -> None:
-        """Take the gradient of this shard, to which backward has come."""
+        """Take the gradient of a shard that backward has reached."""
         self._arrived[shard] = gradient
 
     def send(self) -> bool:
-        """Send the gradients that are next in order and have come; returns whether all are sent."""
+        """Send the gradients that have arrived and are next in order; returns whether all are sent."""
         for shard in self._expected[len(self.sent) :]:
             if shard not in self._arrived:
                 return False
@@ -237,22 +238,22 @@ class _Returning:
         return True
 
     def send_all(self) -> None:
-        """Send the rest at the end of backward, with zeros for shards to which it has not come."""
+        """Send the rest at the end of backward, with zeros for shards that it has not reached."""
         for shard in self._expected[len(self.sent) :]:
             there = self._arrived.pop(shard, None)
             self._send(shard, shard.zeros() if there is None else there)
 
     def _send(self, shard: Shard, gradient: torch.Tensor) -> None:
         work = reduce_scatter(gradient.contiguous(), **self._call)
-        work.detach()  # no warning if backward raises, and so nothing waits
+        work.detach()  # no warning if backward raises, in which case nothing waits
         self.sent.append((shard, work))
         self.loop.turn.owes[self._call["lane"]] -= 1
 
 
 class _Running(dict["Pass", _Returning]):
-    """The loops whose gradients one backward sends, in the order in which it came to them.
+    """The loops whose gradients one backward sends, in the order in which it reached them.
 
-    ``turns``: those of these loops, and of loops whose layers it has gathered again.
+    ``turns``: the turns of these loops, and of loops whose layers it has gathered again.
     """
 
     def __init__(self) -> None:
@@ -260,14 +261,14 @@ class _Running(dict["Pass", _Returning]):
         self.turns: list[Turn] = []
 
     def reached(self, loop: Pass, lane: str) -> None:
-        """Note that backward has come to ``loop``, whose gradients are sent on ``lane``."""
+        """Note that backward has reached ``loop``, whose gradients are sent on ``lane``."""
         if loop.turn not in self.turns:
             loop.turn.reached(self, loop.owed(lane))
             self.turns.append(loop.turn)
 
 
 class Scattering:
-    """Sends gradients back to the shards while backward goes on.
+    """Sends gradients back to the shards while backward is running.
 
     At the end of each backward, before ``backward()`` returns, autograd calls ``_end``, which waits for them.
     """
@@ -277,12 +278,12 @@ class Scattering:
         self._call = call
         self.spot = spot
         self._turns = turns
-        #: by autograd's number of a backward, what it sends. Only autograd's callback holds the values, until
-        #: the end of backward or until it raises.
+        #: what each backward sends, by autograd's number of it. Only autograd's callback keeps the values
+        #: alive, until backward ends or raises.
         self._running: WeakValueDictionary[int, _Running] = WeakValueDictionary()
 
     def of(self, shard: Shard, flat: torch.Tensor, loop: Pass) -> torch.Tensor:
-        """Return ``flat``, such that its gradient will be sent back to ``shard``."""
+        """Return ``flat`` with a graph that sends its gradient back to ``shard``."""
         if not (torch.is_grad_enabled() and shard.own.requires_grad):
             return flat
         whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, loop, self)  # type: ignore[no-untyped-call]
@@ -294,19 +295,20 @@ class Scattering:
         return str(self._call["lane"])
 
     def send(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> None:
-        """Send the gradient of a whole flat tensor, in order; the shard gets its part at the end."""
+        """Send the gradient of a whole flat tensor, in order; ``_end`` gives the shard its part."""
         running = self.reached(loop)
         if loop not in running:
             running[loop] = _Returning(loop, self._call)
         running[loop].bring(shard, gradient)
-        for returning in running.values():  # a loop sends nothing before the earlier ones have sent all
+        for returning in running.values():  # a loop sends nothing before earlier ones have sent everything
             if not returning.send():
                 break
 
     def reached(self, loop: Pass) -> _Running:
-        """Note that the backward that runs here has come to ``loop``; returns what it sends.
+        """Note that the running backward has reached ``loop``; returns what that backward sends.
 
-        The first call in a backward refuses the rest of earlier ones that raised, and has ``_end`` called.
+        The first call in a backward refuses the remaining calls of earlier ones that raised, and has
+        ``_end`` called at the end.
         """
         backward = torch._C._current_graph_task_id()
         running = self._running.get(backward)
@@ -320,7 +322,7 @@ class Scattering:
     def now(self, shard: Shard, loop: Pass, gradient: torch.Tensor) -> torch.Tensor:
         """Wait for this rank's part of a gradient that is returned, or that keeps its graph, and return it.
 
-        Before each, the ranks compare which layers they have called. A rank that left a layer out would
+        Before that, the ranks compare which layers they have called. A rank that skipped a layer would
         otherwise be a layer ahead of the others, or wait in another set of layers than they do.
         """
         own = torch.tensor([[*shard.place, *loop.uses()]], device=gradient.device)
@@ -360,7 +362,7 @@ def _accumulate(own: nn.Parameter, part: torch.Tensor) -> None:
 
 
 class _Scatter(torch.autograd.Function):
-    """Passes the gathered parameters of a shard on; backward sends their gradient to the ranks' parts."""
+    """Passes on the gathered parameters of a shard; backward sends their gradient to the ranks' parts."""
 
     @staticmethod
     def forward(
@@ -372,7 +374,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: object) -> object:
         with on_behalf_of(ctx.scattering.spot):
-            # With create_graph=True, or in torch.autograd.grad: the gradient is needed here and now.
+            # With create_graph=True, or in torch.autograd.grad: the gradient is needed immediately.
             if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
                 ctx.loop.turn.is_over = True
                 return ctx.scattering.now(ctx.shard, ctx.loop, grads[0]), None, None, None, None
@@ -384,13 +386,13 @@ def _is_returned(leaf: Any) -> bool:
     """Whether the gradient that reaches ``leaf`` is returned by ``torch.autograd.grad``, not accumulated."""
     try:
         torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # torch raises in this case
+    except RuntimeError:  # raised by torch for a leaf whose gradient is returned
         return True
     return False
 
 
 class Pass:
-    """One loop over the layers, from the first to the last or in reverse."""
+    """One loop over the layers, in order or in reverse."""
 
     def __init__(
         self,
@@ -408,22 +410,22 @@ class Pass:
         #: the layers that were gathered, in order, and their shards for which gradients are expected
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
-        #: the layers that were called here with gradients, so that backward may come to them
+        #: the layers that were called here with gradients enabled, which backward may therefore reach
         self.used: set[Layer] = set()
         #: its gathered layers that are still referenced, and may be called later
         self.held: WeakSet[GatheredLayer] = WeakSet()
-        #: how many layers backward has gathered again, the last first, and those not taken yet
+        #: how many layers backward has gathered again, last layer first, and those of them not used yet
         self._again = 0
         self._under_way: dict[Layer, Work[list[torch.Tensor]]] = {}
 
     def starts(self) -> Iterator[Callable[[], Work[Any]]]:
-        """Return for each layer a function that starts to gather it."""
+        """Return, for each layer, a function that starts to gather it."""
         return (partial(self._start, layer, self) for layer in self._layers)
 
     def expect(self, layer: Layer, lane: str) -> Turns | None:
         """Note that ``layer`` is being gathered; if autograd records, expect its gradients on ``lane``.
 
-        Returns the loops' ``Turns`` for the first layer, with which the ranks compare how far they are.
+        Returns the loops' ``Turns`` for the first layer, where the ranks compare how far they are; else None.
         """
         begins = not self._gathered
         if begins:
@@ -436,14 +438,14 @@ class Pass:
         return self._turns if begins else None
 
     def uses(self) -> list[bool]:
-        """Return, for each layer by its number, whether it was called here with gradients."""
+        """Return, for each layer by its number, whether it was called here with gradients enabled."""
         used = {layer.index for layer in self.used}
         return [index in used for index in range(len(self._layers))]
 
     def check_used(self) -> None:
-        """Refuse a loop that ends without a call of any layer: other ranks may wait for it in backward.
+        """Refuse a loop that ends without calling any layer: other ranks may wait for it in backward.
 
-        The loop's own variable holds the last layer. If more layers are held, they may be called later.
+        The loop variable holds the last layer. If more layers are held, they may be called later.
         """
         kept = len(self.held) > 1 or len(self._gathered) == 1
         if self.expected and not (self.used or kept) and self.expected[0].size > 1:
@@ -465,10 +467,10 @@ class Pass:
     ) -> list[torch.Tensor]:
         """Gather the parameters of ``layer`` again for its backward, and return them.
 
-        Refuses to if they have changed since ``versions``: the gradient would be of other ones.
+        Refuses to if they have changed since ``versions``: the gradient would be that of other parameters.
 
-        Starts to gather the layer before it, too, which backward needs next; and those after it that this
-        rank has not needed, as other ranks may need them.
+        Also starts to gather the layer before it, which backward needs next, and those after it that this
+        rank has not needed, since other ranks may need them.
         """
         together = scattering.reached(self).turns
         if layer.versions() != versions:
@@ -485,7 +487,7 @@ class Pass:
             return work.wait()
 
     def owed(self, lane: str) -> Counter[str]:
-        """Return how many calls a backward that begins now will make, by lane; gradients are on ``lane``."""
+        """Return how many calls a backward that begins now will make, by lane. ``lane`` has the gradients."""
         gathers = {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
         return Counter({lane: len(self.expected), **gathers})
 
@@ -510,7 +512,7 @@ _Kept = tuple[torch.Tensor, int]
 
 
 class Resharding:
-    """Has autograd save, instead of views of flat tensors, where they were: backward gathers these again."""
+    """Has autograd save where views of flat tensors are, not the views: backward gathers these again."""
 
     def __init__(self, flats: list[torch.Tensor], regather: Callable[[], list[torch.Tensor]]) -> None:
         self._flats = {
@@ -529,7 +531,7 @@ class Resharding:
         plain = x.layout is torch.strided and not (x.is_conj() or x.is_neg())
         found = self._flats.get(x.untyped_storage().data_ptr()) if plain else None
         if found is None or x.dtype is not found[1]:
-            # Detached, as an operation that saves its own result would hold itself, and all before it.
+            # Detached: an operation that saves its own result would keep itself, and all before it, alive.
             return x.detach(), x._version
         return found[0], x.shape, x.stride(), x.storage_offset()
 

@@ -1,11 +1,11 @@
-"""Layers of which each rank keeps a part of the parameters, gathered while the layer before computes.
+"""Layers whose parameters are divided among the ranks, and gathered while the layer before computes.
 
     layers = ac.overlap.shard_layers(model.blocks, ahead=1)
     async for layer in layers:
         x = layer(x)
 
-Of n ranks each keeps an n-th of every layer (its *part*). A loop over the layers gathers the next ones while
-one computes. Gradients are sent back to the parts while backward goes on with earlier layers.
+Each of n ranks keeps an n-th of every layer (its *part*). A loop over the layers gathers the next ones while
+one computes. Gradients are sent back to the parts while backward continues with earlier layers.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
 (stage 3). Built on the public operations alone.
@@ -57,46 +57,47 @@ from asynccoll.world.group import GroupLike
 
 __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
 
-#: The lane of layers that are given none.
+#: The lane of layers for which none is given.
 _LANE = "layers"
 _LOOP = (
     "layers that are shared out have their parameters in a loop alone, which fetches one while those before "
     "it compute: `async for layer in layers: x = layer(x)` (or a plain `for`)"
 )
-#: The objects in use: two on one lane could gather parts of different layers together.
+#: The objects in use: two on one lane could gather parts of different layers in one call.
 _live: weakref.WeakKeyDictionary[ShardedLayers, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
 class ShardedLayers(Uncopied, nn.Module):
-    """Layers of which each rank keeps a part; made by ``shard_layers``.
+    """Layers whose parameters are divided among the ranks; made by ``shard_layers``.
 
-    ``async for layer in layers:`` (or ``for``) yields each with all of its parameters, in order, while the
-    next ``ahead`` are gathered; ``reversed(layers)`` goes from the last to the first. ``parameters()`` are
+    ``async for layer in layers:`` (or ``for``) yields the layers in order, each with all of its parameters,
+    while the next ``ahead`` are gathered; ``reversed(layers)`` yields them in reverse. ``parameters()`` are
     this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB);
     buffers stay in the layers. ``train()``, ``eval()``, ``to()``, ``double()`` and the like apply to the
     layers as well.
 
-    - ``backward()`` sends each layer's gradients while it goes on with earlier layers, and returns when the
+    - ``backward()`` sends each layer's gradients while it continues with earlier layers, and returns when the
       gradients of this rank's parts are complete. They are those of the sum of all ranks' losses.
     - ``await clip_grad_norm_(max_norm)`` clips by the norm over all ranks.
     - **Checkpoints**: ``await full_state_dict()`` (parameters and buffers, named as in an ``nn.ModuleList``)
-      and ``await full_optimizer_state(optimizer)`` are the same on every rank, and any number can load them.
+      and ``await full_optimizer_state(optimizer)`` are the same on every rank, and any number of ranks can
+      load them.
     - **Ranks must run the same loops** over the layers. Each gather sends the number of the layer: ranks
       that are at different layers get ``CollectiveMismatchError`` (on the CPU; on a device, where this check
       would have to wait, only with ``check="full"``). A rank whose loop ended early, by ``break`` or an
       exception, calls ``await finish_loop()``, which gathers the remaining layers, so that the ranks are
-      in step again; a backward that the others run has to be run there, too, or on no rank (agree on it with
-      ``await ac.all_reduce(succeeded, op="and")``).
+      in step again. Backward must then run either there as on the other ranks, or on no rank (agree on it
+      with ``await ac.all_reduce(succeeded, op="and")``).
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
-      Its backward has to come to at least one layer of the loop: a loop that ends without a call of any
+      The rank's backward has to reach at least one layer of the loop: a loop that ends without calling any
       raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
       empty batch (``loss = layer(x[:0]).sum()``). If a rank's loss does not depend on the loop, or its
       backward raised, the others wait in theirs. Within seconds after that rank waits for something, too,
-      they get a ``PeerRefusedError`` that names it, and it gets one in its next loop. (Unless it waits
-      elsewhere and keeps the output of the loop, to which backward might yet come: then the others' timeout
-      error names it.)
+      they get a ``PeerRefusedError`` that names it, and it gets one in its next loop. (There is one
+      exception: if it waits elsewhere and keeps the output of the loop, backward might still reach the loop.
+      Then the others' timeout error names it.)
 
-    Without an event loop what is awaited here is waited for: ``layers.clip_grad_norm_(1.0).wait()``.
+    Without an event loop, call ``wait()`` instead of ``await``: ``layers.clip_grad_norm_(1.0).wait()``.
     """
 
     _instead = (
@@ -122,8 +123,8 @@ class ShardedLayers(Uncopied, nn.Module):
         if reshard_after_forward:
             _check_addresses(emptied)
         # The modules are not registered as submodules: their parameters are empty, and ours are the parts.
-        # Objects without a lane of their own share one lane for gathering, where ``owner`` tells them apart.
-        # Each has a lane of its own for backward, whose order autograd decides.
+        # Objects for which no lane is given share one lane for gathering, where ``owner`` tells them apart.
+        # Each has its own lane for backward, whose order autograd decides.
         of_backward = lane if lane is not None else new_lane(_LANE)
         owner = 0 if lane is not None else int(of_backward.removeprefix(_LANE))
         self._identity = get_rank(), lane
@@ -149,7 +150,7 @@ class ShardedLayers(Uncopied, nn.Module):
         _live[self] = None
 
     def _check_lane(self, group: GroupLike) -> None:
-        """Refuse a lane that other layers of this rank have; tells peers, which may have dropped theirs."""
+        """Refuse a lane that other layers of this rank use. Tells peers, which may have dropped theirs."""
 
         def taken() -> bool:
             return any(other._identity == self._identity for other in list(_live))
@@ -172,7 +173,7 @@ class ShardedLayers(Uncopied, nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedLayers:
-        """Do what ``to``, ``double`` and the like do, to the parts and to the layers' buffers."""
+        """Apply ``fn`` (of ``to``, ``double`` and the like) to the parts and to the layers' buffers."""
         for layer in self._layers:
             layer.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -184,7 +185,7 @@ class ShardedLayers(Uncopied, nn.Module):
         return self
 
     def _share_out(self, emptied: Iterable[torch.Tensor] = ()) -> None:
-        """Note the parts for the checks of other helpers, and of gradient scalers."""
+        """Register the parts for the checks of other helpers, and of gradient scalers."""
         share_out(self.shards, emptied)
         if self._size > 1:
             scaled_together(self.shards)
@@ -197,7 +198,7 @@ class ShardedLayers(Uncopied, nn.Module):
         """
         raise InvalidCallError(_LOOP)
 
-    if not TYPE_CHECKING:  # so that type checkers report an index
+    if not TYPE_CHECKING:  # so that type checkers report indexing
 
         def __getitem__(self, index: object) -> NoReturn:
             raise InvalidCallError(_LOOP)
@@ -260,7 +261,7 @@ class ShardedLayers(Uncopied, nn.Module):
         scaler.unscale_(optimizer)
 
     def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of ``optimizer``, if it has parts, between a wait that was cut short and its end."""
+        """Refuse a step of ``optimizer``, if it has our parts, while a call cut short has not completed."""
         self._methods.check_finished(
             "a step of the optimizer", lambda: has_any_of(optimizer, {id(x) for x in self.shards})
         )
@@ -268,7 +269,7 @@ class ShardedLayers(Uncopied, nn.Module):
     # Checkpoints
 
     def full_state_dict(self) -> Pending[dict[str, Any]]:
-        """Return the state of the whole layers, the same on every rank; all call it together.
+        """Return the state of the whole layers, the same on every rank; all ranks call it together.
 
         It is what an ``nn.ModuleList`` of the layers would return, and can load: parameters, and buffers and
         extra state (``get_extra_state``) of the group's first rank. The latter has to be plain data.
@@ -322,16 +323,15 @@ def shard_layers(
     The ranks have to start from the same parameters (``broadcast_parameters``). Afterwards the layers' own
     parameters are empty. Gradients are those of the sum of all ranks' losses, so divide by the
     number of ranks for a mean. In training a layer's full parameters live until its backward; without
-    gradients (``torch.no_grad()``), and with ``reshard_after_forward``, until the loop goes on, which bounds
-    memory to ``ahead + 1`` layers.
+    gradients (``torch.no_grad()``), and with ``reshard_after_forward``, only until the loop continues, which
+    bounds memory to ``ahead + 1`` layers.
 
     Args:
         layers: modules that share no parameters.
         ahead: how many layers are gathered while one is used.
         group: as in every operation.
-        lane: backward communicates on ``<lane>/backward``. Without ``lane`` each object gets a lane of its
-        own
-            for backward; ranks have to make such objects in the same order.
+        lane: backward communicates on ``<lane>/backward``. Without ``lane`` each object gets its own lane for
+            backward; ranks have to make such objects in the same order.
         reshard_after_forward: do not keep a layer's full parameters for its backward, but gather them again
             there, on ``<lane>/again/backward``: less memory for half as much more communication.
 
@@ -345,7 +345,7 @@ def shard_layers(
 
 
 class _Loop(prefetch[GatheredLayer]):
-    """Yields the layers of one loop; at its end refuses that none was called (``Pass.check_used``)."""
+    """Yields the layers of one loop; at its end checks that one was called (``Pass.check_used``)."""
 
     def __init__(self, one: Pass, starts: Iterator[Callable[[], Work[GatheredLayer]]], *, ahead: int) -> None:
         super().__init__(starts, ahead=ahead)
@@ -358,7 +358,7 @@ class _Loop(prefetch[GatheredLayer]):
         return work
 
     def _explain(self, error: CollectiveMismatchError) -> None:
-        """Add the advice, if the error is of a backend that compares calls, and knows nothing of layers."""
+        """Add the advice if the error is from a backend that compares calls, and so does not know layers."""
         if SAME_LOOPS not in str(error):
             error.args = (f"{error}\n{SAME_LOOPS}",)
 
@@ -393,7 +393,7 @@ def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse parameters without addresses, by which views of a layer's parameters are found in backward."""
+    """Refuse parameters without addresses, by which saved views of a layer's parameters are recognized."""
     if not all(map(has_memory, parameters)):
         raise InvalidArgumentError(
             "reshard_after_forward=True knows parameters in backward by their addresses, and those of an "

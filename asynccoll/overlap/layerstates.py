@@ -29,7 +29,7 @@ def _named(layers: Sequence[Layer]) -> Iterator[tuple[Shard, list[str]]]:
 
 
 def _others(layer: Layer) -> dict[str, Any]:
-    """Return the state that is saved beside parameters, by its names in the layer: buffers, extra state."""
+    """Return the state other than parameters, by its names in the layer: buffers and extra state."""
     return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
 
 
@@ -71,7 +71,7 @@ def parameters(layers: Sequence[Layer], **call: Any) -> Steps[dict[str, Any]]:
 def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, Any]) -> None:
     """Set this rank's parts of the parameters, and the other state, from ``state_dict``."""
     check_state(state_dict)
-    for name, shape in _shapes(layers):  # all, before anything is written
+    for name, shape in _shapes(layers):  # checks all of them before anything is written
         if name not in state_dict:
             raise InvalidArgumentError(f"{name!r} is missing in the state")
         if shape is not None and state_dict[name].shape != shape:
@@ -82,7 +82,7 @@ def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, Any]) -> N
             shard.own.copy_(shard.part(shard.join([state_dict[name] for name in names], shard.zeros())))
         for layer in layers:
             others = {name: state_dict[f"{layer.name}.{name}"] for name in _others(layer)}
-            layer.module.load_state_dict(others, strict=False)  # which leaves the emptied parameters alone
+            layer.module.load_state_dict(others, strict=False)  # does not touch the emptied parameters
 
 
 def optimizer_state(

@@ -77,13 +77,14 @@ class ShardedOptimizer(Wrapping):
       Before other code reads them (a weight used without its module's forward),
       ``await optimizer.gathered()``.
     - ``await step(closure)`` runs ``closure`` (zero_grad, forward, backward) first and returns its loss.
-    - ``await clip_grad_norm_(max_norm)`` before it clips by the norm over all ranks.
+    - ``await clip_grad_norm_(max_norm)`` before the step clips by the norm over all ranks.
     - With a gradient scaler: ``scaler.scale(loss).backward()``, ``await unscale_(scaler)`` if you clip,
       ``await step(scaler=scaler)``, ``scaler.update()``. An overflow on one rank skips the step on all.
-    - Gradients accumulate until ``zero_grad()`` (or the model's), as in torch. To leave a step out after
-      ``reduced()`` or ``clip_grad_norm_()``, zero the gradients, or call ``skip()``; the same on every rank.
-    - A step is ``await reduced()``, ``wrapped.step()`` and ``gather()``: call these to put code between them.
-      Once reduced, the gradients are in ``wrapped.param_groups``, and ``.grad`` of the model's
+    - Gradients accumulate until ``zero_grad()`` (or the model's), as in torch. To skip a step after
+      ``reduced()`` or ``clip_grad_norm_()``, zero the gradients, or call ``skip()``, in the same way on
+      every rank.
+    - A step is ``await reduced()``, ``wrapped.step()`` and ``gather()``: call these yourself to run code
+      in between. Once reduced, the gradients are in ``wrapped.param_groups``, and ``.grad`` of the model's
       parameters is zero.
     - ``wrapped`` is the optimizer. Its parameters are flat parts, one per bucket, and its
       ``state_dict()`` is that of this rank's parts; ``await full_state_dict()`` is that of the whole
@@ -156,7 +157,7 @@ class ShardedOptimizer(Wrapping):
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Wait for the gradients of this rank's part, update it, and start sending it.
 
-        After an await that was cut short, call it with the same ``closure``: another one is the next step's.
+        After an await that was cut short, call it with the same ``closure``: another one begins a new step.
         """
         check_step(closure, scaler)
         return self._methods.resumed(("step", closure), lambda: self._step(closure, scaler))
@@ -183,7 +184,7 @@ class ShardedOptimizer(Wrapping):
     def _reduce(self) -> Steps[None]:
         try:
             self._check_parameters()
-        except InvalidArgumentError as error:  # of this rank alone, perhaps: the others go on to these calls
+        except InvalidArgumentError as error:  # perhaps only of this rank: the others make the next calls
             refuse(error, group=self._tail["group"], lane=self._tail["lane"], name="reduced")
         self.gradients.look_at_all()
         if not (yield from self.gradients.needed(**self._tail)):
@@ -193,7 +194,7 @@ class ShardedOptimizer(Wrapping):
         yield from self.gradients.gathered()  # for parameters that no forward has waited for
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that changed since the sharding: they would not be trained, or though frozen."""
+        """Refuse parameters changed since sharding: they would not be trained, or trained though frozen."""
         for name, (parameter, trained) in self._named.items():
             if parameter.requires_grad is not trained:
                 was, change = ("frozen", "unfreeze") if parameter.requires_grad else ("trained", "freeze")
@@ -231,7 +232,7 @@ class ShardedOptimizer(Wrapping):
         raise _added(self._describe(first[1] if isinstance(first, tuple) else first))
 
     def skip(self) -> None:
-        """Leave this step out, after ``reduced()`` or ``clip_grad_norm_()``; the same on every rank."""
+        """Skip this step, after ``reduced()`` or ``clip_grad_norm_()``; do so on every rank."""
         if not self.gradients.rounds:
             raise InvalidArgumentError(
                 "skip() before the gradients were reduced: `await optimizer.reduced()` first, or other ranks "
@@ -394,12 +395,12 @@ class ShardedOptimizer(Wrapping):
     def close(self) -> None:
         """Complete methods whose wait was cut short, wait for the parameters, and remove the hooks.
 
-        If that fails, the hooks are removed all the same; after a timeout, close it again.
+        If that fails, the hooks are removed anyway, except after a timeout: then call ``close`` again.
         """
         run_blocking(self._closing())
 
     async def aclose(self) -> None:
-        """Do what ``close`` does in an event loop."""
+        """Do what ``close`` does, without blocking the event loop."""
         await run(self._closing())
 
     def _closing(self) -> Steps[None]:
@@ -446,12 +447,12 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -
     >>> await optimizer.step()              # the parameters come back while the next forward runs
 
     For optimizers that treat every element alone (SGD, Adam, AdamW, Adagrad; not LAMB, LARS, Adafactor or
-    Muon, which are refused after a trial): the parts are flat, and cross the borders of parameters. Parameter
-    groups stay separate. All ranks start from the parameters of the group's first rank.
+    Muon, which are refused after a trial): the parts are flat, and cross the boundaries of parameters.
+    Parameter groups stay separate. All ranks start from the parameters of the group's first rank.
 
     Args:
         model: the module whose forward uses the parameters.
-        optimizer: of parameters of ``model``. Its existing state is divided as well.
+        optimizer: one that has parameters of ``model``. Its existing state is divided as well.
         options: those of ``ac.overlap_gradients`` (``op``, ``bucket_bytes``, ``group``, ``lane``, ...).
 
     Raises:

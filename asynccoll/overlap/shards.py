@@ -1,6 +1,6 @@
 """Parameters in flat memory of which each rank has a part (its *shard*), and the gradients of that part.
 
-Knows nothing of optimizers; ``sharded`` has these.
+Knows nothing about optimizers, which are in ``sharded``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ShardBucket(Bucket):
     """Parameters and their gradients in flat memory with one part for each rank, and this rank's part.
 
     Gradients accumulate over several reductions until they are zeroed, as in torch. ``.grad`` of a parameter
-    has only what backward brought on this rank since the last reduction. After a reduction it stays a view of
+    has only what backward added on this rank since the last reduction. After a reduction it stays a view of
     the bucket, filled with zeros: negative ones, except for the last element of each parameter that has
-    several, which is positive. Adding to negative zeros gives the same. But zeroing makes all of them
+    several, which is positive. Adding to negative zeros gives the same result. But zeroing makes all of them
     positive, so that a zeroed gradient can be told from one that was written to in another way: scaled,
     negated, clipped.
     """
@@ -62,7 +62,7 @@ class ShardBucket(Bucket):
         self.arrival: Arrival = Arrival(parameters)
 
     def converted(self) -> torch.Tensor | None:
-        """Return a parameter that is no view of this bucket's memory any more, or None."""
+        """Return a parameter that is no longer a view of this bucket's memory, or None."""
         if not has_memory(self.values):  # no addresses: compare dtype and device, which show most changes
             ours = self.values.dtype, self.values.device
             return next((x for x in self.parameters if (x.dtype, x.device) != ours), None)
@@ -133,8 +133,8 @@ class ShardBucket(Bucket):
     def target(self) -> torch.Tensor:
         """Return the tensor for this rank's part of the reduction.
 
-        If earlier gradients are to be added to, it is a new one, else the one that becomes the part's
-        ``.grad``.
+        If the result is to be added to earlier gradients, it is a new one, else the one that becomes the
+        part's ``.grad``.
         """
         fresh = all(self._zeroed) or self.shard.grad is None
         self._incoming = self._reduced if fresh else torch.empty_like(self._reduced)
@@ -154,7 +154,7 @@ class ShardBucket(Bucket):
         self._zeroed = [False] * len(self._zeroed)
 
     def _zeros(self) -> torch.Tensor:
-        """Return whether each element of this rank's part was zeroed; the other gradients accumulate."""
+        """Return, for each element of this rank's part, whether it was zeroed; other gradients accumulate."""
         zeros = torch.zeros_like(self.flat, dtype=torch.bool)
         for view, zeroed in zip(self.cut(zeros), self._zeroed, strict=True):
             view.fill_(zeroed)
@@ -162,12 +162,12 @@ class ShardBucket(Bucket):
 
 
 class ShardReducer(GradientReducer):
-    """Reduces gradients to each rank's part, as backward makes them.
+    """Reduces gradients as backward computes them, and gives each rank its part of the result.
 
     Parameters of different ``groups`` are in different buckets.
     """
 
-    #: The gradients that were sent are in the shard.
+    #: it may, since the reduced gradients are in the shard
     _may_be_gone = True
     _calls = BY_OPTIMIZER
 
@@ -208,7 +208,7 @@ class ShardReducer(GradientReducer):
         )
 
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step, or a scaler, also if this step's gradients are yet to be sent."""
+        """Also refuse a step, or a scaler, if this step's gradients have not been sent yet."""
         super().check_awaited(optimizer)
         if not self.rounds and self._has_parameters_of(optimizer):
             raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
@@ -255,7 +255,7 @@ class ShardReducer(GradientReducer):
     def gather(self, **call: Any) -> None:
         """Start sending each rank's parts of the parameters to the others, the first layers' first."""
         for bucket in reversed(self.buckets):
-            own = bucket.shard.detach().clone()  # as the part itself is in the memory that is filled
+            own = bucket.shard.detach().clone()  # a copy: the part itself is in the memory that is filled
             bucket.arrival.expect(all_gather(own, out=bucket.values, **call))
 
     def gathered(self) -> Steps[None]:
@@ -265,7 +265,7 @@ class ShardReducer(GradientReducer):
 
 
 def _zeroed(x: torch.Tensor) -> bool:
-    """Whether ``x``, whose elements were negative zeros but for one, was zeroed: now all are positive."""
+    """Whether ``x``, whose elements were negative zeros except for one, was zeroed: now all are positive."""
     real = torch.view_as_real(x) if x.is_complex() else x
     return not bool(((real != 0) | real.signbit()).any())
 
@@ -273,7 +273,7 @@ def _zeroed(x: torch.Tensor) -> bool:
 def waiting_hooks(model: nn.Module, buckets: Sequence[ShardBucket]) -> Iterator[object]:
     """Have every module wait for the parameters that its forward, or its ``state_dict``, reads."""
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # graphs made before would run without the hooks
+        torch.compiler.reset()  # graphs compiled before would run without the hooks
     where = {id(x): (bucket.arrival, i) for bucket in buckets for i, x in enumerate(bucket.parameters)}
     for module in model.modules():
         own: dict[Arrival, list[int]] = {}
@@ -334,5 +334,5 @@ def _wait_for(own: dict[Arrival, list[int]]) -> None:
             arrival.wait(indices)
 
 
-#: For ``torch.compile``, which interrupts its graph here: in the graph only the first run would wait.
+#: For ``torch.compile``, which breaks its graph here: inside the graph only the first run would wait.
 _wait_uncompiled = torch._disable_dynamo(_wait_for)

@@ -1,4 +1,4 @@
-"""The state of an optimizer: for this rank's parts of parameters from that for whole ones, and vice versa.
+"""Conversion of an optimizer's state for whole parameters to that for this rank's parts, and back.
 
 A state for whole parameters is what ``torch.optim.Optimizer.state_dict`` has; it does not depend on the
 number of ranks.
@@ -31,7 +31,8 @@ Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Steps[T]:
     """Run the steps of ``begin(**call)`` on a separate lane, named after the lane ``of``; then close it.
 
-    A rank that alone calls this waits there; from the lane's name errors can tell what the others left out.
+    If only one rank calls this, it waits there; from the lane's name errors can tell what the others did not
+    call.
     """
     name = of + FULL_STATE
     result = yield from begin(**{**call, "lane": backward_lane(name)})
@@ -40,7 +41,7 @@ def gathered_apart(of: str, begin: Callable[..., Steps[T]], **call: Any) -> Step
 
 
 def options_of(group: Mapping[str, Any]) -> State:
-    """Return a copy of a group's options; deep, as schedulers write to a learning rate that is a tensor."""
+    """Return a deep copy of a group's options: schedulers write to a learning rate that is a tensor."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
@@ -52,8 +53,8 @@ def saved_states(state: Mapping[str, Any]) -> Mapping[Any, Any]:
 def loaded(state: Mapping[str, object], parameter: torch.Tensor, options: Mapping[str, object]) -> State:
     """Return a saved state of ``parameter``, of a group with ``options``, in its dtype and on its device.
 
-    As torch's ``Optimizer.load_state_dict`` does: the number of steps stays what it is, unless the optimizer
-    keeps it beside the parameter.
+    As in torch's ``Optimizer.load_state_dict``, the number of steps is not converted, unless the optimizer
+    keeps it on the parameter's device.
     """
     dtype = parameter.dtype if parameter.is_floating_point() else None
     kinds: dict[str, torch.dtype | None] = {"step": torch.float32}
@@ -95,9 +96,9 @@ def is_of(name: str, value: object, shape: torch.Size) -> bool:
 
 
 def _age(state: Mapping[str, Any], name: str) -> tuple[bool, float]:
-    """Whether there is a state of this name, and its steps: a parameter that was not always used has fewer.
+    """Return whether there is a state of this name, and its steps: fewer if a parameter was not always used.
 
-    All numbers are taken from the oldest, because some grow with the steps and some fall.
+    All numbers are taken from the oldest state, because some grow with the steps and some fall.
     """
     return state.get(name) is not None, float(state.get("step", 0))
 

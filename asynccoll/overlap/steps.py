@@ -81,7 +81,10 @@ class Resumable:
         self._left: deque[Sequence] = deque()
 
     def called(self, name: tuple[object, ...], begin: Callable[[], Steps[object]]) -> Sequence:
-        """Return the sequence ``name`` (a method and its arguments): the last one, if that was cut short."""
+        """Return the latest sequence if it has this ``name`` and was cut short, else a new one.
+
+        ``name``: a method and its arguments.
+        """
         self._check_idle()
         resumed = self._left and self._left[-1].name == name and self._left_at == self._news()
         if not resumed:
@@ -89,7 +92,7 @@ class Resumable:
         return self._left[-1]
 
     def through(self, sequence: Sequence) -> Steps[Any]:
-        """Run what is left up to the end of ``sequence``, which may be over; return its result."""
+        """Run all remaining steps up to the end of ``sequence``, which may be over; return its result."""
         if not sequence.over:
             self._check_idle()
         while not sequence.over:
@@ -120,7 +123,7 @@ class Resumable:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a sequence of this object is being waited for just now."""
+        """Whether a sequence of this object is being waited for now."""
         return bool(self._left) and self._left[0].waited_for
 
     def _check_idle(self) -> None:
@@ -132,7 +135,7 @@ class Resumable:
 
 
 class Sequence:
-    """Steps that keep the object of a wait that was cut short, and their result or error."""
+    """Steps that remember what they wait for if the wait is cut short, and their result or error."""
 
     def __init__(self, name: tuple[object, ...], steps: Steps[object]) -> None:
         self.name: tuple[object, ...] = name
@@ -151,7 +154,7 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether its own code runs just now, and not a wait."""
+        """Whether its own code is running now, not a wait."""
         return self.waited_for and self._pending is None
 
     @property

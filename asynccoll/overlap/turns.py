@@ -1,18 +1,18 @@
 """Refuses the calls of a backward that will never run here, while a peer waits for them in its own backward.
 
-The subject is loops over sharded layers (``gathering``); a *turn* is one such loop as peers need to know it.
-Once backward has come to one layer of a loop, zeros are sent for the layers that autograd leaves out. If it
-comes to none (the loss does not depend on them, or backward raised or was skipped on this rank alone),
-nothing sends them. So loops are numbered, alike on all ranks, and a rank that has waited in the backward of
-one for more than a second publishes that (``health.waits``). A rank whose backward can no longer come to that
-loop refuses its calls. It knows that if
+This is about loops over sharded layers (``gathering``); a *turn* is what peers need to know of one such loop.
+Once backward has reached one layer of a loop, zeros are sent for the layers that autograd does not reach. If
+it reaches none (the loss does not depend on them, or backward raised or was skipped on this rank alone),
+nothing sends them. So loops are numbered, identically on all ranks, and a rank that has waited in the
+backward of one for more than a second publishes that (``health.waits``). A rank whose backward can no longer
+reach that loop refuses its calls. It knows this if
 
 - autograd's graph of that loop is gone, or
-- backward has raised here, after it had come to that loop, or to another one that the peer's has come to, or
+- backward has raised here, after reaching that loop, or another one that the peer's backward has reached, or
 - its thread is in a later loop here, which the peer cannot begin: the peer's thread is in that backward.
 
 If backward has raised on several ranks, at different places, no rank waits, and none knows how far the others
-came, nor to which loops it would have come itself. So in the next loop, which they begin together, they
+got, nor which loops it would have reached itself. So in the next loop, which they begin together, they
 compare how many calls each has made (``Standing``), and the ranks that are behind refuse the rest.
 """
 
@@ -41,41 +41,41 @@ _REMEMBERED = 32
 
 
 class Standing(NamedTuple):
-    """How far backwards have come on a rank when a loop begins."""
+    """How far backwards have got on a rank when a loop begins."""
 
     #: whether a backward has raised since the ranks last compared this
     interrupted: int = 0
-    #: the calls made so far on the lane of gradients, and on that on which layers are gathered again
+    #: the calls made so far on the lane of gradients, and on the lane on which layers are gathered again
     scattered: int = 0
     gathered: int = 0
 
 
 class Turn:
-    """One loop over the layers: whether backward may still come to it, and the calls that it owes."""
+    """One loop over the layers: whether backward may still reach it, and the calls that backward owes."""
 
     def __init__(self, number: int, graph: object) -> None:
-        """``graph``: an object that lives as long as backward may come to this loop. Referenced weakly."""
+        """``graph``: an object that lives as long as backward may reach this loop. Referenced weakly."""
         self.number = number
         self.thread: int = host.get_ident()
-        #: backward has come to it and made all of its calls, or peers were told that it will not
+        #: whether backward has reached it and made all calls, or peers were told that it will not
         self.is_over: bool = False
-        #: the calls that its backward has yet to make, by their lanes
+        #: the number of calls that its backward has yet to make, by lane
         self.owes: Counter[str] = Counter()
         self._graph = weakref.ref(graph)
         self._backward: weakref.ref[object] | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether no backward can come to it any more: its graph is gone, or a backward has raised."""
+        """Whether no backward can reach it any more: its graph is gone, or a backward has raised."""
         return self._graph() is None or self.has_raised
 
     @property
     def has_raised(self) -> bool:
-        """Whether a backward has come to it and raised, which drops the object that stands for it."""
+        """Whether a backward has reached it and raised, which drops the object that stands for that one."""
         return self._backward is not None and self._backward() is None
 
     def reached(self, backward: object, owes: Counter[str]) -> None:
-        """Note that a backward has come to it. If ``backward`` is dropped before ``ended``, it has raised.
+        """Note that a backward has reached it. If ``backward`` is dropped before ``ended``, it has raised.
 
         ``owes``: by lane, how many calls that backward makes.
         """
@@ -113,7 +113,7 @@ class Turns:
         return self._group.ranks
 
     def begin(self, graph: object) -> Turn:
-        """Begin a turn: a loop gathers its first layer. Refuses the rest of backwards that have raised."""
+        """Begin a turn: a loop gathers its first layer. Refuses what backwards that raised still owe."""
         self.give_up_raised()
         self._count += 1
         turn = Turn(self._count, graph)
@@ -138,10 +138,10 @@ class Turns:
         return Standing(self._interrupted, *(0 if lane is None else lane.sequence for lane in opened))
 
     def compare(self, standings: Sequence[Standing]) -> None:
-        """If a backward raised on any rank, refuse calls to catch up with the rank that has come furthest.
+        """If a backward raised on any rank, refuse calls to catch up with the rank that got furthest.
 
-        Every rank refuses one call more than that. So each knows of the refusals before it makes calls, which
-        would be lost behind one.
+        Every rank refuses one call more than that. So each knows of the refusals before it makes further
+        calls, which would be lost behind a refusal.
         """
         if not any(one.interrupted for one in standings):
             return
@@ -150,14 +150,14 @@ class Turns:
         for name, most in zip(self._of_backward, made, strict=True):
             if most:
                 lane = self._group.lane(name)
-                for _ in range(lane.sequence, most + 1):  # (a refusal is none in a group of one)
+                for _ in range(lane.sequence, most + 1):  # (in a group of one, refusing does nothing)
                     self._refuse(lane, self._unreached())
 
     @contextmanager
     def waiting(self, turn: Turn, lane: str, together: Sequence[Turn]) -> Iterator[None]:
-        """A block in which a backward waits on ``lane`` for calls of the peers' backward of that loop.
+        """Note, for the block, that a backward waits on ``lane`` for calls of the peers' backward of a loop.
 
-        ``together``: the turns of all loops that this backward has come to.
+        ``together``: the turns of all loops that this backward has reached.
         """
         newest = self._turns[-1]
         self._awaited = {
@@ -193,7 +193,7 @@ class Turns:
         both_wait = awaited["holds_up"] and newest.thread == turn.thread and newest.number > awaited["newest"]
         together = awaited["together"]
         # (When a backward raises, torch keeps functions that were ready to run until the next backward, and
-        # with them their graph. So ``is_lost`` alone would not do.)
+        # with them their graph. So ``is_lost`` alone would not be enough.)
         is_lost = turn.is_lost or any(one.has_raised for one in list(self._turns) if one.number in together)
         if not (is_lost or both_wait):
             return []

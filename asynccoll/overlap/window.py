@@ -79,13 +79,13 @@ class InFlight:
     def start_blocking(
         self, function: Callable[..., Work[object]], x: object, /, **call: object
     ) -> Work[Any]:
-        """Do what ``start`` does without an event loop."""
+        """Do what ``start`` does, without an event loop."""
         self._claim(_caller())
         _check_function(function)
         return self.start_by_anyone(function, x, **call)
 
     def start_by_anyone(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
-        """As ``start_blocking``, in any thread: the callers keep one order, as the threads of backward do."""
+        """Do what ``start_blocking`` does, in any thread: callers keep one order, as backward does."""
         size = size_bytes(x)
         for work in self._in_the_way(size):
             try:
@@ -95,7 +95,7 @@ class InFlight:
         return self._add(function(x, **call), size)
 
     def _claim(self, caller: object) -> None:
-        """Give the window to ``caller``; refuse that if another has operations in it."""
+        """Give the window to ``caller``; refuse if another caller has operations in it."""
         if self._owner is not caller and self._out and self._owner is not None:
             raise InvalidArgumentError(
                 f"{self!r} belongs to {self._owner!r}, and {caller!r} shares it: ranks whose tasks take "
@@ -137,7 +137,7 @@ class InFlight:
         self._raise()
 
     def wait(self) -> None:
-        """Do what ``drain`` does without an event loop."""
+        """Do what ``drain`` does, without an event loop."""
         for work in self._in_the_way(self.max_in_flight_bytes + 1):
             try:
                 work.wait()
@@ -169,7 +169,7 @@ class InFlight:
             self._detach()
 
     def _detach(self) -> None:
-        """Leave the operations in flight to themselves: the block has an error, which must not wait."""
+        """Do not wait for the operations in flight: the block has an error, which must not be delayed."""
         for work, _ in self._out:
             work.detach()
 
@@ -199,6 +199,6 @@ def size_bytes(x: object) -> int:
     """Return the bytes of the tensors in ``x``."""
     try:
         leaves, _ = flatten(x)
-    except AsyncCollError:  # the call that gets it refuses it, so that its peers are told
+    except AsyncCollError:  # the operation will refuse it, so that the peers are told
         return 0
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
