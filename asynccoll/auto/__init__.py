@@ -1,6 +1,6 @@
 """One-line helpers for model, optimizer and data: what ignite calls ``auto``.
 
-Knows ``overlap``, and how the backend's models are trained; must not know which backend it is.
+Knows ``overlap``, and how models are trained on the backend; must not know which backend it is.
 """
 
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader

@@ -77,7 +77,7 @@ class _Resumable(distributed.DistributedSampler[Any]):
         return math.ceil((self._length - self._now.began) / self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. Another epoch begins at its start; the one that is resumed, where it was left."""
+        """Set the epoch. A different epoch begins at its start; the one being resumed, where it was left."""
         if epoch != self.epoch:
             self._next, self._now = 0, _Iteration()
         super().set_epoch(epoch)
@@ -291,7 +291,7 @@ def _check_loader(dataset: object, given: Mapping[str, object]) -> None:
         is_loader = isinstance(dataset, torch_data.DataLoader)
         instead = "it makes the DataLoader itself: pass loader.dataset" if is_loader else ""
         raise misfit("the dataset of auto_dataloader", "a torch.utils.data.Dataset", dataset, instead)
-    if given.get("batch_size") is not None:  # without one, the dataset makes the batches
+    if given.get("batch_size") is not None:  # with None the dataset makes the batches
         check_count("batch_size", given["batch_size"])
     check_count("num_workers", given.get("num_workers", 0), 0)
 

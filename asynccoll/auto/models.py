@@ -149,8 +149,8 @@ def auto_optim(optimizer: O, **kwargs: object) -> O:
 
     Raises:
         UnsupportedOpError: an optimizer of apex.
-        InvalidArgumentError: another optimizer has some of the parameters, and others that this one has not.
-            (If it has only parameters of this one, this one takes over.)
+        InvalidArgumentError: another optimizer has some of the parameters, and has others, too. (If all of
+            its parameters are in this optimizer, this one takes over.)
         CollectiveMismatchError: the ranks do not have the same parameters; from backward, a rank has run more
             backwards for a step than others.
     """
@@ -332,7 +332,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
             Without a ``lane`` every optimizer has its own; ranks must make optimizers in the same order.
 
     Raises:
-        InvalidArgumentError: ``optimizer`` is not an optimizer; as ``ac.overlap_gradients``.
+        InvalidArgumentError: ``optimizer`` is not an optimizer; also as ``ac.overlap_gradients``.
         UnsupportedOpError: an optimizer of apex.
     """
     check(

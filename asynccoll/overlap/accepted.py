@@ -122,7 +122,7 @@ def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> Non
 
 
 def place_in(group: GroupLike, what: str) -> tuple[int, int]:
-    """Return this rank's index in ``group``, and its size; refuse a rank outside, which has no ``what``."""
+    """Return this rank's index in ``group`` and the group's size; refuse a non-member: it has no ``what``."""
     rank, size = get_rank(group), get_world_size(group)
     if size < 1:
         raise InvalidArgumentError(
@@ -238,7 +238,7 @@ def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
 
 
 def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse different parameters that share memory: each would get memory of its own, or be changed twice.
+    """Refuse different parameters that share memory: each would get its own memory, or be changed twice.
 
     ``a.weight.data = b.weight.data`` does this; ``a.weight = b.weight`` makes one parameter, which is fine.
     """

@@ -54,7 +54,7 @@ class AskingReducer(GradientReducer):
         try:
             return (yield question)  # type: ignore[no-any-return]
         except CollectiveMismatchError:
-            self._works.append(question)  # in place of the first bucket: it was matched with another rank's
+            self._works.append(question)  # stands for the first bucket: it was matched with another rank's
         yield self  # sends the other buckets, for which the other ranks wait, and raises the error again
         raise AssertionError("a question that failed fails again")
 

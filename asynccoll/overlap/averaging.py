@@ -90,7 +90,7 @@ class ParameterAverager(Companion):
         state = f"an average is due at step {self._due}" if self._due is not None else "nothing in flight"
         return f"<ParameterAverager of {len(self._parameters)} parameters, step {self._steps}: {state}>"
 
-    # Once a step
+    # Once per step
 
     def __await__(self) -> Generator[object, object, None]:
         return self._stepped().__await__()

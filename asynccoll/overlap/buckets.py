@@ -127,7 +127,7 @@ class Gradients(ABC):
         self._sent.pop(index, None)
 
     def check_unwritten(self, may_be_gone: bool = False) -> None:
-        """Refuse gradients and parameters that were written to during sending: the ranks would differ.
+        """Refuse gradients and parameters that were written to while being sent: the ranks would differ.
 
         ``may_be_gone``: whether gradients may have been set to None.
         """
@@ -300,7 +300,7 @@ class FlaggedBucket(Bucket):
     def adopt(self) -> None:
         """Do what ``Bucket.adopt`` does; also give parameters a gradient that only other ranks have.
 
-        Also those whose gradient was sent and then set to None here, so that all ranks make the same step.
+        That includes one that was sent and then set to None here, so that all ranks make the same step.
         """
         counts = self.flags.tolist() if self.waiting else []
         for index, parameter in enumerate(self.parameters):

@@ -41,7 +41,7 @@ _OF_OTHERS = (
 class ParameterChecker(Companion):
     """Compares parameters over all ranks; made by ``check_parameters``.
 
-    Call ``await checking`` once per step, or ``checking.wait()`` without an event loop. Every ``every``-th
+    Use ``await checking`` once per step, or ``checking.wait()`` without an event loop. Every ``every``-th
     await compares, the others do nothing. After a cancelled or timed-out await the next one continues the
     same comparison.
     """

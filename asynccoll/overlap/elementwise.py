@@ -89,7 +89,7 @@ def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _twins(dtype: torch.dtype) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the same values and gradients as whole parameters, and as flat parts that cross these."""
+    """Return the same values and gradients as whole parameters and as flat parts across their boundaries."""
     generator = torch.Generator().manual_seed(1)
     count = sum(torch.Size(shape).numel() for shape in _SHAPES)
     values, gradients = torch.randn((2, count), generator=generator, device="cpu", dtype=dtype)

@@ -52,7 +52,7 @@ class Forwards:
 
 
 def forwards_seen(model: object) -> TypeGuard[torch.nn.Module]:
-    """Whether forwards of ``model`` can be counted: it is a module, and not a script, which has no hooks."""
+    """Whether forwards of ``model`` can be counted: it is a module, but no script, which takes no hooks."""
     return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
 
 

@@ -109,7 +109,7 @@ class Layer:
             Shard(x, rank, size, (index, place)) for place, x in enumerate(kinds.values())
         ]
         first = {id(parameter): own_name for own_name, parameter in module.named_parameters()}
-        #: from each name of a parameter to the first of its names: tied ones have several
+        #: for each name of a parameter, the first of its names: tied ones have several
         self.names: dict[str, str] = {
             name: first[id(x)] for name, x in module.named_parameters(remove_duplicate=False)
         }
@@ -129,8 +129,7 @@ class Layer:
     def let_go(self) -> None:
         """Have torch's recurrent layers forget the weights with which ``functional_call`` has called them.
 
-        They keep a list of the weights, which would keep the whole layer alive, and the graph that gathered
-        it.
+        They keep a list of these, which would keep alive the whole layer and the graph that gathered it.
         """
         for one in self._recurrent:
             for name, parameter in one.named_parameters(recurse=False):
@@ -487,7 +486,7 @@ class Pass:
             return work.wait()
 
     def owed(self, lane: str) -> Counter[str]:
-        """Return how many calls a backward that begins now will make, by lane. ``lane`` has the gradients."""
+        """Return how many calls a backward that begins now will make, by lane; ``lane`` is for gradients."""
         gathers = {} if self._call is None else {self._call["lane"]: len(self._gathered) - self._again}
         return Counter({lane: len(self.expected), **gathers})
 
@@ -512,7 +511,7 @@ _Kept = tuple[torch.Tensor, int]
 
 
 class Resharding:
-    """Has autograd save where views of flat tensors are, not the views: backward gathers these again."""
+    """Has autograd save places in flat tensors, not views of them: backward gathers the tensors again."""
 
     def __init__(self, flats: list[torch.Tensor], regather: Callable[[], list[torch.Tensor]]) -> None:
         self._flats = {

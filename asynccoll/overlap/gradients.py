@@ -271,7 +271,7 @@ class GradientReducer(Companion):
         sent = f"{len(self._works)} of {len(self._buckets)} buckets sent"
         return f"<GradientReducer of {count} parameters on lane {self._lane!r}: {sent}>"
 
-    # Once a step
+    # Once per step
 
     def __await__(self) -> Generator[object, object, None]:
         return self._reduced().__await__()

@@ -25,7 +25,7 @@ def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
 
 
 def is_returned(parameter: torch.Tensor) -> bool:
-    """Whether the running backward returns this gradient (``torch.autograd.grad``), not accumulates it."""
+    """Whether ``torch.autograd.grad`` will return this gradient, so that it is not accumulated."""
     if not parameter.requires_grad:  # frozen since the forward: backward does not accumulate it either
         return True
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Layers whose parameters are divided among the ranks, and gathered while the layer before computes.
+"""Layers whose parameters are divided among the ranks, and gathered while the previous layer computes.
 
     layers = ac.overlap.shard_layers(model.blocks, ahead=1)
     async for layer in layers:
@@ -71,8 +71,8 @@ class ShardedLayers(Uncopied, nn.Module):
     """Layers whose parameters are divided among the ranks; made by ``shard_layers``.
 
     ``async for layer in layers:`` (or ``for``) yields the layers in order, each with all of its parameters,
-    while the next ``ahead`` are gathered; ``reversed(layers)`` yields them in reverse. ``parameters()`` are
-    this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB);
+    while the next ``ahead`` are gathered; ``reversed(layers)`` yields them in reverse order. ``parameters()``
+    are this rank's parts, for an optimizer that treats every element alone (SGD, Adam, AdamW; not LAMB);
     buffers stay in the layers. ``train()``, ``eval()``, ``to()``, ``double()`` and the like apply to the
     layers as well.
 
@@ -86,8 +86,8 @@ class ShardedLayers(Uncopied, nn.Module):
       that are at different layers get ``CollectiveMismatchError`` (on the CPU; on a device, where this check
       would have to wait, only with ``check="full"``). A rank whose loop ended early, by ``break`` or an
       exception, calls ``await finish_loop()``, which gathers the remaining layers, so that the ranks are
-      in step again. Backward must then run either there as on the other ranks, or on no rank (agree on it
-      with ``await ac.all_reduce(succeeded, op="and")``).
+      in step again. Then either all ranks have to run backward, or none (agree on it with
+      ``await ac.all_reduce(succeeded, op="and")``).
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
       The rank's backward has to reach at least one layer of the loop: a loop that ends without calling any
       raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
@@ -358,7 +358,7 @@ class _Loop(prefetch[GatheredLayer]):
         return work
 
     def _explain(self, error: CollectiveMismatchError) -> None:
-        """Add the advice if the error is from a backend that compares calls, and so does not know layers."""
+        """Add the advice to the error of a backend that compares calls, which knows nothing about layers."""
         if SAME_LOOPS not in str(error):
             error.args = (f"{error}\n{SAME_LOOPS}",)
 

@@ -62,7 +62,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
             self._detach()
 
     def _next(self) -> tuple[Work[T]] | None:
-        """Start the next operation and up to ``ahead`` more; returns the next work in a tuple, or None."""
+        """Have the next operation and ``ahead`` more in flight; return the next work in a tuple, or None."""
         for start in islice(self._starts, self._ahead + 1 - len(self._out)):
             self._out.append(_started(start))
         return (self._out.popleft(),) if self._out else None

@@ -152,7 +152,7 @@ class ShardedOptimizer(Wrapping):
     def __repr__(self) -> str:
         return f"<ShardedOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
 
-    # Once a step
+    # Once per step
 
     def step(self, closure: Callable[[], object] | None = None, *, scaler: object = None) -> Pending[Any]:
         """Wait for the gradients of this rank's part, update it, and start sending it.
@@ -425,7 +425,7 @@ class ShardedOptimizer(Wrapping):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # the block has an error of its own: wait for nothing
+        else:  # the block has raised: wait for nothing
             self._remove_hooks()
 
     async def __aenter__(self) -> ShardedOptimizer:

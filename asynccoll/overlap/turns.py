@@ -71,7 +71,7 @@ class Turn:
 
     @property
     def has_raised(self) -> bool:
-        """Whether a backward has reached it and raised, which drops the object that stands for that one."""
+        """Whether a backward has reached it and raised: the object that stands for that backward is gone."""
         return self._backward is not None and self._backward() is None
 
     def reached(self, backward: object, owes: Counter[str]) -> None:
@@ -133,7 +133,7 @@ class Turns:
         self._interrupted = self._interrupted or turn.has_raised
 
     def standing(self) -> Standing:
-        """Return how far this rank has come."""
+        """Return how far backwards have got on this rank."""
         opened = [self._group.opened.get(lane) for lane in self._of_backward]
         return Standing(self._interrupted, *(0 if lane is None else lane.sequence for lane in opened))
 
@@ -155,7 +155,7 @@ class Turns:
 
     @contextmanager
     def waiting(self, turn: Turn, lane: str, together: Sequence[Turn]) -> Iterator[None]:
-        """Note, for the block, that a backward waits on ``lane`` for calls of the peers' backward of a loop.
+        """Note, for the block, that backward waits on ``lane`` for calls of the peers' backward of ``turn``.
 
         ``together``: the turns of all loops that this backward has reached.
         """

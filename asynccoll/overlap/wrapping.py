@@ -1,4 +1,4 @@
-"""The base of optimizers whose step is awaited: each wraps an optimizer of torch's and stands in for it."""
+"""The base of optimizers whose step is awaited: each wraps a torch optimizer and stands in for it."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class Wrapping(Uncopied):
         raise InvalidArgumentError(scaler_told("optimizer"))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a block in which backward accumulates and sends nothing, as ``GradientReducer.no_sync``."""
+        """Return a block in which backward accumulates and sends nothing (``GradientReducer.no_sync``)."""
         return self.gradients.no_sync()
