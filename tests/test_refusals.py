@@ -354,12 +354,25 @@ class Loaded:
         return str, (self._batch.result(),)
 
 
-async def raises_the_same_again(me: Rank, name: str) -> None:
+@dataclass(frozen=True)
+class LoadError(Exception):
+    """One on which no attribute can be set."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return self.why
+
+
+_NO_DISK = {"plain": OSError("no disk"), "frozen": LoadError("no disk")}
+
+
+async def raises_the_same_again(me: Rank, name: str, kind: str) -> None:
     batch: Future[str] = Future()
-    batch.set_exception(OSError("no disk"))
+    batch.set_exception(_NO_DISK[kind])
     for turn in range(3):
         if me.rank == 0:
-            with raising(OSError, "no disk"):
+            with pytest.raises(type(_NO_DISK[kind]), match="no disk"):
                 ac.all_gather_object(Loaded(batch), codec="pickle", lane=name)
         else:
             with raising(ac.PeerRefusedError, "no disk"):
@@ -369,9 +382,10 @@ async def raises_the_same_again(me: Rank, name: str) -> None:
     ac.close_lane(name)
 
 
-def test_a_call_refused_for_the_same_exception_as_one_before(several: World, runner: str) -> None:
-    """Its peers are told of each call: else their call meets a later one of this rank."""
-    several.run(raises_the_same_again, f"same {runner}", runner=runner, timeout=patient(30))
+@pytest.mark.parametrize("kind", sorted(_NO_DISK))
+def test_a_call_refused_for_the_same_exception_as_one_before(several: World, runner: str, kind: str) -> None:
+    """Its peers are told of each call, once: else their call meets another one of this rank."""
+    several.run(raises_the_same_again, f"same {runner} {kind}", kind, runner=runner, timeout=patient(30))
 
 
 # ---------------------------------------------------------------- what is left behind
