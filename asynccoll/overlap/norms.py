@@ -27,8 +27,9 @@ def clip(
 ) -> Steps[torch.Tensor]:
     """Scale the ``.grad`` of ``parts`` so that the norm over all ranks is at most ``max_norm``.
 
-    Returns the norm before that, as float64 if a gradient is, else as float32. A norm that is not finite
-    makes the gradients NaN on every rank, so that a gradient scaler skips the step on all of them.
+    Returns the norm before that, as float64 if a part is, else as float32. (Parts without a gradient count,
+    since ranks may differ in those.) A norm that is not finite makes the gradients NaN on every rank, so that
+    a gradient scaler skips the step on all of them.
     """
     if not norm_type > 0:
         raise InvalidArgumentError(
@@ -42,7 +43,8 @@ def clip(
         norm = (yield all_reduce(local, op="sum", **call)).pow(1 / norm_type)
     # torch's clamp keeps a NaN. An infinite norm would give a factor of zero, and NaN on some ranks only.
     nn.utils.clip_grads_with_norm_(parts, max_norm, norm if norm.isfinite() else norm * math.nan)
-    return norm if any(x.dtype in (torch.float64, torch.complex128) for x in own) else norm.float()
+    is_wide = any(part.dtype in (torch.float64, torch.complex128) for part in parts)
+    return norm if is_wide else norm.float()
 
 
 def agree_on_overflow(parts: Sequence[nn.Parameter], **call: Any) -> Steps[None]:
