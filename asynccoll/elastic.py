@@ -1,8 +1,8 @@
-"""Elastic Horovod jobs: a training that goes on when workers are lost or come.
+"""Elastic Horovod jobs: training that continues when workers are lost or added.
 
-Horovod does the work (``horovodrun`` with ``--min-np`` or a discovery script finds
-the workers, ``hvd.elastic`` keeps and restores the state); here its world and ours are joined and left
-together, and our errors become the one that Horovod goes on after.
+Horovod does the work (``horovodrun`` with ``--min-np`` or a discovery script finds the workers,
+``hvd.elastic`` keeps and restores the state). This module joins and leaves Horovod's world and ours together,
+and turns our errors into the one that Horovod recovers from.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MISTAKES = (CollectiveMismatchError, PeerRefusedError)
 
 
 def state(**kept: object) -> Any:
-    """What survives a loss: a ``horovod.torch.elastic.TorchState`` of models, optimizers and plain values.
+    """Return what survives a loss: a ``horovod.torch.elastic.TorchState`` of models, optimizers and values.
 
     >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
 
     ``state.commit()`` in the training loop keeps a copy, to which all workers return after a failure; new
-    workers get that of rank 0.
+    workers get rank 0's.
     """
     hvd = load()
     start(hvd, None)
@@ -37,7 +37,7 @@ def state(**kept: object) -> Any:
 
 
 def run(function: Callable[..., T]) -> Callable[..., T]:
-    """``function(state, *args)`` as an elastic job: called anew in each world that the workers form.
+    """Wrap ``function(state, *args)`` as an elastic job: called again in each world that the workers form.
 
     >>> @ac.elastic.run
     ... def train(state):
@@ -46,14 +46,14 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
     ...         state.commit()
     >>> train(state)
 
-    Each time it is called within a fresh ``initialize("horovod")``: ranks and sizes are those of the new
-    world, and groups and lanes of the one before are gone. When a worker is lost, the others return to the
-    last commit; when hosts come, to the present state. It ends when the function returns.
+    Each call is made after a fresh ``initialize("horovod")``: ranks and sizes are those of the new world, and
+    groups and lanes of the previous one are gone. When a worker is lost, the others return to the last
+    commit; when hosts are added, they continue from the current state. It ends when the function returns.
 
     Start it with ``horovodrun -np 4 --min-np 2 --host-discovery-script ./hosts.sh python train.py``.
 
     Raises:
-        CollectiveMismatchError, PeerRefusedError: mistakes of the program are not tried again.
+        CollectiveMismatchError, PeerRefusedError: mistakes of the program are not retried.
     """
     hvd = load()
     from horovod.common.exceptions import HorovodInternalError
@@ -63,12 +63,12 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
             initialize("horovod")
             result = function(state, *args, **kwargs)
         except _MISTAKES:
-            finalize()  # not aborted: peers are still to hear of it, and must not take it for a loss
+            finalize()  # not aborted: peers must still hear of it, and must not take it for a loss
             raise
         except CollectiveError as error:
             finalize(abort=True)
             raise HorovodInternalError(str(error)) from error
-        except BaseException:  # among them Horovod's word that hosts have come
+        except BaseException:  # among them the one by which Horovod reports new hosts
             finalize(abort=True)
             raise
         finalize()

@@ -1,6 +1,6 @@
 """How a process joins and leaves: ``initialize``, ``finalize``, and which context a call runs in.
 
-Gets a world from the table of backends; must not know how a world is made, nor what is sent in it.
+It gets a world from the table of backends; it must not know how a world is made, nor what is sent in it.
 """
 
 from asynccoll.runtime.process import current, finalize, initialize, is_initialized, new_group

@@ -1,6 +1,6 @@
 """What a forked child knows of its parent's world: the parent's place in it. It cannot communicate there.
 
-A DataLoader's worker asks for its rank; connections and native objects are the parent's alone.
+A DataLoader worker may ask for its rank; connections and native objects belong to the parent alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ forks.in_child(after_in_child=_in_child)
 
 
 def parent() -> Context | None:
-    """In a forked child without a world of its own: its parent's context, to ask who this is. Else None."""
+    """Return the parent's context, for rank queries in a forked child without its own world; else None."""
     if process.context is not None or torch_group() is not None:
         return None
     if process.parent is None and process.inherited is not None and dist.is_initialized():

@@ -65,32 +65,32 @@ MEMORY_VARIABLE = "ASYNCCOLL_MEMORY"
 BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"
 _CHECKS = ("off", "local", "full")
 
-#: Functions that are called with the context of each world that this process has joined.
+#: Functions that are called with the context of each world that this process joins.
 _renewed: list[Callable[[Context], object]] = []
 when_joined: Callable[[Callable[[Context], object]], None] = _renewed.append
 
 
 def current() -> Context:
-    """The context a call runs in; ``NotInitializedError`` if there is none."""
+    """Return the context a call runs in; raises ``NotInitializedError`` if there is none."""
     return rank_here() or process.context or _implicit()
 
 
 def existing() -> Context | None:
-    """The context a call would run in, or None if there is none yet: does not make one."""
+    """Return the context a call would run in, or None if there is none yet; never makes one."""
     adopted = process.adopted[1] if process.adopted else None
     known = (of_thread.get(), process.context, adopted, process.embedded)
     return next((context for context in known if context is not None and not context.closed), None)
 
 
 def known() -> Context:
-    """The context that says who this is: the one a call would run in, or the parent's in a forked child."""
+    """Return the context that says which rank this is: a call's, or the parent's in a forked child."""
     if rank_here() is None and (before := parent()) is not None:
         return before
     return current()
 
 
 def _implicit() -> Context:
-    """The context for a call where ``initialize`` has set none; ``NotInitializedError`` if that is needed."""
+    """Return the context of a call without ``initialize``; ``NotInitializedError`` if that is required."""
     if process.thread_ranks:
         context = _of_backward(process.thread_ranks)
         if context is not None:
@@ -106,12 +106,12 @@ def _implicit() -> Context:
         raise refused(before)
     if process.left is not None:
         raise NotInitializedError("asynccoll was finalized; call ac.initialize() again before any collective")
-    said = os.environ.get("WORLD_SIZE")  # may be set by hand, later; a launcher's are there from the start
+    said = os.environ.get("WORLD_SIZE")  # may be set by hand later; a launcher sets it before the start
     if process.embedded is not None and process.said == said:
         return process.embedded
     info = detect(os.environ)
     if info.world_size > 1:
-        # `asynccoll run` sets torchrun's variables, and one of ours.
+        # `asynccoll run` sets torchrun's variables and one of ours.
         ours = info.launcher == "torchrun" and registry.VARIABLE in os.environ
         who = "`asynccoll run`" if ours else info.launcher
         raise NotInitializedError(
@@ -126,7 +126,7 @@ def _implicit() -> Context:
 
 
 def _of_backward(contexts: list[Context]) -> Context | None:
-    """If this is autograd's own thread, running backward: the rank for whose device it does. Else None."""
+    """Return the rank for whose device autograd's own thread runs backward; None on any other thread."""
     if torch._C._current_graph_task_id() == -1:
         return None
     for context in list(contexts):
@@ -138,7 +138,7 @@ def _of_backward(contexts: list[Context]) -> Context | None:
 def _adopt() -> Context:
     """Return the context on torch's default group; make it if there is none for this group.
 
-    The user made the group with torch, and destroys it: this library only uses it.
+    The user creates and destroys the group with torch: this library only uses it.
     """
     native = dist.distributed_c10d._get_default_group()
     with process.lock:
@@ -162,7 +162,7 @@ def _adopt() -> Context:
 
 
 def _end_world_of_one() -> None:
-    """Close the world of one that was here before this one: what is bound to it would go on in silence."""
+    """Close the world of one that preceded this one: anything bound to it would silently keep working."""
     alone, process.embedded = process.embedded, None
     if alone is not None:
         alone.close(abort=False)
@@ -184,35 +184,36 @@ def initialize(
 ) -> None:
     """Join the world; every rank calls it before its first collective.
 
-    Without arguments it does what the launcher's environment says (torchrun, ``asynccoll run``, SLURM,
-    mpiexec, horovodrun), and makes a world of one if there is no launcher.
+    Without arguments it follows the launcher's environment (torchrun, ``asynccoll run``, SLURM, mpiexec,
+    horovodrun), and makes a world of one if there is no launcher.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"serial"``, ... (in any case), or torch's
-            ``"cpu:gloo,cuda:nccl"``. None chooses: serial without a launcher, mpi under mpiexec, horovod
-            under horovodrun, xla-tpu on a TPU; else nccl with a GPU for each local rank, else gloo. (The
+            ``"cpu:gloo,cuda:nccl"``. None selects serial without a launcher, mpi under mpiexec, horovod under
+            horovodrun, xla-tpu on a TPU; else nccl with a GPU for each local rank, else gloo. (The
             environment variable ``ASYNCCOLL_BACKEND`` overrides this.)
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``, as in
             ``torch.distributed.init_process_group``.
         store: an explicit ``torch.distributed`` store instead; needs ``rank`` and ``world_size``. With a
-            ``HashStore``, which lives in one process, ranks are taken to be threads of it.
+            ``HashStore``, which lives in one process, ranks are taken to be threads of that process.
         rank, world_size: this process's place; from the environment if not given.
         timeout: seconds an operation may take before it fails with ``CollectiveTimeoutError``;
-            ``math.inf`` for any time.
+            ``math.inf`` for no limit.
         check: ``"off"``, ``"local"`` (the default: concurrent tasks that use one lane, and ranks that call
-            different operations, get errors; docs/faults.md says what that leaves out) or ``"full"``
-            (signatures of all ranks are compared ahead of every call). The environment variable
+            different operations, get errors; docs/faults.md lists what it misses) or ``"full"`` (the
+            signatures of all ranks are compared before every call). The environment variable
             ``ASYNCCOLL_CHECK`` sets the default.
-        stall_warning: seconds of waiting for a call after which a warning is given, once, on stderr and by
-            the logger ``asynccoll.stall``, with the ranks that the call waits for. 0: never, and no warning
-            about ranks that are a call apart either (docs/faults.md). The default is 30, or that of the
-            environment variable ``ASYNCCOLL_STALL_WARNING``.
-        memory: whether ranks of one host exchange tensors on the CPU, numbers and objects through shared
-            memory, if the backend is gloo or has gloo beside it. True, the default: if they are found to
+        stall_warning: how many seconds to wait for a call before warning once, on stderr and by the logger
+            ``asynccoll.stall``, which ranks the call waits for. 0: never, and no warning about ranks that
+            are a call apart either (docs/faults.md). The default is 30, or the value of the environment
+            variable ``ASYNCCOLL_STALL_WARNING``.
+        memory: whether ranks of one host exchange CPU tensors, numbers and objects through shared memory, if
+            the backend is gloo or combines gloo with another one. True, the default: if they are found to
             share memory. False: always through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1``
-            or ``0``) sets the default. The same on every rank.
-        backend_options: further options of the chosen backend (gloo: ``interface``, the network's name, and
-            ``by_node``, whether all_reduces sum within each node first); unknown ones are refused.
+            or ``0``) sets the default. Must be the same on every rank.
+        backend_options: further options of the chosen backend (gloo: ``interface``, the name of the network
+            interface, and ``by_node``, whether all_reduces sum within each node first); unknown ones are
+            refused.
 
     Raises:
         InvalidArgumentError: called twice, or arguments that contradict each other.
@@ -262,10 +263,10 @@ def _enter(context: Context) -> None:
         _install_exit_hook()
     importlib.import_module(
         "asynccoll.public"
-    )  # who is to be told of worlds is above, and says so when imported
+    )  # higher layers register with ``when_joined`` when they are imported
     for renew in _renewed:
         renew(context)
-    actors.current()  # recorded now, so that tasks which this one starts are known to descend from it
+    actors.current()  # recorded now, so that tasks started by this one are known to descend from it
 
 
 def _uses_memory(memory: bool | None) -> bool:
@@ -291,28 +292,29 @@ def finalize(*, abort: bool = False) -> None:
     """Leave the world: wait for work in flight, then close everything this package opened.
 
     Every rank calls it. With ``abort=True`` nothing is waited for: works in flight fail with ``AbortedError``
-    here, and the peers' with ``PeerLostError``. So does Ctrl-C while it waits, which is raised once all is
-    closed. A process group that the user made stays open. Does nothing if there is nothing to finalize.
+    here, and the peers' with ``PeerLostError``. Ctrl-C while it waits has the same effect, and is raised once
+    everything is closed. A process group that the user made stays open. Does nothing if there is nothing to
+    finalize.
 
     Raises:
         CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
-        UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first warning of a work
-            that was dropped without having been awaited. By then the world has been left.
+        UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first warning about a work
+            that was dropped without being awaited. By then the world has been left.
     """
     leave(sys.exc_info()[1], abort=abort)
 
 
 def leave(error: BaseException | None, *, abort: bool) -> None:
-    """``finalize`` for a program that leaves because of ``error``, of which its peers are told."""
+    """Do what ``finalize`` does, for a program that leaves because of ``error``, which its peers can read."""
     context = rank_here() or process.context or (process.adopted[1] if process.adopted else None)
     if context is None:
         return
     try:
         stuck = [] if abort else context.drain(context.timeout)
-    except (Exception, KeyboardInterrupt, SystemExit) as interrupt:  # nothing is waited for any longer
+    except (Exception, KeyboardInterrupt, SystemExit) as interrupt:  # stop waiting
         _close(context, abort=True, error=error or interrupt)
         raise
-    told = str(stuck)  # what they wait for now: once all is closed, they are over
+    told = str(stuck)  # formatted now, while they say what they wait for: closing ends them
     _close(context, abort=abort or bool(stuck), error=error)
     unawaited = forgotten.raised()
     if stuck:
@@ -322,7 +324,7 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
 
 
 def _close(context: Context, **how: Any) -> None:
-    """Close ``context``, whose ``close`` takes ``how``, and forget it also if that raises."""
+    """Call ``context.close(**how)``, and forget the context even if that raises."""
     try:
         context.close(**how)
     finally:
@@ -361,7 +363,7 @@ def refresh() -> str:
 
 
 def _abandon(context: Context) -> None:
-    """Close a context that can no longer be used, without waiting for the peers: they do so too or notice."""
+    """Close a context that can no longer be used, without waiting for peers: they do the same, or notice."""
     _close(context, abort=True, patience=0.0)
 
 
@@ -370,7 +372,7 @@ def _install_exit_hook() -> None:
 
 
 def _open_worlds() -> list[Context]:
-    """The worlds to leave when the process ends; ranks that are threads leave their own."""
+    """Return the worlds to leave when the process exits; ranks that are threads leave their own."""
     contexts = [process.context, process.adopted[1] if process.adopted else None]
     return [context for context in contexts if context is not None and not context.closed]
 
@@ -389,13 +391,13 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: GroupLike = None) -> int:
-    """This rank's index in ``group`` (the world by default); -1 outside of it."""
+    """Return this rank's index in ``group`` (the world by default); -1 outside of it."""
     context = known()
     return context.rank if group is None else resolve_group(context, group).rank
 
 
 def was_rank(*, local: bool = False) -> int:
-    """``get_rank()``, or ``get_local_rank()``; after ``finalize``, its value before."""
+    """Return ``get_rank()`` or ``get_local_rank()``; after ``finalize``, the value it had before."""
     try:
         return get_local_rank() if local else get_rank()
     except NotInitializedError:
@@ -405,7 +407,7 @@ def was_rank(*, local: bool = False) -> int:
 
 
 def get_world_size(group: GroupLike = None) -> int:
-    """The number of ranks in ``group`` (the world by default); -1 outside of it."""
+    """Return the number of ranks in ``group`` (the world by default); -1 outside of it."""
     context = known()
     if group is None:
         return context.world_size
@@ -414,42 +416,42 @@ def get_world_size(group: GroupLike = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This rank's index among those of its node."""
+    """Return this rank's index among the ranks of its node."""
     return known().identity.local_rank
 
 
 def get_nproc_per_node() -> int:
-    """The number of ranks on this node."""
+    """Return the number of ranks on this node."""
     return known().identity.nproc_per_node
 
 
 def get_nnodes() -> int:
-    """The number of nodes."""
+    """Return the number of nodes."""
     return known().identity.nnodes
 
 
 def get_node_rank() -> int:
-    """The index of this node."""
+    """Return the index of this node."""
     return known().identity.node_rank
 
 
 def device() -> torch.device:
-    """The device this rank's tensors live on: its GPU with nccl and Horovod, the CPU with gloo and mpi."""
+    """Return the device of this rank's tensors: its GPU with nccl and Horovod, the CPU with gloo and mpi."""
     return known().backend.device
 
 
 def backend() -> str:
-    """The name of the backend in use: ``"gloo"``, ``"nccl"``, ``"serial"``, ..."""
+    """Return the name of the backend in use: ``"gloo"``, ``"nccl"``, ``"serial"``, ..."""
     return known().backend.name
 
 
 def hostname() -> str:
-    """The name of this node."""
+    """Return the name of this node."""
     return host.gethostname()
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that ``initialize`` can load here, sorted."""
+    """Return the backends that ``initialize`` can load here, sorted."""
     return table.available()
 
 
@@ -465,11 +467,11 @@ def available_backends() -> tuple[str, ...]:
     },
 )
 def new_group(ranks: object) -> Group:
-    """The group of the global ``ranks`` (sorted, as torch does).
+    """Return the group of the global ``ranks`` (sorted, as in torch).
 
-    Only its members need to call it; on Horovod every rank does. Nothing is sent: a group connects in its
-    first call. Members pass it as ``group=``; elsewhere ``get_rank(group)`` is -1. Asking again for the same
-    ranks gives the same group.
+    Only its members need to call it; on Horovod every rank must. Nothing is sent: a group connects in its
+    first call. Members pass it as ``group=``; on other ranks ``get_rank(group)`` is -1. Calling it again with
+    the same ranks returns the same group.
     """
     context = current()
     group = context.add_group(check_ranks(context, ranks))

@@ -18,7 +18,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     """A block between ``initialize`` and ``finalize``; the arguments are those of ``initialize``.
 
     ``async with``, on asyncio or trio, joins and leaves in a thread, so that other tasks of the event loop
-    go on while the ranks wait for each other; ``with`` blocks.
+    keep running while the ranks wait for each other; ``with`` blocks.
 
     >>> async with ac.session("gloo", timeout=60):
     ...     total = await ac.all_reduce(x)
@@ -26,7 +26,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     If the block raises, the world is left by ``finalize(abort=True)``: nothing is waited for, and the works
     of other ranks that wait for this one fail with ``PeerLostError``, which says what the block raised.
 
-    A cancellation while joining or leaving takes effect once that is over, at the latest after the timeout.
+    A cancellation while joining or leaving takes effect once that is done, at the latest after the timeout.
     (asyncio's ``task.cancel()`` does not wait for the thread: call ``finalize`` before joining again.)
     """
 
@@ -52,7 +52,7 @@ class session:  # noqa: N801  # read as a statement: `async with ac.session():`
         return self
 
     def _joined(self) -> Context | None:
-        """Join, and return the context of a rank that is a thread: only this thread's variables hold it."""
+        """Join; return a thread rank's context, which is set only in this thread's context variables."""
         self.__enter__()
         return of_thread.get()
 

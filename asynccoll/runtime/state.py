@@ -1,6 +1,6 @@
-"""The worlds that a process is in: the one that ``initialize`` joined, one adopted from torch, one alone.
+"""The worlds of a process: the one that ``initialize`` joined, one adopted from torch, and a world of one.
 
-Only holds them; ``process`` joins and leaves them.
+This module only holds them; ``process`` joins and leaves them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Process:
     def __init__(self) -> None:
         self.lock: AbstractContextManager[bool] = host.RLock()
         self.context: Context | None = None  # initialized here
-        self.adopted: tuple[Any, Context] | None = None  # torch's default group (weakly), and ours on it
+        self.adopted: tuple[Any, Context] | None = None  # torch's default group (weak), our context on it
         self.embedded: Context | None = None  # the world of one
         self.said: str | None = None  # WORLD_SIZE in the environment for which ``embedded`` was right
-        self.left: Identity | None = None  # who this was in the world that it has finalized
+        self.left: Identity | None = None  # which rank this was in the world that it has finalized
         self.thread_ranks: list[Context] = []  # the ranks that are threads of this process
-        self.inherited: object = None  # a parent's torch group, in a forked child: not to be used
-        self.parent: Context | None = None  # in a forked child: the parent's context, which says who this is
-        self.parent_adopted = False  # whether that was on an adopted group of torch's
+        self.inherited: object = None  # in a forked child: the parent's torch group, which must not be used
+        self.parent: Context | None = None  # in a forked child: the parent's, which says which rank this is
+        self.parent_adopted = False  # whether that context was on an adopted torch group
 
 
 process: Process = host.per_process(Process)
 
 
 def rank_here() -> Context | None:
-    """The context of the calling thread's or task's rank, where ranks are threads, until it is closed.
+    """Return the context of the calling thread's or task's rank, where ranks are threads, until it is closed.
 
     A task that calls ``finalize`` clears the variable in its own copy only.
     """
@@ -52,7 +52,7 @@ def rank_here() -> Context | None:
 
 
 def torch_group() -> object:
-    """torch's default group, if the user made one in this process."""
+    """Return torch's default group, if the user made one in this process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     native = dist.distributed_c10d.GroupMember.WORLD

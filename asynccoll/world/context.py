@@ -56,11 +56,11 @@ _log = logging.getLogger("asynccoll.watch")
 
 #: How long rank 0, which may serve the store, waits at the end for the ranks that have not left yet.
 LEAVE_SECONDS = 30.0
-#: The same after an error, as the other ranks may be stuck; and how long helper threads are waited for.
+#: The same after an error, since other ranks may be stuck. Also how long to wait for helper threads.
 ABORT_SECONDS = 2.0
-#: How long a rank that leaves waits until other ranks have been told of its calls (``confirming``).
+#: How long a leaving rank waits until other ranks have been told of its calls (``confirming``).
 TELL_SECONDS = 2.0
-#: The pauses between two looks at whether the device is done too, or the peers have been told.
+#: The polling interval while waiting for the device, for a refusal to settle, or for peers to be told.
 LAND_POLL_SECONDS = 0.001
 
 
@@ -77,7 +77,7 @@ class Identity:
 
 
 class Context:
-    """One rank's world, made by ``initialize``, or for a process group or job that is adopted."""
+    """One rank's world, made by ``initialize`` or around an adopted process group or job."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Context:
         self.nodes = nodes
         self.thread_rank = thread_rank
         self.closed: bool = False
-        #: ``initialize`` is over
+        #: whether ``initialize`` has finished
         self.joined: bool = False
         #: the advice for a second ``initialize``
         self.instead: str = (
@@ -113,7 +113,7 @@ class Context:
         self.store: dist.Store | None = store if identity.world_size > 1 else None
         self.clients: Clients | None = Clients(store) if store is not None else None
         self.groups: dict[tuple[int, ...], Group] = {}
-        #: by kind, how many names ``new_lane`` has given out: all ranks ask for them in the same order
+        #: how many names ``new_lane`` has given out, by kind: all ranks ask for them in the same order
         self.named: Counter[str] = Counter()
         shared = self.clients if self.world_size > 1 else None
         self.refusals: Refusals = Refusals(shared, self.rank)
@@ -129,7 +129,7 @@ class Context:
         one_host = bool(nodes) and len(set(nodes)) == 1
         try:
             self.liveness: Liveness = Liveness(shared, self.rank, accounts, one_host=one_host)
-        except BaseException:  # nobody gets this context, to close it
+        except BaseException:  # the caller never gets this context, so it cannot close it
             host.call_each([partial(backend.close, abort=True), self.recorder.close])
             raise
         self._shifts = Shifts(self.rank, self.recorder, self.liveness.seen)
@@ -161,8 +161,8 @@ class Context:
     def meeting_seconds(self) -> float:
         """How many seconds to wait for the other members of a lane that is being opened.
 
-        During ``initialize`` its timeout. Later there is no limit: an operation on the lane has a deadline of
-        its own, after which it can be awaited again.
+        During ``initialize`` it is the timeout. Later there is no limit: an operation on the lane has its own
+        deadline, after which it can be awaited again.
         """
         return math.inf if self.joined else self.timeout
 
@@ -183,7 +183,7 @@ class Context:
 
     @property
     def ends_alone(self) -> bool:
-        """Whether a call may be over on one rank before its peers have made theirs."""
+        """Whether a call may complete on one rank before its peers have made theirs."""
         return self.backend.ends_alone
 
     @property
@@ -196,7 +196,7 @@ class Context:
         given_up = lambda: self.closed or lane.broken is not None  # noqa: E731  # the name says what it is
         group = lane.group
         assert isinstance(group, Group)
-        # From its first part on: all parts of that call are lost, also those in flight.
+        # Refused from the first part on: all parts of that call are lost, including those in flight.
         disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # as given_up
         if self.open_waits:
             self.refusals.before_open(lane)
@@ -206,8 +206,8 @@ class Context:
             if not is_of_store(error):
                 raise
             raise self.failures.without_store(lane, error) from None
-        # If opening has waited for all members, the addresses of all beacons are in the store by now. They
-        # are read here, so that a lost rank can be named even when the store is gone with it.
+        # If opening has waited for all members, the addresses of all beacons are in the store by now. Read
+        # them here, so that a lost rank can be named even when the store is gone with it.
         self.liveness.learn(group.ranks)
         if self.open_waits:
             self.refusals.after_open(lane)
@@ -221,7 +221,7 @@ class Context:
         ``by_itself``: the lane's communicator compares the calls of ranks on this node.
         """
         ranks = lane.group.ranks
-        # An adopted group of torch's has no list of nodes, but its members have published where they are.
+        # An adopted torch group has no list of nodes, but its members have published where they are.
         nodes = {rank: self.nodes[rank] for rank in ranks} if self.nodes else self.liveness.nodes(ranks)
         # After Horovod's ``join`` a rank makes no calls that it could confirm; and Horovod compares calls
         # itself.
@@ -235,11 +235,11 @@ class Context:
         return Compared(lane, self.rank, self.recorder, near, far)
 
     def watch_over(self, operation: Operation) -> None:
-        """Note that a waiter has begun: check from time to time whether the operation can still end."""
+        """Add a waiter of ``operation``: check from time to time whether it can still complete."""
         self.watch.add(operation)
 
     def watch_no_more(self, operation: Operation) -> bool:
-        """Note that one waiter has ended; returns whether another one still waits."""
+        """Remove a waiter of ``operation``; returns whether another one still waits."""
         return self.watch.discard(operation)
 
     def refuse(
@@ -253,11 +253,11 @@ class Context:
         name: str = "",
         until: int = 0,
     ) -> None:
-        """Tell the peers that this rank does not make a call (``Refusals.refuse``)."""
+        """Tell the peers that this rank will not make a call (``Refusals.refuse``)."""
         self.refusals.refuse(lane, reason, place, spare=spare, part=part, name=name, until=until)
 
     def note_refused(self, name: str, error: BaseException) -> None:
-        """Record that a call was refused whose lane is not known."""
+        """Record the refusal of a call whose lane is not known."""
         now = host.monotonic()
         said = joined(("", "", "", name, "", str(site().place)))
         ticket = self.recorder.note(self.recorder.write(said, None), -1, 0, 1, -1, 0, now, now)
@@ -269,7 +269,7 @@ class Context:
         self.refusals.look(self.lanes())
 
     def add_group(self, ranks: tuple[int, ...]) -> Group:
-        """Return the group of ``ranks``, made by the first call with these ranks."""
+        """Return the group of ``ranks``; the first call with these ranks creates it."""
         with self._lock:
             group = self.groups.get(ranks)
             if group is None:
@@ -287,7 +287,7 @@ class Context:
             group.close_child(name, why)
 
     def lanes(self) -> list[Lane]:
-        """Every open lane, in an order that is the same on all members."""
+        """Return every open lane, in an order that is the same on all members."""
         return [lane for group in self._sorted_groups() for lane in group.lanes()]
 
     def _sorted_groups(self) -> list[Group]:
@@ -295,14 +295,14 @@ class Context:
             return [self.groups[ranks] for ranks in sorted(self.groups)]
 
     def outstanding(self) -> list[Operation]:
-        """Every operation that is not done."""
+        """Return every operation that is not done."""
         return [operation for lane in self.lanes() for operation in lane.outstanding()]
 
     def drain(self, seconds: float) -> list[Operation]:
         """Wait up to ``seconds`` for all operations, on the device too; returns those still in flight."""
         deadline = host.monotonic() + seconds
         for operation in self.outstanding():
-            operation.attend()  # so that it ends if a peer is gone, or has refused its side
+            operation.attend()  # so that it fails if a peer is gone or has refused its side
             while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     host.sleep(LAND_POLL_SECONDS)
@@ -310,7 +310,7 @@ class Context:
         lanes = [lane for lane in self.lanes() if lane.has_opened]
         while any(lane.halting.is_settling for lane in lanes) and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
-        # Nor must peers that hold a call until they hear that this rank's, which may be over, was the same.
+        # Nor must peers that hold a call until they hear that this rank's, which may be done, was the same.
         deadline = min(deadline, host.monotonic() + TELL_SECONDS)
         while self.confirmations.is_telling and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
@@ -323,9 +323,9 @@ class Context:
 
         ``error``: the reason that this rank leaves, which its peers can read.
 
-        The order matters. Threads that may be in native code end first, since the interpreter must not end
+        The order matters. Threads that may be in native code end first, since the interpreter must not exit
         while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
-        leave. If a step raises (by Ctrl-C, say), the others are taken all the same.
+        leave. If a step raises (Ctrl-C, say), the remaining steps still run.
         """
         self.closed = True
         leaving = min(patience, ABORT_SECONDS) if abort else patience
@@ -347,12 +347,12 @@ class Context:
         host.call_each(steps)
 
     def say_ended(self, how: str, why: str = "", code: int | None = None) -> None:
-        """Record how this rank leaves (``layout.ENDINGS``) in memory that peers on its node can read."""
+        """Record how this rank leaves (``layout.ENDINGS``), in memory that peers on its node can read."""
         self.recorder.end(how, why, code)
 
     def store_answers(self) -> bool:
-        """Whether rank 0, which may serve the store, answers: over a cut link a request never ends."""
-        if self.rank == 0 or self.thread_rank:  # ranks that are threads have it in their process
+        """Whether rank 0, which may serve the store, answers: over a cut link a request never returns."""
+        if self.rank == 0 or self.thread_rank:  # the store of thread ranks is in this process
             return True
         return not (self.liveness.lost((0,), routine=True) or self.liveness.in_doubt((0,)))
 
@@ -383,7 +383,7 @@ class Context:
         return self.failures.loss(lane)
 
     def blame(self, operation: Operation) -> Blame:
-        """Ask the ranks, within a bounded time, which of them keep ``operation`` from ending, and why."""
+        """Ask the ranks, within a bounded time, which of them keep ``operation`` from completing, and why."""
         return self.failures.blame(operation)
 
     def look_for_ends(self, parts: Sequence[Operation]) -> None:
@@ -391,11 +391,11 @@ class Context:
         self.failures.look_for_ends(parts)
 
     def tell_of_stall(self, operation: Operation) -> None:
-        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault."""
+        """Warn that a wait for ``operation`` has reached ``stall_seconds``, and name the ranks at fault."""
         self.failures.tell_of_stall(operation)
 
     def dump(self) -> str:
-        """Save what the ranks have recorded. Returns a text to append to an error's; "" if none was saved."""
+        """Save what the ranks have recorded. Returns text to append to an error; "" if nothing was saved."""
         return self.failures.dump()
 
     def look_for_shifts(self, *, at_all: bool = False) -> None:
@@ -405,7 +405,7 @@ class Context:
     def pass_on(self, lane: Lane) -> None:
         """Tear down the lane's connections, so that ranks that wait for this one learn of the loss too.
 
-        And have waits on other lanes for the lost ranks end.
+        Waits for the lost ranks on other lanes end as well.
         """
         if lane.broken is not None:
             self.watch.lost(lane.broken.ranks)
@@ -420,7 +420,7 @@ class Context:
             found = error
             try:
                 found = self.diagnose(lane, error)
-            except Exception:  # no descriptors, no store: the lane is lost all the same
+            except Exception:  # no file descriptors, no store: the lane is lost anyway
                 _log.debug("who has caused %r was not found", error, exc_info=True)
             lane.lose(found)
 
@@ -428,7 +428,7 @@ class Context:
             self._apart(look, "asynccoll-find-out")
 
     def _apart(self, action: Callable[[], object], name: str) -> None:
-        """Run ``action`` on a thread of its own, which ``close`` waits for."""
+        """Run ``action`` on a separate thread, which ``close`` waits for."""
 
         def run() -> None:
             with contextlib.suppress(Exception):

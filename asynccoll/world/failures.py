@@ -1,7 +1,7 @@
-"""Why a lane of this rank has failed, or waits: which rank is gone, has refused, or has not called.
+"""Explains why a lane of this rank has failed or waits: which rank is gone, has refused, or has not called.
 
-Asks liveness, refusals, farewells and the ranks' records, and turns what they say into errors and warnings
-that name the culprit. It must not decide what becomes of the lane.
+Asks liveness, refusals, farewells and the ranks' records, and turns the answers into errors and warnings
+that name the culprit. It must not decide what happens to the lane.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Failures"]
 
-#: How long to ask whether rank 0 is gone after the store, which it may have served.
+#: How long to probe whether rank 0, which may have served the store, is gone along with it.
 STORE_SECONDS = 0.3
 #: Errors within this time share the records that were saved for the first of them.
 DUMP_SECONDS = 10.0
-#: How ``ending`` begins for a rank that has left, which the error says already.
+#: The start of the last words of a rank that has left: dropped, since the error says so already.
 _LEFT = "it left its world (finalize), "
 
 
 class Surroundings(Protocol):
-    """What explaining takes of a rank's context."""
+    """What ``Failures`` needs of a rank's context."""
 
     rank: int
     closed: bool
@@ -65,7 +65,7 @@ class Surroundings(Protocol):
 
 
 class Failures:
-    """The failures and stalls of one rank's lanes, explained."""
+    """Explanations of the failures and stalls of one rank's lanes."""
 
     def __init__(self, context: Surroundings) -> None:
         self._context = context
@@ -73,7 +73,7 @@ class Failures:
         self._clients = context.clients
         self._liveness = context.liveness
         self._dumped = -math.inf  # when records were last saved
-        self._kept = False  # whether that has saved any
+        self._kept = False  # whether that saved any
 
     def without_store(self, lane: Lane, error: BaseException) -> CollectiveError:
         """Return the error for ``lane`` if it cannot connect its ranks because the store is gone."""
@@ -100,26 +100,26 @@ class Failures:
             return self.without_store(lane, error)
         if error.ranks or type(error) not in (PeerLostError, CollectiveError):
             return error
-        # A rank that has refused this call may have ended on account of that: the refusal says why, if the
-        # store is not gone with it.
+        # A rank that refused this call may have exited because of that. Its refusal says why, unless the
+        # store is gone with it.
         refused = self._context.refusals.published(lane) if self._context.store_answers() else None
         if refused is not None:
             refused.__cause__ = error
             return refused
         lost = self.loss(lane, error)
-        if lost is not None or type(error) is CollectiveError:  # its text tells of no peer
+        if lost is not None or type(error) is CollectiveError:  # its text points to no peer
             return lost or error
         return self.loss(lane, error, leaving=True) or error
 
     def _strayed(self, lane: Lane, error: CollectiveMismatchError) -> CollectiveMismatchError:
-        """Return the same mismatch, with the call at which a rank seems to have skipped one before."""
+        """Return the same mismatch, with the earlier place at which a rank seems to have skipped a call."""
         found = parting(self._liveness.recorded(), *lane_id(lane.group.key, lane.key), lane.name)
         if found is None or found.strayed is None or not found.strayed.comes_late:
             return error
         if error.place not in (0, found.agreed + 1):
-            return error  # the program has caught an earlier mismatch, of which this tells
+            return error  # ``found`` is about an earlier mismatch, which the program has caught
         if len({call.place for call in found.calls.values() if call is not None}) < 2:
-            return error  # it is of one line: those that differed before were no sign of it
+            return error  # all ranks called from one line: lines that differed before were no sign of it
         told = CollectiveMismatchError(f"{error}\n({found.strayed})")
         told.begins, told.place, told.__cause__ = error.begins, error.place, error.__cause__
         return told
@@ -129,9 +129,9 @@ class Failures:
     ) -> PeerLostError | None:
         """Return the error that names the ranks that the lane's group needs and that are gone, or None.
 
-        ``error``: a failure that a rank which has just gone may explain; then ask for a short while. Without
-        one, a rank that has left is named only if the lane still needs it. ``leaving``: also name ranks whose
-        record says that they have begun to leave.
+        ``error``: a failure that may be due to a rank that has just gone; ranks are then probed for a short
+        while. Without it, a rank that has left is named only if the lane still needs it. ``leaving``: also
+        name ranks whose record says that they have begun to leave.
         """
         members = lane.group.ranks
         ranks = self._context.world.ranks if self._context.backend.leaves_together else members
@@ -143,7 +143,7 @@ class Failures:
             else self._liveness.lost(ranks, patience=0.3)
         )
         # Rank 0 may stay for the store after it has left, and a rank that has closed its connections may live
-        # a little longer: they have left, although their beacons answer.
+        # a little longer: both have left although their beacons still answer.
         may_stay = self._context.backend.leaves_together or (error is not None and not lost)
         staying = members if may_stay else {0}.intersection(members)
         asked = {*lost, *staying} - {self._rank}
@@ -162,7 +162,7 @@ class Failures:
         return named
 
     def _ended(self, lost: tuple[int, ...], left: Iterable[int]) -> str:
-        """Return which of ``lost`` have ``left``, and which are gone; of the first, if it is alone, how."""
+        """Say which of ``lost`` have ``left`` and which are gone; if the first kind is one rank, also how."""
         leavers = tuple(rank for rank in lost if rank in left)
         others = tuple(rank for rank in lost if rank not in leavers)
         told = [
@@ -184,7 +184,7 @@ class Failures:
     ) -> tuple[int, ...]:
         """Return those of ``lost`` that may explain ``error``: not ranks that left after all their calls."""
         made = _made(lane, left)
-        if error is None:  # operations in flight may still end
+        if error is None:  # operations in flight may still complete
             guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
         else:  # a call has failed: because of the ranks that never made it, if there are any
             guilty = tuple(r for r in lost if r not in made or made[r] < lane.sequence) or lost
@@ -214,14 +214,14 @@ class Failures:
         )
 
     def blame(self, operation: Operation) -> Blame:
-        """Ask the ranks, within a bounded time, which of them keep ``operation`` from ending, and why."""
+        """Ask the ranks, within a bounded time, which of them keep ``operation`` from completing, and why."""
         awaited = self._awaited(operation)
         others = tuple(rank for rank in operation.lane.group.ranks if rank != self._rank)
         if self._clients is None or self._context.closed:
             return blame(awaited, {}, (), self._liveness.describe)
         lost: tuple[int, ...] = ()
         accounts: dict[int, Account] = {}
-        with contextlib.suppress(OSError, RuntimeError):  # no descriptors, or no store: report what is known
+        with contextlib.suppress(OSError, RuntimeError):  # no file descriptors or store: report what is known
             if awaited.opens and self._context.store_answers():
                 unprepared = self._context.backend.unprepared(operation.lane.group.ranks)
                 awaited = replace(awaited, unprepared=unprepared)
@@ -231,7 +231,7 @@ class Failures:
         return blame(awaited, accounts, lost, self._liveness.describe, self._own_account())
 
     def _awaited(self, operation: Operation) -> Awaited:
-        """Describe ``operation`` as the other ranks have to call it."""
+        """Describe the call that the other ranks have to make to match ``operation``."""
         lane = operation.lane
         peer = lane.group.ranks[operation.peer] if operation.peer >= 0 else -1
         group, key = lane_id(lane.group.key, lane.key)
@@ -255,7 +255,7 @@ class Failures:
     def look_for_ends(self, parts: Sequence[Operation]) -> None:
         """Refuse those ``parts`` of calls that another rank's call does not have and so will never make.
 
-        All ranks are asked only once for all parts, since a silent rank holds up each question.
+        Each rank is asked once for all parts together, since a silent rank delays every query.
         """
         members = {rank for part in parts for rank in part.lane.group.ranks} - {self._rank}
         accounts = self._liveness.accounts(tuple(sorted(members))) | {self._rank: self._own_account()}
@@ -268,26 +268,26 @@ class Failures:
                 self._context.refuse(lane, error, part.sequence, part=part.part)
 
     def tell_of_stall(self, operation: Operation) -> None:
-        """Warn that ``operation`` has been waited for for ``stall_seconds``, and name the ranks at fault.
+        """Warn that a wait for ``operation`` has reached ``stall_seconds``, and name the ranks at fault.
 
-        What the whole job waits for is told by the first rank that finds it.
+        What the whole job waits for is reported only by the first rank that finds it.
         """
         found = self.blame(operation)
         why = str(found) if self._tells_first(found.verdict_key) else found.without_verdict
         warn(self._rank, operation, host.monotonic() - operation.started, why)
 
     def _tells_first(self, verdict: str) -> bool:
-        """Whether no other rank has told ``verdict``, as far as is known; from now on this one has."""
+        """Claim the report of ``verdict``; returns False only if another rank is known to have claimed it."""
         if verdict and self._clients is not None and self._context.store_answers():
             with (
                 contextlib.suppress(RuntimeError),
                 self._clients.borrow() as store,
-            ):  # it may go with rank 0
+            ):  # the store may go with rank 0
                 return store.add(f"asynccoll/told/{verdict}", 1) == 1
         return True
 
     def dump(self) -> str:
-        """Save what the ranks have recorded. Returns a text to append to an error's; "" if none was saved."""
+        """Save what the ranks have recorded. Returns text to append to an error; "" if nothing was saved."""
         now = host.monotonic()
         if self._clients is None or self._context.thread_rank or self._context.closed:
             return ""
@@ -301,13 +301,13 @@ class Failures:
 
 
 def _refused_after(place: int, lane: Lane, flight: Flight | None) -> Call | None:
-    """Return a rank's first call after ``place`` on the lane, if it has refused that."""
+    """Return a rank's first call after ``place`` on the lane, if the rank refused that call."""
     calls = () if flight is None else flight.on_lane(*lane_id(lane.group.key, lane.key))
     after = next((call for call in calls if call.sequence > place), None)
     return after if after is not None and after.was_refused else None
 
 
 def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
-    """Return, by member that has ``left``, how many calls it had made on the lane."""
+    """Return how many calls each member that has ``left`` had made on the lane."""
     key, members = f"{lane.group.key}/{lane.key}", lane.group.ranks
     return {rank: told.get(key, 0) for rank, told in left.items() if rank in members}

@@ -1,7 +1,7 @@
-"""How a rank leaves its world: what it leaves in the store, and what those before it have left there.
+"""How a rank leaves its world: what it publishes in the store, and what ranks that left before published.
 
-A rank that has left in order is no lost one: the others may go on without it, up to the calls that it never
-made. This module must not know what is done about a rank that is gone.
+A rank that has left in order is not lost: the others may go on without it, up to the calls that it never
+made. This module must not know how a lost rank is dealt with.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ class Farewells:
         liveness: Liveness,
         lanes: Callable[[], Iterable[Lane]],
     ) -> None:
-        """``lanes`` returns all lanes that are open."""
+        """``lanes`` returns all open lanes."""
         self._rank = rank
-        self._others = range(1, world_size)  # than the one that may serve the store
+        self._others = range(1, world_size)  # all but rank 0, which may serve the store
         self._clients = clients if world_size > 1 else None
         self._liveness = liveness
         self._lanes = lanes
 
     def say(self) -> None:
-        """Publish how many calls this rank has made on each lane: for those it does not count as lost.
+        """Publish how many calls this rank has made on each lane: for those calls it does not count as lost.
 
-        A refused call counts as made if the peers have been told of it, or will be by what is told already.
+        A refused call counts as made if the peers have been told of it, or will learn of it from what has
+        already been published.
         """
         if self._clients is None:
             return
@@ -60,9 +61,9 @@ class Farewells:
         return said
 
     def leave(self, patience: float) -> None:
-        """Note in the store that this rank leaves; rank 0, which may serve it, waits for the others to.
+        """Note in the store that this rank leaves; rank 0, which may serve it, waits for the others to leave.
 
-        It stops waiting after ``patience`` seconds, or when all that have not left are dead.
+        Rank 0 stops waiting after ``patience`` seconds, or when all ranks that have not left are dead.
         """
         if self._clients is None:
             return

@@ -44,12 +44,12 @@ __all__ = ["MAX_LANES", "Group", "GroupLike"]
 
 #: What a user may write as ``group=``: None is the world, ranks are global, a mesh has one dimension.
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
-#: Lanes cost threads and descriptors; a program that needs more has a leak of names.
+#: Lanes cost threads and file descriptors; a program that needs more is leaking names.
 MAX_LANES = 32
-#: The pauses between two looks at whether a lane to be closed still has operations in flight.
+#: The shortest and longest polling interval while a lane to be closed still has operations in flight.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02
-#: If a child task was cancelled, other ranks have this long to close its lane too. Later they are told that
+#: After a child task was cancelled, other ranks have this long to close its lane too. Then they are told that
 #: this rank makes no more calls on it (a refusal).
 _CLOSES_ALONE_SECONDS = 1.0
 #: How long to wait for each thread that closes a lane: the process must not end while it is in native code.
@@ -75,9 +75,9 @@ class Surroundings(World, Protocol):
 
 
 class _Closed:
-    """Stands for a lane that is closed, in the start order: passes its turns, of which it has no use.
+    """A closed lane's stand-in in the start order: it releases each turn without starting anything.
 
-    It takes the place of the lane's queue, which refers to all that the lane had.
+    It replaces the lane's queue, which would keep everything that the lane had alive.
     """
 
     def __init__(self, name: str, key: str, start_order: StartOrder) -> None:
@@ -107,8 +107,8 @@ class Group:
         self.rank: int = self._indices.get(context.rank, -1)
         self.is_world: bool = self.size == context.world_size
         node_of = [context.nodes[rank] for rank in ranks] if context.nodes else []
-        #: The number of nodes if each has equally many members, at least two; else, or if not all ranks know,
-        #: 1.
+        #: The number of nodes if all have the same number of members, at least two. Otherwise, or if not all
+        #: ranks know their nodes, 1.
         self.nodes: int = equal_nodes(node_of)
         #: This member's node, and its index there.
         self.place: tuple[int, int] = (
@@ -120,10 +120,10 @@ class Group:
         self.opened: dict[str, Lane] = {}
         self._closing: dict[Lane, host.Thread] = {}
         self.rounds: int = 0  # how often its ranks have joined
-        self._closed: dict[str, int] = {}  # by name, how often it was closed: a part of the next key
+        self._closed: dict[str, int] = {}  # how often each name was closed: part of the next key
         self._start_order: StartOrder | None = None
-        # The keys of lanes that this rank has closed without the others, as they broke off here: rank 0 may
-        # announce starts on them even so.
+        # The keys of lanes that this rank closed without the others, because they broke here: rank 0 may
+        # still announce starts on them.
         self._closed_alone: set[str] = set()
         self._lock = host.Lock()
 
@@ -134,7 +134,7 @@ class Group:
         return self
 
     def __deepcopy__(self, memo: object) -> Group:
-        """The group itself: a module that keeps one can be copied, and its copy calls the same lanes."""
+        """Return the group itself: a module that holds one can be copied; the copy uses the same lanes."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -151,15 +151,15 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The name under which members meet in the store, the same on each of them."""
+        """The name under which members meet in the store, the same on every member."""
         return "world" if self.is_world else "-".join(map(str, self.ranks))
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Return the node of the member at ``index``, of several equal ones, and its index on that node."""
+        """Return the node of the member at ``index``, if there are several, and its index on that node."""
         return place_of(index, self._node_of)
 
     def topology(self, device: str) -> Topology:
-        """Return what planning must know of this group, for tensors on a device of this type."""
+        """Return what planning needs to know about this group, for tensors on a device of this type."""
         found = self._topologies.get(device)
         if found is None:
             known = self.context.backend.capabilities_among(self.ranks, device)
@@ -174,7 +174,7 @@ class Group:
         given_up: Callable[[], bool],
         disagreed: Callable[[int, CollectiveError], object] = lambda place, error: None,
     ) -> Opening:
-        """Return all that a backend needs to open a communicator of these ranks."""
+        """Return everything a backend needs to open a communicator of these ranks."""
         context = self.context
         return Opening(
             self.ranks,
@@ -194,12 +194,12 @@ class Group:
         )
 
     def prepare(self) -> None:
-        """Register it with the backend, if there every rank has to."""
+        """Register the group with the backend, if it requires that of every rank."""
         context = self.context
         context.backend.prepare_group(self.opening(DEFAULT, 0, lambda: context.closed))
 
     def start_order(self, lane: str) -> StartOrder | None:
-        """Return what decides when ``lane`` may start an operation; None if any order will do."""
+        """Return the object that decides when ``lane`` may start an operation; None if any order will do."""
         context = self.context
         if lane == DEFAULT or not context.backend.orders_lanes or context.clients is None or self.size == 1:
             return None
@@ -208,7 +208,7 @@ class Group:
         return self._start_order
 
     def lane(self, name: str = DEFAULT) -> Lane:
-        """Return the lane called ``name``, opened on first use. Raises on a rank that is no member."""
+        """Return the lane called ``name``, opened on first use. Raises on a rank that is not a member."""
         found = self.opened.get(name)
         return found if found is not None else self._new_lane(name)
 
@@ -235,7 +235,7 @@ class Group:
             return lane
 
     def _next_key(self, name: str) -> str:
-        """Return the key under which the ranks meet for a lane that is opened with this name now."""
+        """Return the key under which the ranks meet for a lane opened under this name now."""
         times = [f"~{number}" for number in (self._closed.get(name, 0), self._times(name)) if number]
         return "".join((name, *times))
 
@@ -243,9 +243,9 @@ class Group:
         return self.context.children.times(name.removesuffix(BACKWARD))
 
     def close_lane(self, name: str) -> None:
-        """Begin to close the lane called ``name``: its operations end first, and all members must close it.
+        """Start closing the lane ``name``: its operations complete first, and all members must close it.
 
-        Returns at once, with the name free again. Its lane for gradients is closed, too.
+        Returns immediately; the name can be reused. The lane for its gradients is closed too.
         """
         with self._lock:
             for each in (name, name + BACKWARD):
@@ -253,7 +253,7 @@ class Group:
             self._begin_to_close(name, "")
 
     def close_child(self, name: str, why: str) -> None:
-        """Begin to close a child task's lane; ``Children``, not this group, counts how often it was closed.
+        """Start closing a child task's lane; ``Children``, not this group, counts how often it was closed.
 
         ``why``: the reason that this rank makes no more calls on it, for members that wait for one; "" if it
         has made all of its calls.
@@ -269,19 +269,19 @@ class Group:
                     target=self._close, args=(lane, why), name=f"asynccoll-close-{each}", daemon=True
                 )
                 closer.start()
-                self._closing[lane] = closer  # the closer takes it out, with the lock
+                self._closing[lane] = closer  # the closer removes it, and needs the lock for that
 
     def _close(self, lane: Lane, why: str) -> None:
         context = self.context
         for operation in lane.outstanding():
-            context.watch_over(operation)  # so that it ends if a peer is gone, or has refused its side
+            context.watch_over(operation)  # so that it fails if a peer is gone or has refused its side
         pause = _FIRST_PAUSE_SECONDS
         while lane.outstanding() and lane.broken is None and not context.closed:
             host.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         broken = lane.broken is not None
         if context.clients is not None and self.size > 1 and not broken:
-            # A peer may still be in a call that is over here, and need this rank's connections.
+            # A peer may still be in a call that is done here, and need this rank's connections.
             with contextlib.suppress(RuntimeError, CollectiveError):
                 self._meet_to_close(lane, context.clients, why)
         if not context.closed:  # else ``close`` closes the lane
@@ -296,7 +296,8 @@ class Group:
     def _meet_to_close(self, lane: Lane, clients: Clients, why: str) -> None:
         """Wait until all members close the lane.
 
-        With ``why``, a member that does not soon may wait for a call that this rank never makes: refuse it.
+        With ``why``, a member that does not close it soon may be waiting for a call that this rank never
+        makes, so that call is then refused.
         """
         context = self.context
         meet = partial(clients.meet, f"closed/{self.key}/{lane.key}", self.rank, self.size)
@@ -319,7 +320,7 @@ class Group:
         return [completion for lane in self.lanes() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:
-        """Close the lanes and their start order. The context is marked closed already, which ends closers."""
+        """Close the lanes and their start order. The context is already marked closed, which ends closers."""
         steps: list[Callable[[], object]] = [
             *([self._start_order.close] if self._start_order is not None else ()),
             self._join_closers,
@@ -337,8 +338,8 @@ class Group:
         """Return the same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.
 
         ``DistributedDataParallel(model, process_group=ac.new_group([0, 1]).process_group())``.
-        It has connections of its own, so that torch's collectives never interleave with those of a lane.
-        The first call makes it and waits for all members; ``ac.finalize()`` ends it.
+        It has its own connections, so torch's collectives never interleave with those of a lane.
+        The first call creates it and waits for all members; ``ac.finalize()`` destroys it.
 
         Raises:
             UnsupportedOpError: the backend is not one of torch's, or ranks are threads of one process.
@@ -367,9 +368,9 @@ class Group:
     def find_queue(self, name: str, key: str) -> OrderedLane | None:
         """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
-        A lane that is closing is found, too: it may have calls in flight, although a new lane may have its
-        name; and so is one that broke off and is closed, to pass its turns. None if this rank has yet to
-        close the lane that had the name before, or has as many lanes as it may.
+        A closing lane is found too: it may have calls in flight, even if a new lane already has its name. For
+        a lane that broke and is closed, a stand-in is returned that releases its turns. None if this rank has
+        yet to close the lane that had the name before, or has as many lanes as it may have.
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
@@ -384,7 +385,7 @@ class Group:
         return lane.queue if lane.key == key else None
 
     def next_round(self) -> None:
-        """Count the calls of all lanes anew, also of those that only some ranks have: all have joined."""
+        """Start a new round of call numbers in all lanes, also in those only some ranks have (``join``)."""
         with self._lock:
             self.rounds += 1
             lanes = [*self.opened.values(), *self._closing]

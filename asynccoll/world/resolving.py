@@ -1,4 +1,4 @@
-"""From what a user may write as ``group=`` to a ``Group``."""
+"""Resolves whatever a user may pass as ``group=`` to a ``Group``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ad_hoc_group", "check_ranks", "resolve_group"]
 
 
 def resolve_group(context: Context, group: GroupLike) -> Group:
-    """Return the ``Group`` for anything that a user may write as ``group=``."""
+    """Return the ``Group`` for anything that a user may pass as ``group=``."""
     if group is None:
         return context.world
     if isinstance(group, Group):
@@ -30,7 +30,7 @@ def resolve_group(context: Context, group: GroupLike) -> Group:
 
 
 def ad_hoc_group(context: Context, ranks: object) -> Group:
-    """Return the group of a list of ranks, made by the first call with these ranks."""
+    """Return the group of a list of ranks; the first call with these ranks creates it."""
     wanted = check_ranks(context, ranks)
     known = context.groups.get(wanted)
     if known is None:
@@ -44,7 +44,7 @@ def ad_hoc_group(context: Context, ranks: object) -> Group:
 
 
 def check_ranks(context: Context, ranks: object) -> tuple[int, ...]:
-    """Return the ranks sorted; refuse a list with a rank outside the world, or one that is named twice."""
+    """Return the ranks sorted; refuse a list with a rank outside the world, or a rank listed twice."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes)):
         raise PayloadTypeError(
             "group must be None, an asynccoll Group, a list of global ranks, a one-dimensional "
