@@ -157,7 +157,7 @@ class Case:
         return total / self.ranks if self.reduction == "avg" else total
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """The part of rank ``index`` in the whole ``x``."""
+        """Return the part of rank ``index`` in the whole ``x``."""
         return x[index * self.count : (index + 1) * self.count]
 
 

@@ -37,7 +37,7 @@ class Series:
         return sorted(self.seconds)[len(self.seconds) // 10]
 
     def ratio_to(self, other: Series) -> float:
-        """The median over rounds of this peer's time over the other's in the same round."""
+        """Return the median over rounds of this peer's time over the other's in the same round."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return statistics.median(mine / theirs for mine, theirs in pairs)
 

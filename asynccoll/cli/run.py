@@ -153,7 +153,7 @@ def request(given: argparse.Namespace) -> RunRequest:
 
 
 def _given_options(given: argparse.Namespace) -> dict[str, str | bool]:
-    """The torchrun options that the user gave; torchrun knows its own defaults."""
+    """Return the torchrun options that the user gave; torchrun knows its own defaults."""
     found: dict[str, str | bool] = {}
     for options in _RUN_OPTIONS.values():
         for names, _, _ in options:

@@ -174,7 +174,7 @@ class _Launcher:
 
 
 def _siblings(name: str, prefix: str, command: str) -> _Launcher:
-    """A launcher whose variables differ in their endings only."""
+    """Return a launcher whose variables differ in their endings only."""
     return _Launcher(
         name,
         rank=f"{prefix}_RANK",
@@ -244,7 +244,7 @@ _LEFT_BEHIND = frozenset({"MPI_LOCALRANKID", "MPI_LOCALNRANKS"})
 
 
 def _inner(variables: Variables) -> LaunchInfo | None:
-    """The place an MPI launcher, horovodrun or a TPU runtime gave this process, if one did."""
+    """Return the place an MPI launcher, horovodrun or a TPU runtime gave this process, if one did."""
     for launcher in _LAUNCHERS:
         if variables.any(launcher.place()):
             return _from_launcher(launcher, variables)

@@ -59,11 +59,11 @@ class Variables:
         return all(name in self._environ for name in names)
 
     def text(self, name: str) -> str | None:
-        """The value of ``name``, where it is set."""
+        """Return the value of ``name``, where it is set."""
         return self._environ.get(name)
 
     def integer(self, name: str) -> int:
-        """The value of ``name`` as a number that is not negative."""
+        """Return the value of ``name`` as a number that is not negative."""
         given = self._environ[name]
         if not (given.strip().isdecimal() and len(given.strip()) <= _MAX_DIGITS):
             raise LaunchEnvironmentError(
@@ -82,7 +82,7 @@ class Variables:
         return given or None
 
     def first(self, *names: str) -> int | None:
-        """The first of ``names`` that is set, as a number."""
+        """Return the first of ``names`` that is set, as a number."""
         return next((self.integer(name) for name in names if name in self._environ), None)
 
     def require(self, launcher: str, names: Sequence[str], advice: str) -> None:
@@ -130,7 +130,7 @@ def with_master(info: LaunchInfo, variables: Variables) -> LaunchInfo:
 def blockwise(
     launcher: str, rank: int, world_size: int, local_rank: int, local_world_size: int
 ) -> LaunchInfo:
-    """A place on nodes that are filled one after the other, which is what launchers do."""
+    """Return a place on nodes that are filled one after the other, which is what launchers do."""
     per_node = max(local_world_size, 1)
     return LaunchInfo(
         launcher,

@@ -21,7 +21,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_name() -> str:
-    """The name of this node: what ``ASYNCCOLL_NODE`` says, else host name and boot id."""
+    """Return the name of this node: what ``ASYNCCOLL_NODE`` says, else host name and boot id."""
     said = os.environ.get(VARIABLE)
     if said:
         return said

@@ -27,7 +27,7 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The hosts of a SLURM host list, in its order: ``n[1-2],m`` gives ``n1``, ``n2``, ``m``.
+    """Return the hosts of a SLURM host list, in its order: ``n[1-2],m`` gives ``n1``, ``n2``, ``m``.
 
     Several brackets in one name multiply out, the last one running fastest; leading zeros
     are kept, so ``n[08-10]`` gives ``n08``, ``n09``, ``n10``.
@@ -45,7 +45,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def expand_with_scontrol(text: str) -> list[str]:
-    """The hosts of a SLURM host list as SLURM itself sees them, or else as the parser does."""
+    """Return the hosts of a SLURM host list as SLURM itself sees them, or else as the parser does."""
     scontrol = shutil.which("scontrol")
     if scontrol is None:
         return expand_hostlist(text)

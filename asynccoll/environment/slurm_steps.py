@@ -58,7 +58,7 @@ def _shell(variables: Variables) -> str | None:
 
 
 def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
-    """The place srun gave this task."""
+    """Return the place srun gave this task."""
     variables.require(
         "SLURM",
         REQUIRED,
@@ -144,7 +144,7 @@ def _has_own_gpus(variables: Variables, tasks: int) -> bool:
 
 
 def _node_of(rank: int, tasks: Sequence[int]) -> int:
-    """The node of ``rank`` where nodes are filled one after the other."""
+    """Return the node of ``rank`` where nodes are filled one after the other."""
     for node, count in enumerate(tasks):
         if rank < count:
             return node

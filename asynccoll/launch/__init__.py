@@ -1,6 +1,6 @@
-"""How the processes of a job come to be: ``asynccoll run``, ``spawn``, ``Parallel``, and what starts them.
+"""How the processes of a job are started: ``asynccoll run``, ``spawn``, ``Parallel``, and their engines.
 
-Knows environments, processes and how a backend wants its ranks started; must not know collectives.
+It knows environments, processes and how a backend wants its ranks started; it must not know collectives.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ __all__ = ["check_called", "complete"]
 
 
 def check_called(function: object, args: object = (), kwargs: object = None) -> None:
-    """What the ranks are to run: a function, and what it is called with."""
+    """Refuse what the ranks cannot run: it has to be a function, with a tuple and a dict of arguments."""
     if not callable(function):
         if inspect.iscoroutine(function):
             function.close()
@@ -26,7 +26,7 @@ def check_called(function: object, args: object = (), kwargs: object = None) -> 
 
 
 def complete(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``function`` returns; of an async one what its coroutine does, run by ``asyncio.run``.
+    """Return what ``function`` returns; the coroutine of an async one is run by ``asyncio.run``.
 
     Raises:
         InvalidArgumentError: it is async, and an event loop runs here already.
@@ -34,7 +34,7 @@ def complete(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     if not inspect.iscoroutine(result):
         return result
-    if asyncio._get_running_loop() is None:  # the public one raises, and would be the context of all errors
+    if asyncio._get_running_loop() is None:  # the public one raises: it would be the context of every error
         return asyncio.run(result)
     result.close()
     raise InvalidArgumentError(

@@ -2,12 +2,12 @@
 
     python child.py script PATH ARGS...
     python child.py module NAME ARGS...
-    python child.py program PATH ARGS...    (anything: only its death with the launcher is seen to)
+    python child.py program PATH ARGS...    (any program: this only makes it die with the launcher)
 
 The launcher starts this file by its path, and it imports the standard library only: what the
-user's program sees, ``sys.path`` and the moment torch is imported included, stays its own affair.
+user's program sees, including ``sys.path`` and the moment torch is imported, is up to the program.
 An uncaught exception goes into the error file that torch elastic names, with the time, so that the
-launcher can show the first failure once; without such a file it is printed as ever.
+launcher can show the first failure once; without such a file it is printed as usual.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import types
 from pathlib import Path
 from typing import NoReturn
 
-#: Beside the error file: the stack of a rank that crashed in native code.
+#: Next to the error file: the stack of a rank that crashed in native code.
 CRASH_FILE = "crash.txt"
-#: Beside the error file: the process number of a rank that the launcher has not started itself.
+#: Next to the error file: the pid of a rank that the launcher has not started itself.
 PID_FILE = "pid.txt"
-#: Beside the error file: the program has come to its end, and what is left is to exit.
+#: Next to the error file: the program has finished, and has only to exit.
 ENDED_FILE = "ended.txt"
 
-#: Names the process that has started this one. Gone once it has been read: its own children have another.
+#: Names the process that started this one. Removed once read: our own children have another parent.
 LAUNCHER = "ASYNCCOLL_LAUNCHER"
-#: Names variables that only the launcher between is to heed: a program may start another one itself.
+#: Names variables meant only for the launcher in between: a program may start another launcher itself.
 NOT_FOR_RANKS = "ASYNCCOLL_NOT_FOR_RANKS"
 _PR_SET_PDEATHSIG = 1
 _CANNOT_EXECUTE = 126
 
-#: Names the directory where each rank under such a launcher leaves its process number and how it failed.
+#: Names the directory where each rank under such a launcher leaves its pid and how it failed.
 ERROR_DIRECTORY = "ASYNCCOLL_ERROR_DIRECTORY"
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
@@ -55,7 +55,7 @@ _run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Run what the command line names; whatever ends it ends this process the same way."""
+    """Run what the command line names; this process ends the same way as the program."""
     kind, target, *arguments = sys.argv[1:]
     die_with_launcher()
     if kind == "program":
@@ -66,13 +66,13 @@ def main() -> None:
         faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Whole lines, PYTHONUNBUFFERED or not: ranks share the stream and must not mix in one.
+            # Whole lines, PYTHONUNBUFFERED or not: ranks share the stream, and must not mix within a line.
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         (_run_script if kind == "script" else _run_module)(target, arguments)
         _exits(SystemExit(), error_file)
     except KeyboardInterrupt:
-        _set_excepthook(quiet=True)  # the launcher tells of it once, not every rank
+        _set_excepthook(quiet=True)  # reported once by the launcher, not by every rank
         raise
     except SystemExit as stop:
         _exits(stop, error_file)
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _become(program: str, arguments: list[str]) -> NoReturn:
-    """Go on as another program; the exit code is a shell's where that cannot be."""
+    """Replace this process by another program; if that fails, exit with the code that a shell would."""
     try:
         os.execv(program, [program, *arguments])  # noqa: S606 - becoming it is the purpose
     except OSError as error:
@@ -96,7 +96,7 @@ def _become(program: str, arguments: list[str]) -> NoReturn:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher is gone, however and whenever that died."""
+    """Have the kernel kill this rank when its launcher dies, in whatever way, even if it is dead already."""
     launcher = os.environ.pop(LAUNCHER, "")
     if sys.platform != "linux":
         return
@@ -108,18 +108,18 @@ def die_with_launcher() -> None:
 
 
 def forget_launcher() -> None:
-    """Remove what was for the launcher between only."""
+    """Remove variables that were meant only for the launcher in between."""
     for name in os.environ.pop(NOT_FOR_RANKS, "").split():
         os.environ.pop(name, None)
 
 
 def launching() -> dict[str, str]:
-    """What a process adds to the environment of one that it starts, and that is to die with it."""
+    """Return what to add to the environment of a process that is to die with this one."""
     return {LAUNCHER: f"{os.getpid()} {_numbering()}"}
 
 
 def _is_gone(launcher: str) -> bool:
-    """Whether that process has ended; one that this process cannot see, in another container, has not."""
+    """Whether that process has ended; one that cannot be seen from here, in another container, has not."""
     pid, numbering = launcher.split()
     try:
         os.kill(int(pid), 0)
@@ -131,14 +131,14 @@ def _is_gone(launcher: str) -> bool:
 
 
 def _numbering() -> str:
-    """Equal for processes that number processes alike: as in ``host.handing``, which is out of reach here."""
+    """Name this process's PID namespace, as ``host.handing`` does, which cannot be imported here."""
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").stat().st_ino)
     return "?"
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
-    """What ``python PATH ARGS...`` does."""
+    """Do what ``python PATH ARGS...`` does."""
     sys.argv[:] = [path, *arguments]
     module = _fresh_main()
     if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
@@ -155,7 +155,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
-    """What ``python -m NAME ARGS...`` does."""
+    """Do what ``python -m NAME ARGS...`` does."""
     sys.argv[:] = ["-m", *arguments]
     _replace_first_path(str(Path.cwd()))
     _fresh_main()
@@ -163,7 +163,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
 
 
 def _fresh_main() -> types.ModuleType:
-    """A ``__main__`` without anything of ours, in place for pickle and multiprocessing too."""
+    """Install and return a ``__main__`` without anything of ours, also for pickle and multiprocessing."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     if "__annotations__" in globals():  # a fresh one has it up to Python 3.13
@@ -173,13 +173,13 @@ def _fresh_main() -> types.ModuleType:
 
 
 def _replace_first_path(directory: str) -> None:
-    """Put ``directory`` where Python put ours, unless it was told to put nothing there."""
+    """Put ``directory`` where Python put ours, unless Python was told to put nothing there."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = directory
 
 
 def own_frames_removed(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """``trace`` from the user's first frame on."""
+    """Return ``trace`` from the user's first frame on."""
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
@@ -190,9 +190,9 @@ def _is_ours(filename: str) -> bool:
 
 
 def _error_file() -> str | None:
-    """Where the launcher reads how this rank failed.
+    """Return the file in which the launcher looks for how this rank failed.
 
-    torch elastic names a file for each rank; other launchers can only tell all of them one directory.
+    torch elastic names a file for each rank; other launchers can only give all ranks one directory.
     """
     directory = os.environ.get(ERROR_DIRECTORY)
     rank = next(filter(None, map(os.environ.get, _RANKS)), None)
@@ -203,14 +203,14 @@ def _error_file() -> str | None:
 
 
 def abort_mpi(code: int) -> None:
-    """Have MPI end the job with this process: the other ranks would wait for it in MPI_Finalize."""
+    """Have MPI abort the job when this process exits: other ranks would wait for it in MPI_Finalize."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         mpi._set_abort_status(code)
 
 
 def _exits(stop: SystemExit, error_file: str | None) -> None:
-    """Have it known how the program ends: another rank's failure may stop it while it exits."""
+    """Record how the program ends before it exits: another rank's failure may stop it meanwhile."""
     tell_peers(_exit_code(stop))
     if not error_file:
         return
@@ -223,20 +223,20 @@ def _exits(stop: SystemExit, error_file: str | None) -> None:
 
 
 def tell_peers(code: int) -> None:
-    """Have the exit code written down with how this rank ends: what ends its worlds does not see it."""
+    """Have the exit code recorded with how this rank ends: the code that closes its worlds cannot see it."""
     exits = sys.modules.get("asynccoll.host.exits")
     if exits is not None:
         exits.exit_code = code  # type: ignore[attr-defined]  # a module's
 
 
 def _restarts_left() -> bool:
-    """Whether the launcher will start over, and so never shows what happened this time."""
+    """Whether the launcher will restart the ranks, and so never shows what happened this time."""
     done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return done < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def record(path: Path, error: BaseException, *, shown: bool) -> None:
-    """Write the error in torch elastic's format, with what only we know beside it."""
+    """Write the error in torch elastic's format, with an entry for what only we know."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     now = time.time()
     data = {
@@ -261,10 +261,10 @@ def record(path: Path, error: BaseException, *, shown: bool) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """The error in a line; a group by what is in it, since its own text tells nothing of the cause."""
+    """Return the error in a line; a group by the errors in it, since its own text does not name the cause."""
     try:
         text = str(error)
-    except Exception:  # the error's own method has one
+    except Exception:  # the error's own ``__str__`` raises
         text = "<exception str() failed>"  # as Python prints it
     own = f"{type(error).__name__}: {text}"
     inside = getattr(error, "exceptions", ())  # by its attribute: Python 3.10 has no such class
@@ -274,10 +274,10 @@ def _told(error: BaseException) -> str:
 
 
 def _lost(error: BaseException, *, left: bool = False) -> list[int]:
-    """The ranks that had died before, as the library names them (it is not imported here).
+    """Return the ranks that had died before, as the library names them (it is not imported here).
 
-    Not those that had ``left`` it in order, or only those: what ends them later may be the launcher, on
-    account of this error.
+    Without those that had ``left`` in order, or only those: the launcher may end these later because of this
+    error.
     """
     if type(error).__name__ == "PeerLostError":
         ranks, gone = getattr(error, "ranks", ()), getattr(error, "left", ())
@@ -287,15 +287,15 @@ def _lost(error: BaseException, *, left: bool = False) -> list[int]:
 
 
 def _exit_code(error: BaseException) -> int:
-    """What Python ends with after ``error``, if nobody kills it on the way out."""
+    """Return the code that Python exits with after ``error``, unless it is killed on the way out."""
     code = error.code if isinstance(error, SystemExit) else 1
     if code is None:
         return 0
-    return code & 0xFF if isinstance(code, int) else 1  # all that the system keeps of it: -1 becomes 255
+    return code & 0xFF if isinstance(code, int) else 1  # the system keeps only these bits: -1 becomes 255
 
 
 def read_record(path: Path) -> dict[str, object] | None:
-    """What a rank has recorded, if it has."""
+    """Return what a rank has recorded, if anything."""
     try:
         found: dict[str, object] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -304,7 +304,7 @@ def read_record(path: Path) -> dict[str, object] | None:
 
 
 def _hook_is_common() -> bool:
-    """Whether only Python or torch would print an uncaught exception, so the launcher may."""
+    """Whether only Python or torch would print an uncaught exception: then the launcher may do it instead."""
     module = getattr(sys.excepthook, "__module__", None) or ""
     return sys.excepthook is sys.__excepthook__ or module.partition(".")[0] == "torch"
 

@@ -1,4 +1,4 @@
-"""How many ranks ``-n`` asks for, for every engine that starts some."""
+"""How many ranks ``-n`` asks for, for every engine that starts ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["number_of_ranks"]
 
 
 def number_of_ranks(text: object) -> int:
-    """The number of ranks on this host: a number, ``auto``, ``cpu`` or ``gpu``, as torchrun understands them.
+    """Return the number of ranks on this host from a number, ``auto``, ``cpu`` or ``gpu``, as torchrun does.
 
     Raises:
-        InvalidArgumentError: it is no number, or none that a job can have.
+        InvalidArgumentError: it is not a number, or less than one rank.
     """
     from torch.distributed.run import determine_local_world_size
 

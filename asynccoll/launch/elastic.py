@@ -1,8 +1,8 @@
-"""The engine under ``asynccoll run``: torch elastic, kept to one host's loopback where it can be.
+"""The engine under ``asynccoll run``: torch elastic, on the loopback address if the job has one host.
 
 torchrun's own parser and agent do the work, so flags and ``PET_*`` variables mean what they mean
-there. Added are a rendezvous that listens on loopback, a runner that records tracebacks of scripts
-that are not decorated, a report that shows the first failure once, and an end without leftovers.
+there. This module adds a rendezvous that listens on loopback, a runner that records tracebacks of scripts
+that are not decorated, a report that shows the first failure once, and a shutdown without leftovers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from asynccoll.launch.witness import Witness
 
 __all__ = ["run"]
 
-#: Options that torchrun does not have, or not as we mean them: our runner becomes the program of --no-python,
-#: so that it dies with us.
+#: Options that torchrun lacks or means differently: with --no-python our runner becomes the program, so that
+#: it dies with us.
 _OURS = ("--no-python", "--kill-on-bad-exit")
 #: torchrun's default for --master-port.
 _PORT = 29500
-#: What torch is to handle, which complains if it is nothing: all that stops a job has handlers of ours.
+#: What torch is to handle, since it insists on a signal: all those that stop a job have handlers of ours.
 _SPARE_SIGNAL = "SIGRTMAX"
 #: torch's default for how long a host waits for the others, --rdzv-conf join_timeout.
 _JOIN_SECONDS = 600
@@ -86,7 +86,7 @@ def _launch(
     witness: Witness,
     directories: Sequence[Path],
 ) -> int:
-    """``directories``: those that go away with this process."""
+    """``directories``: the temporary ones, which ``_give_up`` has to remove."""
     processes.adopt_orphans()
     ended = threading.Event()
     passing.on_stop_signals(
@@ -99,8 +99,8 @@ def _launch(
         _await_first_host(config)
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
-        ended.set()  # a signal cuts nothing short that is still to be told
-        processes.kill_children()  # who is told may start the next job
+        ended.set()  # a signal must not cut the report short
+        processes.kill_children()  # first: once the failure is reported, the next job may start
         failures = [_failure(rank, one, error_files[one.local_rank]) for rank, one in error.failures.items()]
         print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)
         return exit_code(first_failure(failures))
@@ -119,13 +119,13 @@ def _launch(
 
 
 class _UnreachableError(Exception):
-    """Where the hosts are told to meet, nobody can be reached."""
+    """The address where the hosts should meet cannot be reached."""
 
 
 def _await_first_host(config: LaunchConfig) -> None:
-    """Return once a host that is told its number can reach the first one.
+    """Wait until this host can reach the first one, if hosts are given numbers (static rendezvous).
 
-    torch would wait in native code, where no signal is heard, and tell of each attempt in twenty lines.
+    torch would wait in native code, where signals are not handled, and log twenty lines for each attempt.
     """
     if config.rdzv_backend != "static":
         return
@@ -155,7 +155,7 @@ def _say_others_missing(config: LaunchConfig) -> int:
 
 
 def _give_up(number: signal.Signals, directories: Sequence[Path]) -> None:
-    """End this process from beside its main thread, which waits for other hosts in torch's code."""
+    """End this process from another thread, while the main one waits for other hosts in torch's code."""
     try:
         processes.kill_children()
         for directory in directories:
@@ -166,7 +166,7 @@ def _give_up(number: signal.Signals, directories: Sequence[Path]) -> None:
 
 
 class _StopError(SignalException):
-    """The signal that ends the job; torch elastic passes its ``sigval`` on to the ranks."""
+    """The signal that stops the job; torch elastic sends its ``sigval`` to the ranks."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"got {number.name}", sigval=passing.for_ranks(number))
@@ -178,7 +178,7 @@ def _raise_stop(number: signal.Signals) -> None:
 
 
 def _torchrun_arguments(request: RunRequest) -> list[str]:
-    """The command line for torchrun: its own options, then our runner around the program."""
+    """Return the command line for torchrun: its own options, then our runner around the program."""
     flags: list[str] = []
     for name, value in request.options.items():
         if name not in _OURS:
@@ -187,7 +187,7 @@ def _torchrun_arguments(request: RunRequest) -> list[str]:
 
 
 def _runner(options: Mapping[str, str | bool]) -> list[str]:
-    """What torch elastic starts as a rank."""
+    """Return what torch elastic starts as a rank."""
     match options.get("--kill-on-bad-exit", "1"):
         case "0":
             return [str(Path(child.__file__).with_name("keeper.py")), child.__file__]
@@ -200,7 +200,7 @@ def _runner(options: Mapping[str, str | bool]) -> list[str]:
 
 
 def _kind_and_program(request: RunRequest) -> tuple[str, str]:
-    """What our runner is told to run."""
+    """Return what our runner is told to run."""
     if request.options.get("--no-python"):
         found = shutil.which(request.program)
         if found is None:
@@ -210,7 +210,7 @@ def _kind_and_program(request: RunRequest) -> tuple[str, str]:
 
 
 def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]:
-    """torch elastic's configuration, with our rendezvous where one host is all there is."""
+    """Return torch elastic's configuration, with our rendezvous if there is only one host."""
     if _on_loopback(given):
         loopback.register()
         given.standalone = False
@@ -222,8 +222,8 @@ def _configure(given: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]
     given.signals_to_handle = _SPARE_SIGNAL
     config, command, arguments = torchrun.config_from_args(given)
     assert isinstance(command, str), "--run-path is not offered"
-    arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole ones
-    # torch elastic takes them for templates; here arguments are the program's own.
+    arguments.remove("-u")  # it would write lines in pieces; our runner flushes whole lines
+    # torch elastic treats arguments as templates; here they are the program's own.
     return config, command, [text.replace("$", "$$") for text in arguments]
 
 
@@ -253,7 +253,7 @@ def _check_numbers(given: argparse.Namespace) -> None:
 
 
 def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool]) -> None:
-    """Refuse several hosts that are not told where to meet: each would wait for the others for ever."""
+    """Refuse several hosts that are not told where to meet: each would wait forever for the others."""
     if given.standalone or _one_host(given) or given.rdzv_endpoint or given.rdzv_conf:
         return
     for option, what in (("--master-addr", "HOST"), ("--node-rank", "RANK")):
@@ -270,7 +270,7 @@ def _one_host(given: argparse.Namespace) -> bool:
 
 
 def _on_loopback(given: argparse.Namespace) -> bool:
-    """Whether the ranks are all here and the user did not say where to meet."""
+    """Whether all ranks are on this host and the user did not say where to meet."""
     if given.standalone:
         return True
     said = given.rdzv_endpoint or given.rdzv_backend != "static"
@@ -278,31 +278,31 @@ def _on_loopback(given: argparse.Namespace) -> bool:
 
 
 def _set_environment(given: argparse.Namespace, backend: str | None, job: Path) -> None:
-    """What the ranks inherit; whatever the user has set stays."""
+    """Set what the ranks inherit; whatever the user has set is kept."""
     alone = given.standalone or _one_host(given)
     os.environ.update({**naming(job, alone=alone), **child.launching()})
-    os.environ.pop(child.ERROR_DIRECTORY, None)  # of a launcher that has started this one as a rank
+    os.environ.pop(child.ERROR_DIRECTORY, None)  # set by a launcher that started this one as a rank
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend
     ranks = number_of_ranks(given.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // max(1, ranks))))
     if not alone:
-        # Sharing its own store, torch elastic keeps the address of its first rendezvous and tells no
-        # newcomer: a host that joins later would wait for it for ever, and all others for that host.
+        # When sharing its own store, torch elastic keeps the address of its first rendezvous and tells no
+        # newcomer: a host that joins later would wait for it forever, and all others for that host.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     elif interface := _loopback_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _loopback_interface() -> str | None:
-    """``lo``, or what this system calls it."""
+    """Return ``lo``, or what this system calls it."""
     with contextlib.suppress(OSError):
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return None
 
 
 def _silence_torch() -> None:
-    """Say what went wrong once, in our words; with a log level set, torch's are shown as well."""
+    """Silence torch's error logs, since our report says what went wrong; unless a log level is set."""
     if os.environ.get("LOGLEVEL") or os.environ.get("TORCH_LOGS"):
         return
     for name in list(logging.root.manager.loggerDict):
@@ -312,7 +312,7 @@ def _silence_torch() -> None:
 
 @contextlib.contextmanager
 def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
-    """Where ranks leave their error files: where the user says, else somewhere that goes away."""
+    """Yield the directory for the ranks' error files: the user's, else a temporary one."""
     if given.log_dir:
         logs = Path(given.log_dir)
         try:
@@ -330,16 +330,16 @@ def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _passing_directory(prefix: str) -> Iterator[Path]:
-    """A directory that goes away."""
+    """Yield a temporary directory."""
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made:
         yield Path(made)
 
 
 def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
-    """End what ranks of the attempt before have left running; the error files of the last attempt's ranks.
+    """End what the previous attempt left running, at each attempt; returns the error files of the latest.
 
-    By local rank, as torch elastic decides it, before it starts them: a failure tells of one that was written
-    only, and the directory for logs may have those of other runs.
+    They are kept by local rank as torch elastic decides on them, before it starts the ranks: a failure names
+    its file only if one was written, and the directory for logs may have files of other runs.
     """
     files: dict[int, str] = {}
     decide = logs.reify
@@ -355,7 +355,7 @@ def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
 
 
 def _failure(rank: int, failure: ProcessFailure, error_file: str) -> Failure:
-    """What is known about one rank's end."""
+    """Return what is known about how one rank ended."""
     recorded = failure.error_file_data if Path(failure.error_file).is_file() else {}
     crash = _left(error_file, child.CRASH_FILE)
     pid = int(_left(error_file, child.PID_FILE) or failure.pid)
@@ -365,7 +365,7 @@ def _failure(rank: int, failure: ProcessFailure, error_file: str) -> Failure:
 
 
 def _left(error_file: str, name: str) -> str:
-    """What a rank has left beside its error file; "" if nothing."""
+    """Return what a rank has left next to its error file; "" if nothing."""
     with contextlib.suppress(OSError):
         return Path(error_file).with_name(name).read_text(errors="replace")
     return ""

@@ -1,7 +1,7 @@
-"""Starting the ranks of a job through the engine that can: a table, one row per engine.
+"""Starts the ranks of a job through the engine that can: a table, one row per engine.
 
-We write no supervisor; an engine delegates to a launcher that exists. What the command line looks
-like is in ``asynccoll.cli``.
+There is no supervisor of our own; an engine delegates to an existing launcher. The command line is in
+``asynccoll.cli``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _refuse_xla(request: RunRequest) -> int:
 
 Engine = Callable[[RunRequest], int]
 
-#: By what ``backends.table`` says of a backend; each returns the exit code.
+#: By how ``backends.table`` says that a backend's ranks are started; each returns the exit code.
 ENGINES: dict[str, Engine] = {
     "here": _run_elastic,
     "processes": _run_elastic,

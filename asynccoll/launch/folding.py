@@ -1,6 +1,6 @@
-"""Tracebacks as a user reads them: runs of frames of this library and of event loops are a line each.
+"""Shortens tracebacks for users: each run of frames of this library or of an event loop becomes one line.
 
-Text in, text out. A traceback keeps what tells where it comes from: the frames of the program, and those that
+Text in, text out. A traceback keeps what shows where it comes from: the frames of the program, and those that
 raised, unless that is an error of ours, whose text says what to do, or a group, which shows what is in it.
 """
 
@@ -18,8 +18,8 @@ from asynccoll.host.libraries import library_of, line_for
 __all__ = ["FULL_VARIABLE", "folded", "raised_at"]
 
 _FRAME = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line (?P<line>\d+)')
-#: Behind frames that raised one of these there is nothing to be read: an error of ours says what to do, and
-#: of a group the errors in it do, which follow.
+#: The frames that raised one of these say nothing more: an error of ours says what to do, and a group is
+#: followed by the errors in it.
 _SPEAKS_FOR_ITSELF = re.compile(r"[ |]*(asynccoll\.errors\.|(exceptiongroup\.)?(Base)?ExceptionGroup: )")
 
 
@@ -32,14 +32,14 @@ class _Frame(NamedTuple):
 
 
 def folded(text: str) -> str:
-    """``text`` with its tracebacks folded, all of it where the variable says so."""
+    """Return ``text`` with its tracebacks folded, or all of it if ``FULL_VARIABLE`` asks for that."""
     if are_shown():
         return text
     return "\n".join(_folded_lines(text.split("\n")))
 
 
 def raised_at(text: str) -> Place | None:
-    """The last line of the program in a traceback: where it called what failed."""
+    """Return the last line of the program in a traceback: where it called what failed."""
     lines = [
         Place(found["file"], int(found["line"])) for found in map(_FRAME.match, text.split("\n")) if found
     ]
@@ -47,7 +47,7 @@ def raised_at(text: str) -> Place | None:
 
 
 def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
-    """The lines; a stack is whatever frames follow each other."""
+    """Yield the lines; frames that follow each other are a stack."""
     stack: list[_Frame] = []
     for line in lines:
         found = _FRAME.match(line)
@@ -63,13 +63,13 @@ def _folded_lines(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _shown(stack: Sequence[_Frame], error: str) -> Iterator[str]:
-    """The lines of a stack, whose ``error`` stands below it."""
-    whole = all(frame.library for frame in stack)  # nothing of the program: its origin is in them alone
+    """Yield the lines of a stack; ``error`` is the line below it."""
+    whole = all(frame.library for frame in stack)  # no frame of the program: only these show the origin
     runs = [list(run) for _, run in groupby(stack, key=lambda frame: not frame.library)]
     for index, run in enumerate(runs):
         last = index == len(runs) - 1
         hidden = _SPEAKS_FOR_ITSELF.match(error) if last else len(run) > 1
         if whole or not hidden or not run[0].library:
             yield from (line for frame in run for line in frame.lines)
-        elif len(run) > 1:  # one that says nothing needs no line in its place
+        elif len(run) > 1:  # a single frame is just left out
             yield f"{run[0].margin}  {line_for(frame.library for frame in run)}"

@@ -1,6 +1,6 @@
 """The horovodrun of this environment, and how it is told to start ranks on this host.
 
-What runs in the ranks, and how their end is reported, is not known here.
+This module does not know what runs in the ranks, nor how their end is reported.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["Horovodrun", "find"]
 
 @dataclass(frozen=True, slots=True)
 class Horovodrun:
-    """The program, and how it is started so that it ends without a traceback of its own."""
+    """The program, and how it is started so that it ends without its own traceback."""
 
     path: str
     start: tuple[str, ...]
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
-        """The command line that starts ``ranks`` ranks of ``program`` on this host."""
+        """Return the command line that starts ``ranks`` ranks of ``program`` on this host."""
         return [*self.start, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *program]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """``environ`` as this launcher needs it."""
+        """Return ``environ`` as this launcher needs it."""
         return dict(environ)
 
 
 def find() -> Horovodrun:
-    """The horovodrun of this environment, else the first on the path.
+    """Return the horovodrun of this environment, else the first on the path.
 
     Raises:
         BackendNotFoundError: there is none.
@@ -50,4 +50,4 @@ def find() -> Horovodrun:
         raise BackendNotFoundError(
             f"there is no horovodrun in this Python environment or on the path; it comes with {INSTALL}"
         )
-    return Horovodrun(found, (found,))  # of another Python
+    return Horovodrun(found, (found,))  # belongs to another Python

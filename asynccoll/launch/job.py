@@ -1,8 +1,7 @@
-"""What a spawned rank is to do, and how it tells what became of it.
+"""What a spawned rank has to do, and how it reports a failure.
 
-``spawn`` makes a ``Job``; each rank carries it out in a process of its own. An error is written into
-a file before the rank leaves the world, so that the first failure can be told from those that
-followed from it.
+``spawn`` makes a ``Job``; each rank carries it out in its own process. An error is written to a file before
+the rank leaves the world, so that the first failure can be told from those that followed from it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Job:
     function: Callable[..., object]
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
-    #: what ``initialize`` is told beside the backend
+    #: further arguments of ``initialize``
     options: Mapping[str, Any] = field(default_factory=dict)
     #: where each rank writes how it failed
     directory: str = ""
@@ -68,7 +67,7 @@ def failed(
     otherwise: str,
     flights: Mapping[int, Flight] | None = None,
 ) -> SpawnError:
-    """The error for a job of which some rank failed: that of the first, with its traceback."""
+    """Return the error for a job in which a rank failed: that of the first failure, with its traceback."""
     failures = [found for rank in ranks if (found := _failure(job, rank, codes.get(rank))) is not None]
     if not failures:
         return SpawnError(otherwise)
@@ -82,7 +81,7 @@ def failed(
 
 
 def _failure(job: Job, rank: int, code: int | None) -> Failure | None:
-    """How one rank ended, if it failed."""
+    """Return how one rank ended, if it failed."""
     recorded = child.read_record(Path(job.directory, f"{rank}.json"))
     if recorded is None and not code:
         return None
@@ -90,10 +89,10 @@ def _failure(job: Job, rank: int, code: int | None) -> Failure | None:
 
 
 def portable(function: Callable[..., object]) -> Callable[..., object]:
-    """``function`` in a form that another process can load: by name, else by value with cloudpickle.
+    """Return ``function`` in a form that another process can load: by name, else by value with cloudpickle.
 
     Raises:
-        InvalidArgumentError: it has no name to be found by, and cloudpickle is not installed.
+        InvalidArgumentError: it cannot be found by name, and cloudpickle is not installed.
     """
     if _has_name(function):
         return function

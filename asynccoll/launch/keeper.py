@@ -1,9 +1,9 @@
-"""Stands between torch elastic and one rank where survivors go on: ends once all ranks of the host have.
+"""Stands between torch elastic and one rank if survivors go on: exits once all ranks of the host have ended.
 
     python keeper.py child.py script PATH ARGS...
 
-torch elastic ends the other ranks as soon as one process that it has started ends with a failure. So it
-starts these, each of which starts a rank, and waits for the others before it ends as its rank did. Like
+torch elastic ends the other ranks as soon as one process that it started fails. So it starts keepers
+instead: each starts a rank, and waits for the other ranks before it ends as its own rank did. Like
 ``child``, it imports the standard library only: it lives as long as the ranks do.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 else:  # started by its path, beside which child is; the package would import torch
     from child import PID_FILE, die_with_launcher, launching
 
-#: How often it looks whether the others have ended, as torch elastic looks after its processes. They are not
-#: its children, and one may not have begun: there is nothing to wait on.
+#: How often to check whether the others have ended; torch elastic polls its processes, too. They are not
+#: children of this one, and some may not have started yet: there is nothing to wait on.
 _LOOK_SECONDS = 0.1
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -33,10 +33,11 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def main() -> None:
     die_with_launcher()
     environ = {**os.environ, **launching()}
-    # In a group of its own: what stops a job is sent to this process or its group, and reaches the rank once.
+    # In its own process group: what stops a job is sent to this process or its group, and reaches the rank
+    # only once.
     rank = subprocess.Popen([sys.executable, *sys.argv[1:]], env=environ, start_new_session=True)
 
-    # The launcher knows this process alone, and the other ranks that one.
+    # The launcher knows only this process, whereas the other ranks know the rank's own.
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(PID_FILE).write_text(str(rank.pid))
 
     stopped: list[int] = []
@@ -49,7 +50,7 @@ def main() -> None:
         signal.signal(number, pass_on)
     code = rank.wait()
     _await_others(stopped)
-    # The first of these to end has torch elastic stop the others, which end, too: each as its rank did.
+    # When the first keeper exits, torch elastic stops the others, which are about to end as their ranks did.
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     if code < 0:
@@ -58,9 +59,9 @@ def main() -> None:
 
 
 def _await_others(stopped: Sequence[int]) -> None:
-    """Return once each rank of this host has ended. The directory of an attempt is torch elastic's.
+    """Wait until each rank of this host has ended. The directory of an attempt is torch elastic's.
 
-    Or once the job was ``stopped``, as it is where another of these processes was killed, which says nothing.
+    Or until the job is ``stopped``, which also happens if another keeper was killed: that one leaves no note.
     """
     attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
     ended = [attempt / f"{rank}.ended" for rank in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
@@ -70,7 +71,7 @@ def _await_others(stopped: Sequence[int]) -> None:
 
 
 def _end_by(number: int) -> None:
-    """End as a process does that this signal has killed."""
+    """End like a process that was killed by this signal."""
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

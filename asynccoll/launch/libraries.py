@@ -1,8 +1,8 @@
 """The engine under ``asynccoll run --backend mpi`` and ``horovod``: a launcher on this host.
 
-mpiexec and horovodrun start the ranks, pass their output on and end them all when one has failed. Added
-are a runner that records tracebacks, a report that shows the first failure once, and an end that leaves
-nothing behind. What they do otherwise than torchrun (several hosts, restarts, redirection) is refused
+mpiexec and horovodrun start the ranks, pass their output on and end them all when one has failed. This
+module adds a runner that records tracebacks, a report that shows the first failure once, and a shutdown
+without leftovers. What they do differently from torchrun (several hosts, restarts, redirection) is refused,
 with the advice to call them directly.
 """
 
@@ -40,7 +40,7 @@ from asynccoll.launch.witness import Witness
 
 __all__ = ["run_horovod", "run_mpi"]
 
-#: The options that mean something here; torchrun's others are about engines that these are not.
+#: The options that apply here; torchrun's others are about torch elastic.
 _TAKEN = {"--nproc-per-node", "--nnodes", "--standalone", "--no-python"}
 
 
@@ -59,12 +59,12 @@ _HOROVODRUN = _Engine("horovod", "horovodrun", horovodrun.find, "horovodrun -np 
 
 
 def run_mpi(request: RunRequest) -> int:
-    """Start the ranks with mpiexec, wait for them, and return its exit code."""
+    """Start the ranks with mpiexec, wait for them, and return the exit code."""
     return _run(request, _MPIEXEC)
 
 
 def run_horovod(request: RunRequest) -> int:
-    """The same with horovodrun."""
+    """Start the ranks with horovodrun, wait for them, and return the exit code."""
     return _run(request, _HOROVODRUN)
 
 
@@ -93,7 +93,7 @@ def _run(request: RunRequest, engine: _Engine) -> int:
 
 
 def _of_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun's variables say of how many ranks and hosts there are, as its options would."""
+    """Return the numbers of ranks and hosts that torchrun's variables give, as options."""
     names = {name: f"PET_{name[2:].upper().replace('-', '_')}" for name in ("--nproc-per-node", "--nnodes")}
     return {option: environ[name] for option, name in names.items() if environ.get(name)}
 
@@ -109,7 +109,7 @@ def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
 
 
 def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
-    """What the ranks inherit; whatever the user has set stays."""
+    """Return what the ranks inherit; whatever the user has set is kept."""
     return {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **without_place(os.environ),
@@ -135,7 +135,7 @@ def _ended(
     launcher: str,
     flights: Mapping[int, Flight],
 ) -> int:
-    """Tell how it ended; the exit code of ``asynccoll run``."""
+    """Report how the job ended; returns the exit code of ``asynccoll run``."""
     if stopped:
         return passing.say_stopped(stopped[0])
     if code:
@@ -146,14 +146,14 @@ def _ended(
             print(f"asynccoll run: {meant}", file=sys.stderr, flush=True)
         cause = first_failure(failures) if failures else None
         if cause is not None and not cause.lost and not cause.left:
-            return exit_code(cause)  # the launcher's may be of a rank that failed because of this one
+            return exit_code(cause)  # the launcher's may be that of a rank that failed because of this one
     return code if code >= 0 else 128 - code
 
 
 def _unrecorded(
     code: int, errors: Path, first: list[int], launcher: str, flights: Mapping[int, Flight]
 ) -> str:
-    """What to say where no rank recorded an error: which was the first to end."""
+    """Return what to say if no rank recorded an error: which was the first to end."""
     text = f"asynccoll run: {launcher} ended with code {code}, and no rank recorded an error"
     if not first:
         return f"{text}; what {launcher} said is above"

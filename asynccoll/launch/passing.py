@@ -1,6 +1,6 @@
-"""How what stops a job reaches its ranks: signals to this process, passed on to a launcher that it started.
+"""How a job is stopped: signals to this process are passed on to its ranks, or to a launcher that it started.
 
-What ranks make of them is not known here.
+This module does not know what the ranks do on a signal.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asynccoll.launch import child, processes
 
 __all__ = ["for_ranks", "launched", "on_stop_signals", "pass_on", "say_stopped"]
 
-#: Ctrl-C, ``kill``, the end of a terminal, Ctrl-\\: the last two may be ignored, and then are (``nohup``).
+#: Ctrl-C, ``kill``, terminal hangup, Ctrl-\\: the last two stay ignored if they already are (``nohup``).
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _STOPPING = (*_ALWAYS, signal.SIGHUP, signal.SIGQUIT)
-#: How soon what is typed is passed on after a shell has put this process in the foreground.
+#: How soon terminal input is passed on after a shell has put this process in the foreground.
 _LOOK_SECONDS = 0.1
 
 
@@ -31,11 +31,12 @@ _LOOK_SECONDS = 0.1
 def launched(
     line: Sequence[str], environ: Mapping[str, str], stdin: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Another launcher, by its command line, which dies with this process; at an error it is stopped.
+    """Run another launcher, by its command line; it dies with this process and is stopped on an error.
 
-    It has a session of its own: Ctrl-C on a terminal would reach it beside what is passed on, and at the
-    second mpiexec leaves at once, with ranks that have not cleaned up. The terminal is not that session's, so
-    what is typed is passed on as well. (Not where only that session could find it: see ``processes``.)
+    It has its own session: otherwise Ctrl-C on a terminal would reach it in addition to the signal that is
+    passed on, and at a second one mpiexec exits immediately, before ranks have cleaned up. The terminal does
+    not belong to the new session, so terminal input is passed on as well. (Only on Linux: elsewhere ranks can
+    only be found through this session, see ``processes``.)
     """
     apart = sys.platform == "linux"
     typed = apart and stdin is None and os.isatty(0)
@@ -50,13 +51,13 @@ def launched(
         threading.Thread(target=_type, args=(running,), name="asynccoll-typed", daemon=True).start()
     try:
         yield running
-    except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
+    except BaseException:  # Ctrl-C, say: nothing waits for the ranks any longer
         _end(running)
         raise
 
 
 def _type(running: subprocess.Popen[bytes]) -> None:
-    """Pass what is typed on to a launcher while it runs; in the background nothing is typed for this job."""
+    """Pass terminal input on to a launcher while it runs; in the background, input is not for this job."""
     assert running.stdin is not None
     with contextlib.suppress(OSError), running.stdin as pipe:  # that launcher, or the terminal, may be gone
         while running.returncode is None:
@@ -81,12 +82,12 @@ def pass_on(number: signal.Signals, running: subprocess.Popen[bytes]) -> None:
 
 
 def for_ranks(number: signal.Signals) -> signal.Signals:
-    """What ranks, or their launcher, get for a signal: SIGTERM for a hangup, which they may not handle."""
+    """Return the signal for ranks or their launcher: SIGTERM for a hangup or quit, which they may ignore."""
     return number if number in _ALWAYS else signal.SIGTERM
 
 
 def say_stopped(number: signal.Signals) -> int:
-    """Tell why all ranks were stopped, if anybody can be told; the exit code of ``asynccoll run``."""
+    """Say why all ranks were stopped, unless the terminal is gone; returns ``asynccoll run``'s exit code."""
     said = "interrupted" if number == signal.SIGINT else f"got {number.name}"
     with contextlib.suppress(OSError):  # the terminal has hung up
         print(f"asynccoll run: {said}; all ranks stopped", file=sys.stderr, flush=True)
@@ -94,7 +95,7 @@ def say_stopped(number: signal.Signals) -> int:
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:
-    """End a launcher: as at Ctrl-C, if need be by SIGTERM, and at last by force."""
+    """End a launcher: by SIGINT as at Ctrl-C, then by SIGTERM, and finally by SIGKILL."""
     try:
         for number in _ALWAYS:
             running.send_signal(number)
@@ -112,11 +113,11 @@ def on_stop_signals(
 ) -> None:
     """Call ``first`` for the first signal that stops a job; kill all children at the second.
 
-    Hangups do not count as such: one may be told twice, by the shell and the kernel, and with SIGTERM.
-    A rank that waits in native code does not notice SIGINT, so three seconds after it what is left gets
-    SIGTERM. (SIGTERM is never sent twice: a handler that saves a checkpoint would be entered again.) And
-    if it is this process that waits in native code, so that ``first`` cannot be called by then, ``stuck``
-    is called on another thread.
+    Hangups do not count as a second: one may arrive twice, from the shell and the kernel, and with SIGTERM.
+    A rank that blocks in native code does not notice SIGINT, so three seconds later what is left gets
+    SIGTERM. (SIGTERM is never sent twice: a handler that saves a checkpoint would be entered again.) If this
+    process itself blocks in native code, so that ``first`` has not been called by then, ``stuck`` is called
+    on another thread.
     """
     noticed = threading.Event()
     counted: list[int] = []
@@ -147,19 +148,19 @@ def on_stop_signals(
 
 
 def _pause(*_: object) -> None:
-    """Stop (Ctrl-Z) and go on with all ranks: they are in sessions of their own, and no shell stops those."""
+    """Stop (Ctrl-Z) and continue with all ranks: they are in their own sessions, which no shell stops."""
     processes.signal_descendants(signal.SIGSTOP)
     try:
-        # By default, not by SIGSTOP: the kernel ignores it where no shell could continue this process.
+        # By the default action, not SIGSTOP: the kernel ignores it if no shell could continue this process.
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)  # returns once this process is continued, as by ``fg``
-    finally:  # the handler of a signal that came meanwhile may raise here
+    finally:  # the handler of a signal that arrived meanwhile may raise here
         signal.signal(signal.SIGTSTP, _pause)
         processes.signal_descendants(signal.SIGCONT)
 
 
 def _watch_for_signals(noticed: threading.Event, stuck: Callable[[signal.Signals], None]) -> None:
-    """Have ``stuck`` called if a stop signal has come and is not ``noticed`` in time."""
+    """Have ``stuck`` called if a stop signal arrives and is not ``noticed`` in time."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""The environment of ranks without the place that a launcher gave this process: theirs is another."""
+"""The environment for ranks without the place that a launcher gave this process: theirs is different."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from asynccoll.environment.detection import PLACE
 
 __all__ = ["without_place"]
 
-#: What the libraries themselves read, beside what we do.
+#: What the libraries themselves read, in addition to what we read.
 _OF_LIBRARIES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_", "HOROVOD_GLOO_RENDEZVOUS_", "TORCHELASTIC_")
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what any launcher has said of this process's place."""
+    """Return ``environ`` without what any launcher has said about this process's place."""
     return {k: v for k, v in environ.items() if k not in PLACE and not k.startswith(_OF_LIBRARIES)}

@@ -1,7 +1,8 @@
 """The program of one rank, started by mpiexec (``planned_rank.py PLAN``) or ``horovod.run`` for ``spawn``.
 
 The plan holds two pickles: how to prepare this interpreter, as multiprocessing does it, and the job.
-Started by its path, it imports the standard library only until the parent's import path is in place.
+This file is started by its path, and imports the standard library only until the parent's import path is in
+place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 
 def main(plan: bytes) -> None:
-    """Carry the job out; an error is in the job's records, and the launcher is told by the exit code."""
+    """Carry out the job; an error goes into the job's records, and the exit code tells the launcher."""
     pickles = io.BytesIO(plan)
     preparing.prepare(pickle.load(pickles))  # noqa: S301 - written by the process that started us
     from asynccoll.host.endings import is_failure
@@ -35,7 +36,7 @@ def main(plan: bytes) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and local rank, as the launcher says."""
+    """Return rank and local rank, as the launcher says."""
     from asynccoll.environment.detection import detect
 
     info = detect(os.environ)

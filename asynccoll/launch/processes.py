@@ -1,7 +1,7 @@
-"""No process is left behind: finding, stopping and reaping what a launcher started.
+"""Finds, stops and reaps the processes that a launcher started, so that none is left behind.
 
 On Linux this process adopts the orphans of its children (it becomes their subreaper), so whatever
-a killed rank had started is found here too. Elsewhere the engine's own clean-up has to do.
+a killed rank had started is found here too. Elsewhere the engine's own clean-up has to suffice.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _KILL_DEADLINE_S = 5.0
 _REAP_INTERVAL_S = 0.01
 
 
-#: Children that this process had before: a shell has started them that became this process.
+#: Children that this process had before: a shell started them, and then became this process by ``exec``.
 _OTHERS: set[int] = set()
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process whose parents die below us, before any is started."""
+    """Become the parent of every descendant whose parents die; to be called before any is started."""
     _OTHERS.update(children())
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -49,7 +49,7 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """The direct children of this process but those others, with those that ended and were not reaped."""
+    """Return the direct children of this process except ``_OTHERS``, also those not reaped yet."""
     return _children_of([os.getpid()])
 
 
@@ -66,7 +66,7 @@ def _children_of(parents: Sequence[int]) -> list[int]:
 
 
 def signal_descendants(number: signal.Signals) -> None:
-    """Send a signal to every process below this one, to parents first."""
+    """Send a signal to every process below this one, parents first."""
     below = children()
     while below:
         for pid in below:
@@ -76,7 +76,7 @@ def signal_descendants(number: signal.Signals) -> None:
 
 
 def signal_children(number: signal.Signals) -> None:
-    """Send a signal to every child and, where it leads a group, to all of that group."""
+    """Send a signal to every child or, if it leads a process group, to the whole group."""
     _signal(children(), number)
 
 
@@ -90,7 +90,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def end_children() -> None:
-    """End all descendants: by SIGTERM, which each child gets once; what is left after a while is killed."""
+    """End all descendants: each child gets SIGTERM once; what is left after the grace period is killed."""
     told: set[int] = set()
     deadline = time.monotonic() + INTERRUPT_GRACE_S
     while (left := children()) and time.monotonic() < deadline:
@@ -101,7 +101,7 @@ def end_children() -> None:
 
 
 def kill_children() -> None:
-    """Kill and reap all descendants: killed children hand theirs to us, until none is left."""
+    """Kill and reap all descendants: the children of killed ones become ours, until none is left."""
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while children() and time.monotonic() < deadline:
         signal_children(signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""What to say when ranks failed: which came first, where, and its traceback, once.
+"""The report on a job whose ranks failed: which failed first, where, and its traceback, once.
 
-Pure text out of what the ranks recorded; starting and stopping them happens elsewhere.
+It only makes text out of what the ranks recorded; they are started and stopped elsewhere.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from asynccoll.launch.folding import folded, raised_at
 
 __all__ = ["Failure", "exit_code", "first_failure", "last_call", "report", "what_aborted"]
 
-#: As ``subprocess``, shells and MPI launchers have it.
+#: The exit code after SIGABRT, as ``subprocess``, shells and MPI launchers give it.
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT, signal.SIGABRT)
 _LAST_WORDS = "Extension modules:"
 _RUNNER = str(Path("asynccoll", "launch", "child.py"))
-#: Room for what an error of ours says of a lost rank: who, its last call with the line, where the dump is.
+#: Room for an error of ours about a lost rank: which rank, its last call with the line, where the dump is.
 _WIDTH = 480
 #: Room for where the dump is, at the end of such an error.
 _LAST = 240
-#: What stands behind the error that a group was raised with.
+#: What ``child`` appends to the errors of a group.
 _IN_A_GROUP = re.compile(r" \(in \w*ExceptionGroup: .*\)$")
-#: What differs between ranks that failed in one way: numbers (seconds, pids, addresses), who says it, how far
-#: its call was. Not which rank it speaks of.
+#: What differs between ranks that failed in the same way: numbers (seconds, pids, addresses), which rank
+#: reports it, how far its call was. Not the ranks that the error is about.
 _OF_A_RANK = re.compile(
     r"this is rank \d+|(?<= ago, )(?:queued|in flight|finished|failed)|0x[0-9a-f]+"
     r"|(?P<named>\branks? \d+(?:, \d+)*)|\d+(?:\.\d+)?"
 )
-#: How far a handle was when its text was made, which says nothing of what went wrong.
+#: The state of a handle when its text was made, which says nothing about what went wrong.
 _STATE_OF_A_WORK = re.compile(r"(?<=: )(?:in flight|done)(?=>)")
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _LOOPS = ("asyncio", "anyio", "trio")
@@ -56,9 +56,9 @@ class Failure:
     shown: bool = False
     #: the ranks that this one found to be gone
     lost: tuple[int, ...] = ()
-    #: and those that it found to have left their world, in order or on account of an error
+    #: the ranks that it found to have left their world, in order or because of an error
     left: tuple[int, ...] = ()
-    #: its program had come to its end: what ended the process came while it exited
+    #: its program had finished: whatever ended the process did so while it exited
     ended: bool = False
 
     @property
@@ -70,9 +70,9 @@ class Failure:
 def read_failure(
     rank: int, pid: int, code: int | None, host: str, recorded: Mapping[str, object], crash: str
 ) -> Failure:
-    """A failure out of the rank's error file (empty if it wrote none) and its crash stack.
+    """Build a failure from the rank's error file (empty if it wrote none) and its crash stack.
 
-    ``code``: its exit code; None if only the rank itself has told it.
+    ``code``: its exit code; None if only the rank itself has recorded it.
     """
     message = recorded.get("message")
     ours = recorded.get("asynccoll")
@@ -83,7 +83,7 @@ def read_failure(
     extra = message.get("extraInfo", {})
     if not isinstance(ours, Mapping):  # the script's own `record` decorator wrote it
         ours = {}
-    if code is None or code == -signal.SIGTERM:  # stopped on its way out: what it failed with counts
+    if code is None or code == -signal.SIGTERM:  # stopped on its way out: its own failure counts
         code = int(ours.get("code", code or 1))
     return Failure(
         rank,
@@ -100,19 +100,19 @@ def read_failure(
 
 
 def _crash_stack(text: str) -> str:
-    """The Python stack a crash left, without the runner's frames and the list of extensions."""
+    """Return the Python stack a crash left, without the runner's frames and the list of extensions."""
     kept = [line for line in text.partition(_LAST_WORDS)[0].splitlines() if _RUNNER not in line]
     return "\n".join(kept).strip()
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others followed from.
+    """Return the failure that the others followed from.
 
-    A rank that died without a word (killed, crashed) makes its peers raise, hardly ever the other
-    way round; among those that recorded an error the earliest counts. SIGTERM comes last: that is
-    how the launcher stops the peers of a failed rank. But not where the earliest error is that another
-    rank was gone: then somebody else had stopped it, or it has told its peers of its error and then been
-    later than they to write it down. (Who left in order counts if it tells an error of its own.)
+    A rank that died without recording an error (killed, crashed) makes its peers raise, hardly ever the
+    other way round. Among those that recorded one, the earliest counts. SIGTERM comes last: that is how the
+    launcher stops the peers of a failed rank. But if the earliest error is that another rank was gone, that
+    rank counts instead: something else had stopped it, or it told its peers of its error and then recorded it
+    later than they did. (A rank that left in order counts only if it recorded an error of its own.)
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -132,12 +132,12 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def exit_code(failure: Failure) -> int:
-    """The exit code that stands for ``failure``, as shells count signals."""
+    """Return the exit code that stands for ``failure``, as shells count signals."""
     return failure.code if failure.code >= 0 else 128 - failure.code
 
 
 def what_aborted(code: int, flights: Mapping[int, Flight]) -> str:
-    """What it means that native code ended a rank (SIGABRT), and what to do; "" for other ends.
+    """Explain that native code ended a rank (SIGABRT), and what to do; "" for other exit codes.
 
     ``flights``: what the ranks had recorded.
     """
@@ -157,7 +157,7 @@ def what_aborted(code: int, flights: Mapping[int, Flight]) -> str:
 
 
 def what_leaked(failure: Failure) -> str:
-    """What torch's error of a loss without gradients may mean in a program with tasks; else ""."""
+    """Explain torch's error about a loss without gradients in a program with tasks; "" for others."""
     if _NO_GRADIENT not in failure.message or not any(loop in failure.trace for loop in _LOOPS):
         return ""
     return (
@@ -167,9 +167,9 @@ def what_leaked(failure: Failure) -> str:
 
 
 def last_call(rank: int, flights: Mapping[int, Flight]) -> str:
-    """The last thing that a rank called which could not say itself where it ended; "" if nobody knows.
+    """Return the last call of a rank that could not report itself where it ended; "" if it is not known.
 
-    Its memory outlives it. Its peers may have been stopped before they could tell.
+    Its memory outlives it, whereas its peers may have been stopped before they could report.
     """
     flight = flights.get(rank)
     return "" if flight is None else last_words(flight, flight.ended, "before it ended")
@@ -181,9 +181,9 @@ def report(
     program: str = "asynccoll run",
     flights: Mapping[int, Flight] | None = None,
 ) -> str:
-    """The first failure with its traceback, then a line for all others that failed in the same way.
+    """Return the first failure with its traceback, then a line for all others that failed in the same way.
 
-    ``flights``: what the ranks had recorded, by which an abort is explained, and where a killed rank was.
+    ``flights``: what the ranks had recorded, which explains an abort, and where a killed rank was.
     """
     flights = flights or {}
     first = first_failure(failures)
@@ -219,7 +219,7 @@ def report(
 
 
 def _way(failure: Failure) -> str:
-    """What is the same on all ranks that failed in one way."""
+    """Return what is the same on all ranks that failed in the same way."""
     return _OF_A_RANK.sub(lambda found: found["named"] or "#", _without_states(failure)) or failure.how
 
 
@@ -228,7 +228,7 @@ def _without_states(failure: Failure) -> str:
 
 
 def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]:
-    """A line for those that failed as the first did; for each other line of the program, one more."""
+    """Return a line for the ranks that failed as the first did; one for each line of the program."""
     told, of_first = [], _line(first)
     for place, failures in groupby(sorted(others, key=_line), key=_line):
         those = list(failures)
@@ -242,12 +242,12 @@ def _alike(program: str, first: Failure, others: Sequence[Failure]) -> list[str]
 
 
 def _line(failure: Failure) -> str:
-    """The line of the program on which it failed, as far as known."""
+    """Return the line of the program on which it failed, as far as known."""
     return str(raised_at(failure.trace) or "")
 
 
 def _shortened(text: str) -> str:
-    """The first line of ``text``, cut if it is too long for people; a remark in brackets at its end stays."""
+    """Return the first line of ``text``, cut if too long; a remark in parentheses at its end is kept."""
     line = text.partition("\n")[0].strip()
     if len(line) <= _WIDTH:
         return line

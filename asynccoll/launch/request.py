@@ -17,5 +17,5 @@ class RunRequest:
     module: bool = False
     backend: str | None = None
     options: Mapping[str, str | bool] = field(default_factory=dict)
-    #: one of ``engines.ENGINES``, where it is not the backend's own
+    #: one of ``engines.ENGINES``, if not the backend's own
     engine: str | None = None

@@ -1,4 +1,4 @@
-"""SLURM's short form for lists of hosts, where users find it; its variables are read in ``environment``."""
+"""SLURM's short form for host lists, where users look for it; its variables are read in ``environment``."""
 
 from asynccoll.environment.slurm import expand_hostlist
 

@@ -1,8 +1,8 @@
-"""``spawn``: a function on ranks in processes of their own, started from this one.
+"""``spawn``: runs a function on ranks in their own processes, started from this one.
 
 What starts them depends on the backend: a table, one row each. The ranks of c10d backends are started
-by torch.multiprocessing and meet in a store that this process serves; those of mpi by the mpiexec of
-this environment, those of horovod by ``horovod.run``; those of xla-tpu are threads of one new process,
+by torch.multiprocessing and meet in a store that this process serves, those of mpi by the mpiexec of
+this environment, those of horovod by ``horovod.run``. The ranks of xla-tpu are threads of one new process,
 one for each device. A rank calls ``initialize``, the function, ``finalize``.
 """
 
@@ -65,8 +65,8 @@ def spawn(
 
     Each rank is a process that has joined a world on ``backend`` (as ``ac.initialize`` does) when ``fn`` is
     called, and leaves it afterwards. ``fn`` is found by its name there, so it has to be at the top level of a
-    module (or script whose start is under ``if __name__ == "__main__":``); with cloudpickle installed it may
-    be any function. An ``async def`` is run by ``asyncio.run``. ``serial`` runs it here.
+    module (or a script guarded by ``if __name__ == "__main__":``); with cloudpickle installed it may be any
+    function. An ``async def`` is run by ``asyncio.run``. ``serial`` runs it in this process.
 
     Args:
         backend: as for ``ac.initialize``.
@@ -75,8 +75,8 @@ def spawn(
         nproc_per_node: the number of ranks on this node.
         kwargs: for gloo, nccl and other backends of torch: ``nnodes``, ``node_rank``, ``master_addr``,
             ``master_port``, ``init_method``, ``start_method`` (``"spawn"``, the default, ``"fork"`` or
-            ``"forkserver"``), ``daemon``, and ``join`` (with ``join=False`` torch's process context comes
-            back at once); for horovod ``hosts``, as ``horovod.run`` takes it (``"host1:2,host2:2"``, of
+            ``"forkserver"``), ``daemon``, and ``join`` (with ``join=False`` torch's process context is
+            returned immediately); for horovod ``hosts``, as ``horovod.run`` takes it (``"host1:2,host2:2"``,
             ``nproc_per_node`` ranks in all). All others go to ``ac.initialize``: ``timeout``, ``check``, ...
 
     Raises:
@@ -92,7 +92,7 @@ def spawn(
 
 
 def known_backend(backend: object) -> str:
-    """The backend's name, if it is one that can be used here."""
+    """Return the backend's name, if it is one that can be used here."""
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a name, got {backend!r}")
     name = backend.strip().lower()
@@ -102,7 +102,7 @@ def known_backend(backend: object) -> str:
 
 @contextlib.contextmanager
 def _reporting(task: Job) -> Iterator[Job]:
-    """The job with a directory for the ranks' errors, which goes away."""
+    """Yield the job with a temporary directory for the ranks' errors."""
     with tempfile.TemporaryDirectory(prefix="asynccoll-spawn-", ignore_cleanup_errors=True) as made:
         yield replace(task, directory=made)
 
@@ -122,7 +122,7 @@ def _spawn_serial(task: Job, ranks: int, kwargs: dict[str, Any]) -> None:
 
 
 def _one_node(task: Job, kwargs: dict[str, object]) -> None:
-    """Take the arguments about nodes away; there is this one only."""
+    """Remove the arguments about nodes from ``kwargs``; there is only this one."""
     nnodes, node_rank = kwargs.pop("nnodes", 1), kwargs.pop("node_rank", 0)
     if (nnodes, node_rank) != (1, 0):
         raise InvalidArgumentError(
@@ -160,7 +160,7 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
 
 
 def _started(ranks: int, told: tuple[object, ...], how: Mapping[str, Any]) -> Any:
-    """torch's context of all ranks. If one cannot be started, all end: the others would wait for it."""
+    """Start all ranks; return torch's context. If one fails to start, all end: they would wait for it."""
     import torch.multiprocessing as mp  # heavy, and only for this
 
     start: Any = mp.start_processes
@@ -187,7 +187,7 @@ def _joined(context: Any, told: Job, nodes: Nodes, witness: Witness) -> None:
         codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
         here = range(nodes.first, nodes.first + nodes.nproc_per_node)
         raise failed(told, here, codes, str(error), witness.flights()) from None
-    except BaseException:  # Ctrl-C, say: nobody waits for the ranks any more
+    except BaseException:  # Ctrl-C, say: nothing waits for the ranks any longer
         end(context.processes)
         raise
     finally:
@@ -196,9 +196,9 @@ def _joined(context: Any, told: Job, nodes: Nodes, witness: Witness) -> None:
 
 
 def _kept(start: Callable[[], Any]) -> Any:
-    """What ``start`` returns, called on a thread that lives as long as the ranks that it starts.
+    """Return what ``start`` returns, called on a thread that lives as long as the ranks that it starts.
 
-    To the kernel, which ends ranks with their parent, the parent is the thread that started them.
+    The kernel ends ranks with their parent, which is the thread that started them, not its process.
     """
     if in_main_thread():
         return start()
@@ -209,7 +209,7 @@ def _kept(start: Callable[[], Any]) -> Any:
         try:
             context = start()
             try:
-                # Copies: who joins the ranks may close theirs meanwhile.
+                # Duplicates: joining the ranks may close the originals meanwhile.
                 left.update(os.dup(process.sentinel) for process in context.processes)
             except OSError:
                 end(context.processes)
@@ -231,8 +231,8 @@ def _kept(start: Callable[[], Any]) -> Any:
 
 
 def _start_options(kwargs: dict[str, object]) -> dict[str, object]:
-    """What torch.multiprocessing is told, taken out of ``kwargs``."""
-    # Functions of a notebook stand in no file: only a fork has them.
+    """Return the options for torch.multiprocessing, removed from ``kwargs``."""
+    # Functions of a notebook are in no file: only a forked process has them.
     method = kwargs.pop("start_method", "fork" if hasattr(builtins, "__IPYTHON__") else "spawn")
     if method not in _START_METHODS:
         raise InvalidArgumentError(
@@ -242,7 +242,7 @@ def _start_options(kwargs: dict[str, object]) -> dict[str, object]:
 
 
 def _meeting(nodes: Nodes) -> tuple[dict[str, object], object]:
-    """The variables that tell the ranks where they meet, and the store if this process serves it."""
+    """Return the variables that tell the ranks where they meet, and the store if this process serves it."""
     if nodes.init_method not in (None, "env://"):
         return {}, None
     if nodes.named:
@@ -256,7 +256,7 @@ def _meeting(nodes: Nodes) -> tuple[dict[str, object], object]:
 
 
 def _forked_rank(*told: Any) -> None:
-    """The same where the threads of this process have not come along: torch would wait for them for ever."""
+    """Run one forked rank: the threads of its parent are gone, and torch would wait for them forever."""
     import torch
 
     torch.set_num_threads(1)
@@ -271,10 +271,10 @@ def _rank(
     variables: Mapping[str, object],
     named: Mapping[str, str],
 ) -> None:
-    """The program of one rank."""
+    """Run one rank."""
     parent = parent_process()
     child.die_with_launcher()
-    if parent is not None and not parent.is_alive():  # it had died before
+    if parent is not None and not parent.is_alive():  # it died before the line above took effect
         os._exit(128 + signal.SIGKILL)
     for name in os.environ.keys() - without_place(os.environ).keys():
         del os.environ[name]
@@ -316,7 +316,7 @@ def _spawn_mpi(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
 def _run_by_plan(
     task: Job, ranks: int, line: Callable[[str], list[str]], environ: Mapping[str, str], who: str
 ) -> None:
-    """Run a program that finds the job in the file it is told, and raise what a rank failed with."""
+    """Run a program that reads the job from the file it is given; raise what a rank failed with."""
     with _planned(task) as (told, plan):
         variables = {**environ, **naming(told.directory)}
         with passing.launched(line(plan), variables, subprocess.DEVNULL) as running:
@@ -328,7 +328,7 @@ def _run_by_plan(
 
 @contextlib.contextmanager
 def _planned(task: Job) -> Iterator[tuple[Job, str]]:
-    """The job, and the file in which its ranks find it."""
+    """Yield the job, and the file in which its ranks find it."""
     with _reporting(replace(task, function=portable(task.function))) as told:
         plan = Path(told.directory, "job")
         plan.write_bytes(_plan(told))
@@ -336,14 +336,14 @@ def _planned(task: Job) -> Iterator[tuple[Job, str]]:
 
 
 def _plan(task: Job) -> bytes:
-    """Two pickles: how to prepare an interpreter for the job, and the job."""
+    """Return two pickles: how to prepare an interpreter for the job, and the job."""
     return pickle.dumps(_preparation()) + pickle.dumps(task)
 
 
 def _preparation() -> dict[str, object]:
-    """What multiprocessing tells a new interpreter, so that it finds the same modules and ``__main__``."""
+    """Return what multiprocessing tells a new interpreter, to find the same modules and ``__main__``."""
     data = preparing.get_preparation_data("asynccoll-rank")
-    data.pop("authkey", None)  # a secret of ours, which does not go into files
+    data.pop("authkey", None)  # a secret of this process, which must not be written to a file
     return {**data, "start_method": "spawn"}
 
 
@@ -369,25 +369,25 @@ def _spawn_horovod(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
         except ValueError as error:
             if hosts is None:
                 raise
-            # Its word for hosts that cannot be.
+            # Horovod's error for impossible hosts.
             raise InvalidArgumentError(f"hosts={hosts!r} for {ranks} ranks: {error}") from error
 
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Horovod handles Ctrl-C and SIGTERM while its ranks run, and would leave this process deaf to them."""
+    """Restore the handlers of SIGINT and SIGTERM: Horovod's would leave this process deaf to both."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # not of Python
+            if handler is not None:  # None: it was not installed from Python
                 signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment, for as long as a launcher copies it."""
+    """Replace this process's environment while a launcher copies it."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -416,7 +416,7 @@ def _spawn_xla(task: Job, ranks: int, kwargs: dict[str, object]) -> None:
     )
 
 
-#: By what ``backends.table`` says of a backend.
+#: By how ``backends.table`` says that a backend's ranks are started.
 _STARTERS: dict[str, Callable[[Job, int, dict[str, object]], object]] = {
     "here": _spawn_serial,
     "processes": _spawn_processes,

@@ -1,9 +1,9 @@
-"""How ranks end, seen by their launcher: who was first, and what the ranks that are left should know.
+"""How ranks end, seen by their launcher: which was first, and what the remaining ranks should know.
 
-Each rank is looked at through a process descriptor (Linux), which turns readable at its end. How it ended is
-written into the rank's flight recorder, which its peers have open: so they can tell that it was killed, or
-ended with exit code 0. mpiexec kills the other ranks within milliseconds of a death and does not always tell
-which it was; who ended first is known here.
+Each rank is watched through a process descriptor (Linux), which becomes readable when it ends. How it ended
+is written into the rank's flight recorder, which its peers have open, so they can tell that it was killed, or
+exited with code 0. mpiexec kills the other ranks within milliseconds of a death and does not always say which
+rank it was; this module knows which ended first.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from asynccoll.host import handing, shared_memory
 
 __all__ = ["Witness"]
 
-#: A rank that dies sooner after it was started, and has not joined its world, may not be seen here.
+#: A rank that dies sooner after its start, before it has joined its world, may be missed.
 _LOOK_SECONDS = 0.02
-#: How often what ranks have left to this process is reaped.
+#: How often to reap processes that ranks have left to this one.
 _REAP_SECONDS = 1.0
 #: MPICH ends the other ranks once a rank's sockets are closed, a moment before its own end is seen here.
 _TOGETHER_SECONDS = 0.005
-#: A change as recent as this may be followed by one with the same time: the clock of files is coarse.
+#: A change as recent as this may be followed by one with the same timestamp: the clock of files is coarse.
 _COARSE_NS = 100_000_000
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A process of a rank: its process descriptor (-1: none, or no more), and what it has handed over."""
+    """A rank's process: its process descriptor (-1: none, or closed), and what it has handed over."""
 
     rank: int
     pid: int
@@ -44,10 +44,10 @@ class _Seen:
 
 
 class Witness:
-    """Watches the processes that ``RANK.pid`` in a directory names, and those that hand their memory over."""
+    """Watches the processes that ``RANK.pid`` in a directory names, and those that hand over their memory."""
 
     def __init__(self, directory: Path) -> None:
-        """Ranks that are started in ``directory`` from now on are seen, once this is watching (``watch``)."""
+        """Prepare to see ranks that are started in ``directory`` from now on, once ``watch`` is called."""
         self.directory: Path = directory
         self._seen: dict[int, _Seen] = {}  # by process
         self._ended: list[int] = []
@@ -60,13 +60,13 @@ class Witness:
         self._thread = threading.Thread(target=self._run, name="asynccoll-witness", daemon=True)
 
     def watch(self) -> Witness:
-        """Watch until ``ended`` is called. Returns this."""
+        """Watch until ``ended`` is called. Returns ``self``."""
         if hasattr(os, "pidfd_open"):
             self._thread.start()
         return self
 
     def ended(self) -> list[int]:
-        """The ranks that have ended, the first one first; ends the watching."""
+        """Stop watching; returns the ranks that have ended, the first one first."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -75,9 +75,9 @@ class Witness:
         return self._ended
 
     def flights(self) -> dict[int, Flight]:
-        """What is recorded by each rank that has joined its world, also of those that are gone."""
+        """Return what each rank that has joined its world has recorded, including those that are gone."""
         found = {}
-        for seen in list(self._seen.values()):  # of a rank that was started again, the latest
+        for seen in list(self._seen.values()):  # of a rank that was restarted, the latest
             recorded = None if seen.memory is None else flight.read(seen.memory)
             if recorded is not None:
                 found[seen.rank] = recorded
@@ -97,10 +97,10 @@ class Witness:
                 os.close(seen.descriptor)
 
     def _look(self) -> None:
-        """Get to know who is new in the directory."""
+        """Watch the ranks that are new in the directory."""
         try:
             changed = self.directory.stat().st_mtime_ns
-        except OSError:  # it goes away with the job
+        except OSError:  # removed with the job
             return
         if changed == self._changed:
             return
@@ -110,9 +110,9 @@ class Witness:
                 self._watch(int(note.stem), int(note.read_text()))
 
     def _reap(self) -> None:
-        """Reap what ranks had started in the background, and left to this process.
+        """Reap processes that ranks had started in the background and left to this one.
 
-        Only what is in the process group that a rank leads, and is no rank: others wait for those.
+        Only those in a process group that a rank leads, and never a rank: others wait for ranks.
         """
         for seen in list(self._seen.values()):
             with contextlib.suppress(ChildProcessError):  # there is none
@@ -121,7 +121,7 @@ class Witness:
                     os.waitid(os.P_PID, found.si_pid, os.WEXITED | os.WNOHANG)
 
     def _see(self, seconds: float) -> None:
-        """See what ranks hand over, and who ends, for so long at most."""
+        """Wait up to ``seconds``, then take what ranks have handed over and note which have ended."""
         if self._poll.poll(seconds * 1000):
             time.sleep(_TOGETHER_SECONDS)
         ready = {descriptor for descriptor, _ in self._poll.poll(0)}
@@ -129,12 +129,12 @@ class Witness:
             for rank, pid, descriptor in handing.handed(self._listening):
                 self._take(self._watch(rank, pid), shared_memory.taken(descriptor, write=True))
         ended = [one for one in self._seen.values() if one.descriptor in ready]
-        # Of those that ended together, those that waited for others were ended for that.
+        # Of those that ended together, ranks that waited for others come last: they ended because of a peer.
         for seen in sorted(ended, key=_waited):
             self._saw_end(seen)
 
     def _watch(self, rank: int, pid: int) -> _Seen:
-        """Watch the process from now on, if it has not ended."""
+        """Watch the process from now on, unless it has ended."""
         if pid not in self._seen:
             seen = self._seen[pid] = _Seen(rank, pid, -1)
             try:
@@ -142,7 +142,7 @@ class Witness:
                 self._poll.register(seen.descriptor, select.POLLIN)
             except ProcessLookupError:
                 seen.ended = True
-            except OSError:  # not allowed here, or no descriptor is left: nobody knows
+            except OSError:  # not permitted, or no descriptor is left: its end stays unknown
                 pass
         return self._seen[pid]
 
@@ -162,7 +162,7 @@ class Witness:
 
 
 def _mark(seen: _Seen) -> None:
-    """Write where its peers read it that the process has ended, and with which exit code, if known."""
+    """Record, where its peers read it, that the process has ended, and its exit code, if known."""
     code = _exit_code(seen)
     if seen.memory is not None and (code is not None or _says_nothing(seen.memory)):
         flight.mark_ended(seen.memory, "exited", code, host.monotonic())
@@ -180,12 +180,12 @@ def _says_nothing(memory: memoryview) -> bool:
 
 
 def _exit_code(seen: _Seen) -> int | None:
-    """How it ended, left for its parent to reap; None where that is not known here, or no longer."""
+    """Return how it ended, and leave it for its parent to reap; None if that is not known here."""
     if seen.descriptor < 0:
         return None
     try:
         found = os.waitid(os.P_PIDFD, seen.descriptor, os.WEXITED | os.WNOWAIT)
-    except OSError:  # somebody else's child, or waited for already
+    except OSError:  # another process's child, or reaped already
         return shared_memory.exit_code(seen.pid)
     if found is None:
         return None

@@ -1,6 +1,6 @@
 """The program that ``spawn`` starts for the ranks of xla-tpu: ``python xla_rank.py PLAN``.
 
-On the CPU all ranks are threads of this one process, for several processes would each be a world of
+On the CPU all ranks are threads of this one process, since several processes would each be a world of
 one. On TPU torch_xla starts a process for each chip. The plan is as in ``planned_rank.py``.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main(plan: str) -> None:
-    """Carry the job out on every device; errors are in the job's records."""
+    """Carry out the job on every device; errors go into the job's records."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the main thread waits for replicas that it cannot stop
     _load(plan)
     if os.environ["PJRT_DEVICE"].startswith("TPU"):
@@ -31,7 +31,7 @@ def main(plan: str) -> None:
 
 
 def _load(plan: str) -> Any:
-    """The job, in an interpreter that is made to look like the one that wrote it."""
+    """Return the job, in an interpreter that is made to look like the one that wrote it."""
     with Path(plan).open("rb") as file:
         preparing.prepare(pickle.load(file))  # noqa: S301 - written by the process that started us
         from asynccoll.launch import child
@@ -58,7 +58,7 @@ def _replica(plan: str, rank: int) -> None:
 
 
 def _end() -> None:
-    """End the process, whatever other replicas still wait for."""
+    """End the process, even if other replicas still wait for something."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -74,7 +74,7 @@ def _tpu_rank(rank: int, plan: str) -> None:
 
 
 def _carry_out(task: Any, rank: int, local_rank: int, /, **place: object) -> None:
-    """Carry the job out, whose records have its error; ``sys.exit(0)`` is none, and must not hide another."""
+    """Carry out the job, which records its error; ``sys.exit(0)`` is not one, and must not hide another's."""
     from asynccoll.host.endings import is_failure
 
     try:

@@ -20,17 +20,17 @@ __all__ = ["DistributedProxySampler", "auto_dataloader", "auto_model", "auto_opt
 
 
 def auto_dataloader(dataset: Dataset[object], **kwargs: object) -> Any:
-    """A ``DataLoader`` for this rank; see ``ac.auto_dataloader``."""
+    """Return a ``DataLoader`` for this rank; see ``ac.auto_dataloader``."""
     return dataloader_for(_here("auto_dataloader"), dataset, kwargs)
 
 
 def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.Module:
-    """The model on this rank's device, ready to be trained by all ranks; see ``ac.auto_model``."""
+    """Return the model on this rank's device, ready to be trained by all ranks; see ``ac.auto_model``."""
     return model_for(_here("auto_model"), model, sync_bn, kwargs)
 
 
 def auto_optim(optimizer: Optimizer, **kwargs: object) -> Optimizer:
-    """The optimizer, ready to step on gradients of all ranks; see ``ac.auto_optim``."""
+    """Return the optimizer, ready to step on gradients of all ranks; see ``ac.auto_optim``."""
     return optim_for(_here("auto_optim"), optimizer, kwargs)
 
 

@@ -130,7 +130,7 @@ def all_gather(tensor: torch.Tensor | float | str | object, group: GroupLike = N
 def all_gather_tensors_with_shapes(
     tensor: torch.Tensor, shapes: Sequence[Sequence[int]], group: GroupLike = None
 ) -> list[torch.Tensor]:
-    """The tensors of all ranks, of different shapes that every rank knows, as a list.
+    """Return the tensors of all ranks, of different shapes that every rank knows, as a list.
 
     >>> idist.all_gather_tensors_with_shapes(torch.ones(rank + 1, 2), [[1, 2], [2, 2]])
     [tensor([[1., 1.]]), tensor([[1., 1.], [1., 1.]])]

@@ -57,7 +57,7 @@ def adasum(tensor: object) -> Any:
 
 
 def new_group(ranks: list[int]) -> Any:
-    """A ``horovod.torch.ProcessSet`` that is also a group of ours; every rank calls it."""
+    """Return a ``horovod.torch.ProcessSet`` that is also a group of ours; every rank calls it."""
     import horovod.torch as hvd
 
     key = tuple(sorted(ranks))

@@ -83,7 +83,7 @@ def sync(temporary: bool = False) -> None:
 
 
 def device() -> torch.device:
-    """The device of this rank's tensors: its GPU where there are GPUs, the XLA device, else the CPU.
+    """Return the device of this rank's tensors: its GPU where there are GPUs, the XLA device, else the CPU.
 
     Without a distributed configuration ``cuda`` or ``mps`` where there is one.
     """
@@ -91,12 +91,12 @@ def device() -> torch.device:
 
 
 def backend() -> str | None:
-    """The name of the backend in use; None without a distributed configuration."""
+    """Return the name of the backend in use; None without a distributed configuration."""
     return None if _world.model() is SERIAL else ac.backend()
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that ``initialize`` and ``spawn`` take here."""
+    """Return the backends that ``initialize`` and ``spawn`` take here."""
     return tuple(name for model in registered_computation_models for name in model.available_backends)
 
 
@@ -106,37 +106,37 @@ def model_name() -> str:
 
 
 def get_world_size() -> int:
-    """The number of ranks; 1 without a distributed configuration."""
+    """Return the number of ranks; 1 without a distributed configuration."""
     return 1 if _world.model() is SERIAL else ac.get_world_size()
 
 
 def get_rank() -> int:
-    """This rank; 0 without a distributed configuration."""
+    """Return this rank; 0 without a distributed configuration."""
     return 0 if _world.model() is SERIAL else ac.get_rank()
 
 
 def get_local_rank() -> int:
-    """This rank's index among those of its node; 0 without a distributed configuration."""
+    """Return this rank's index among those of its node; 0 without a distributed configuration."""
     return _world.layout().local_rank
 
 
 def get_nproc_per_node() -> int:
-    """The number of ranks on a node; 1 without a distributed configuration."""
+    """Return the number of ranks on a node; 1 without a distributed configuration."""
     return _world.layout().nproc_per_node
 
 
 def get_nnodes() -> int:
-    """The number of nodes; 1 without a distributed configuration."""
+    """Return the number of nodes; 1 without a distributed configuration."""
     return _world.layout().nnodes
 
 
 def get_node_rank() -> int:
-    """The index of this node; 0 without a distributed configuration."""
+    """Return the index of this node; 0 without a distributed configuration."""
     return _world.layout().node_rank
 
 
 def hostname() -> str:
-    """The name of this node."""
+    """Return the name of this node."""
     return ac.hostname()
 
 

@@ -67,7 +67,7 @@ def layout() -> Layout:
 
 
 def device() -> torch.device:
-    """The device of this rank's tensors."""
+    """Return the device of this rank's tensors."""
     now = model()
     if now is SERIAL:
         if torch.cuda.is_available():
