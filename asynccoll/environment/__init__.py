@@ -1,6 +1,6 @@
 """Who started this process, and where it is in its job: functions of a mapping of variables.
 
-Starts no rank, changes no variable, and knows no collectives.
+This package starts no rank, changes no variable, and knows no collectives.
 """
 
 from asynccoll.environment.detection import detect

@@ -2,9 +2,9 @@
 
 ``detect`` reads a mapping and touches nothing else, so every launcher can be tested from a table.
 It must not know about backends or process groups, and it never changes the environment. Launchers
-are asked in the order of trust: the torch variables (``asynccoll run`` and torchrun set them),
-SLURM, the launchers of MPI libraries, Horovod, TPU; else the process stands alone. A process that shows
-marks of a launcher which does not say how many ranks there are is refused, never taken for a world of one.
+are checked in the order of trust: the torch variables (``asynccoll run`` and torchrun set them),
+SLURM, the launchers of MPI libraries, Horovod, TPU; else the process is a world of one. A process with marks
+of a launcher that does not say how many ranks there are is refused, never taken for a world of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def detect(environ: Mapping[str, str], *, expand_hosts: ExpandHosts = expand_hostlist) -> LaunchInfo:
-    """The launcher that started this process and the place it gave it.
+    """Return the launcher that started this process and the place it gave it.
 
     ``expand_hosts`` turns a SLURM host list into names; pass
     ``asynccoll.environment.slurm.expand_with_scontrol`` to let SLURM do it.
@@ -50,7 +50,7 @@ _TORCH_NODE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE
 
 
 def _from_torch(variables: Variables) -> LaunchInfo:
-    """The place given by RANK and WORLD_SIZE, with LOCAL_RANK and its siblings or without any of them."""
+    """Return the place given by RANK and WORLD_SIZE, with or without LOCAL_RANK and its siblings."""
     if not variables.any(_TORCH_NODE):
         return _from_bare_torch(variables)
     variables.require(
@@ -63,7 +63,7 @@ def _from_torch(variables: Variables) -> LaunchInfo:
     rank, local_rank, world_size = (variables.integer(name) for name in _TORCH)
     local_world_size = variables.first("LOCAL_WORLD_SIZE")
     if local_world_size is None:
-        # Without it one node is all that can be meant, and there the two ranks are the same.
+        # Without it only one node can be meant, and there the two ranks are equal.
         if local_rank != rank:
             variables.require(
                 "torchrun",
@@ -84,7 +84,7 @@ def _from_torch(variables: Variables) -> LaunchInfo:
 
 
 def _from_bare_torch(variables: Variables) -> LaunchInfo:
-    """The place of a process that is told no more than torch's ``env://`` needs, as in a Kubernetes job."""
+    """Return the place of a process with no more than torch's ``env://`` needs, as in a Kubernetes job."""
     named = ("RANK", "WORLD_SIZE")
     variables.require(
         "torch", named, "Set both or none; a Kubernetes job sets them with MASTER_ADDR and MASTER_PORT"
@@ -94,9 +94,9 @@ def _from_bare_torch(variables: Variables) -> LaunchInfo:
 
 
 def _torch_beside_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
-    """Torch variables inside a SLURM job that no torchrun set: container hooks, user scripts.
+    """Return the place in a SLURM job with torch variables from a container hook or script, not torchrun.
 
-    On one node they win if they ask for at least as many as SLURM started (the task then
+    On one node they take precedence if they ask for at least as many ranks as SLURM started (the task then
     starts more processes itself); on several nodes they have to agree.
     """
     if not placed_by_slurm(variables):
@@ -125,7 +125,7 @@ def _torch_beside_slurm(variables: Variables, expand_hosts: ExpandHosts) -> Laun
 
 
 def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
-    """SLURM's place for this process, unless another launcher placed it within the allocation."""
+    """Return SLURM's place for this process, unless another launcher placed it within the allocation."""
     if not placed_by_slurm(variables):
         return _inner(variables) or from_slurm(variables, expand_hosts)
     slurm = from_slurm(variables, expand_hosts)
@@ -134,7 +134,7 @@ def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchIn
         if not variables.all(names):
             continue
         if slurm.local_world_size == 1 and variables.any(launcher.local_rank):
-            # mpiexec has srun start a daemon of its own on each node, which then starts the ranks.
+            # mpiexec has srun start its daemon on each node, which then starts the ranks.
             return _from_launcher(launcher, variables)
         rank, world_size = (variables.integer(name) for name in names)
         if (rank, world_size) != (slurm.rank, slurm.world_size):
@@ -152,12 +152,12 @@ def _slurm_or_inner(variables: Variables, expand_hosts: ExpandHosts) -> LaunchIn
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """Names under which one launcher tells rank, size, local rank and local size."""
+    """The variables in which one launcher gives rank, size, local rank and local size."""
 
     name: str
     rank: str
     world_size: str
-    #: Alternatives. Where a launcher tells nothing about the node, the ranks find that out together.
+    #: Alternatives. If a launcher says nothing about the node, the ranks find that out together.
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
     command: str
@@ -165,11 +165,11 @@ class _Launcher:
     nnodes: str | None = None
 
     def place(self) -> tuple[str, str]:
-        """The two without which there is no place."""
+        """Return the two that every place needs."""
         return self.rank, self.world_size
 
     def local(self) -> tuple[str, ...]:
-        """Those that say nothing of the job, only of its node."""
+        """Return those that are only about the node, not the job."""
         return (*self.local_rank, *self.local_world_size)
 
 
@@ -185,7 +185,7 @@ def _siblings(name: str, prefix: str, command: str) -> _Launcher:
     )
 
 
-#: Those that start programs of an MPI library. Some set the variables of others besides: first come first.
+#: Launchers of programs that use an MPI library. Some also set the variables of others: the first match wins.
 _OF_MPI = (
     _siblings("jsrun", "JSM_NAMESPACE", "jsrun"),
     _siblings("openmpi", "OMPI_COMM_WORLD", "Open MPI's mpiexec"),
@@ -209,7 +209,7 @@ _OF_MPI = (
     ),
 )
 
-#: The names of those, as ``LaunchInfo.launcher`` has them.
+#: Their names, as in ``LaunchInfo.launcher``.
 MPI_LAUNCHERS = frozenset(launcher.name for launcher in _OF_MPI)
 
 _LAUNCHERS = (
@@ -221,7 +221,7 @@ _LAUNCHERS = (
     ),
 )
 
-#: Marks of launchers that tell rank and size to their own library only.
+#: Marks of launchers that give rank and size to their own library only.
 _MUTE = {
     "PMIx": ("PMIX_RANK", "PMIX_NAMESPACE"),
     "PALS": ("PALS_RANKID", "PALS_APID"),
@@ -238,8 +238,8 @@ PLACE: frozenset[str] = frozenset(
     | {name for marks in _MUTE.values() for name in marks}
 )
 
-#: Not marks of a launcher: they remain where ``PMI*`` was removed to start a process alone, which to MPI it
-#: then is. Torch's LOCAL_WORLD_SIZE and GROUP_RANK likewise remain without RANK, LOCAL_RANK and WORLD_SIZE.
+#: Not marks of a launcher: they remain if ``PMI*`` was removed to start a process alone, and for MPI it then
+#: is alone. Torch's LOCAL_WORLD_SIZE and GROUP_RANK likewise remain without RANK, LOCAL_RANK and WORLD_SIZE.
 _LEFT_BEHIND = frozenset({"MPI_LOCALRANKID", "MPI_LOCALNRANKS"})
 
 
@@ -250,7 +250,7 @@ def _inner(variables: Variables) -> LaunchInfo | None:
             return _from_launcher(launcher, variables)
     for launcher in _LAUNCHERS:
         if variables.any([name for name in launcher.local() if name not in _LEFT_BEHIND]):
-            return _from_launcher(launcher, variables)  # which is refused, as incomplete
+            return _from_launcher(launcher, variables)  # which raises, as they are incomplete
     for name, marks in _MUTE.items():
         if variables.any(marks):
             raise LaunchEnvironmentError(
@@ -286,7 +286,7 @@ def _from_launcher(launcher: _Launcher, variables: Variables) -> LaunchInfo:
 
 
 def _from_tpu(variables: Variables) -> LaunchInfo | None:
-    """A TPU runtime's place: a process of its own list, else the one process of a TPU host."""
+    """Return a TPU runtime's place: within its list of processes, else as the one process of a TPU host."""
     addresses = variables.text("TPU_PROCESS_ADDRESSES")
     hosts = variables.text("TPU_WORKER_HOSTNAMES")
     if addresses is not None:

@@ -1,6 +1,6 @@
 """A process's place in its job, and the reader of environment variables that all launchers share.
 
-Which launcher uses which variable is not known here.
+This module does not know which launcher uses which variable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asynccoll.errors import LaunchEnvironmentError
 
 __all__ = ["LAST_PORT", "LaunchInfo", "Variables", "blockwise", "checked", "unplaced", "with_master"]
 
-#: More digits no rank, count or port has; Python would not even read some thousands of them.
+#: No rank, count or port has more digits; Python itself refuses to parse a few thousand.
 _MAX_DIGITS = 12
 LAST_PORT = 65535
 
@@ -21,9 +21,9 @@ LAST_PORT = 65535
 class LaunchInfo:
     """This process's place in the job, and where its ranks can meet if the launcher says so.
 
-    ``placed`` is False where the launcher does not say which ranks share a node: local ranks and nodes are
-    then found out when the ranks meet, and here each stands as if alone on its node. ``own_gpus`` is True
-    where it shows each rank GPUs of its own instead of all of the node's.
+    ``placed`` is False if the launcher does not say which ranks share a node: local ranks and nodes are then
+    found out when the ranks meet, and here each rank is described as alone on its node. ``own_gpus`` is True
+    if the launcher shows each rank only its own GPUs instead of all of the node's.
     """
 
     launcher: str
@@ -40,7 +40,7 @@ class LaunchInfo:
 
 
 class Variables:
-    """Reads numbers out of an environment and words the errors when they are not there.
+    """Reads numbers from an environment; raises errors that name the variables if they are missing or wrong.
 
     An empty value counts as unset: that is how people unset a variable for one command.
     """
@@ -59,7 +59,7 @@ class Variables:
         return all(name in self._environ for name in names)
 
     def text(self, name: str) -> str | None:
-        """Return the value of ``name``, where it is set."""
+        """Return the value of ``name``, if it is set."""
         return self._environ.get(name)
 
     def integer(self, name: str) -> int:
@@ -73,7 +73,7 @@ class Variables:
         return int(given)
 
     def port(self, name: str) -> int | None:
-        """The port that ``name`` says; of 0, which stands for any, None as where it is not set."""
+        """Return the port in ``name``; None if it is not set, or 0, which stands for any port."""
         given = self.first(name)
         if given is not None and given > LAST_PORT:
             raise LaunchEnvironmentError(
@@ -86,7 +86,7 @@ class Variables:
         return next((self.integer(name) for name in names if name in self._environ), None)
 
     def require(self, launcher: str, names: Sequence[str], advice: str) -> None:
-        """Raise unless all of ``names`` are set; the error tells given and missing ones."""
+        """Raise unless all of ``names`` are set; the error lists given and missing ones."""
         missing = [name for name in names if name not in self._environ]
         if missing:
             raise LaunchEnvironmentError(
@@ -95,13 +95,13 @@ class Variables:
             )
 
     def show(self, names: Sequence[str]) -> str:
-        """Those of ``names`` that are set, with their values."""
+        """Return those of ``names`` that are set, with their values, as text."""
         given = [f"{name}={self._environ[name]!r}" for name in names if name in self._environ]
         return ", ".join(given) or "none of them"
 
 
 def checked(info: LaunchInfo, variables: Variables, names: Sequence[str]) -> LaunchInfo:
-    """``info``, if its numbers can be true together; ``names`` are the variables they came from."""
+    """Return ``info`` if its numbers are consistent; ``names`` are the variables they came from."""
     possible = (
         info.rank < info.world_size
         and info.local_rank < info.local_world_size <= info.world_size
@@ -119,7 +119,7 @@ def checked(info: LaunchInfo, variables: Variables, names: Sequence[str]) -> Lau
 
 
 def with_master(info: LaunchInfo, variables: Variables) -> LaunchInfo:
-    """``info`` with the meeting point that the user or launcher named, where there is one."""
+    """Return ``info`` with the meeting point that the user or launcher named, if any."""
     return replace(
         info,
         master_addr=variables.text("MASTER_ADDR") or info.master_addr,
@@ -130,7 +130,7 @@ def with_master(info: LaunchInfo, variables: Variables) -> LaunchInfo:
 def blockwise(
     launcher: str, rank: int, world_size: int, local_rank: int, local_world_size: int
 ) -> LaunchInfo:
-    """Return a place on nodes that are filled one after the other, which is what launchers do."""
+    """Return a place on nodes that are filled one after the other, as launchers do."""
     per_node = max(local_world_size, 1)
     return LaunchInfo(
         launcher,
@@ -144,7 +144,7 @@ def blockwise(
 
 
 def unplaced(launcher: str, rank: int, world_size: int) -> LaunchInfo:
-    """A place in the job, where nobody says which ranks share a node."""
+    """Return a place in a job whose launcher does not say which ranks share a node."""
     return LaunchInfo(
         launcher, rank=rank, world_size=world_size, node_rank=rank, nnodes=world_size, placed=False
     )

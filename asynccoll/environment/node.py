@@ -1,7 +1,7 @@
-"""Which node this process is on, in a word that is the same for all of its processes and for no others.
+"""The name of this process's node, which is the same for all processes of the node and for no others.
 
-A host's name alone is not enough: clones of one image are all called alike. The kernel's boot id tells them
-apart, and the name tells containers apart that share a kernel. Neither proves that memory can be shared.
+A host name alone is not enough: clones of one image all have the same one. The kernel's boot id tells them
+apart, and the host name tells apart containers that share a kernel. Neither proves that memory can be shared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asynccoll import host
 
 __all__ = ["VARIABLE", "node_name"]
 
-#: Says it instead: containers may know that they share a host, and tests make two nodes of one kernel.
+#: Overrides the name: containers may know that they share a host, and tests make two nodes of one kernel.
 VARIABLE = "ASYNCCOLL_NODE"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -1,4 +1,4 @@
-"""How many ranks a job has, on which node these are, and where all meet: checked once, for all."""
+"""How many ranks a job has, which node this is, and where the ranks meet: checked in one place for all."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Nodes:
 
     @property
     def named(self) -> bool:
-        """Whether the caller said an address or a port."""
+        """Whether the caller gave an address or a port."""
         return self.master_addr is not None or self.master_port is not None
 
     @property

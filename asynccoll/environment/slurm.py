@@ -17,7 +17,7 @@ from asynccoll.errors import LaunchEnvironmentError
 
 __all__ = ["expand_hostlist", "expand_tasks_per_node", "expand_with_scontrol"]
 
-#: More hosts than this is a typing error such as ``n[1-1000000000]``, not a cluster.
+#: More hosts than this are a typo such as ``n[1-1000000000]``, not a cluster.
 MAX_HOSTS = 1_000_000
 
 _SCONTROL_TIMEOUT_S = 10.0
@@ -29,11 +29,11 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 def expand_hostlist(text: str) -> list[str]:
     """Return the hosts of a SLURM host list, in its order: ``n[1-2],m`` gives ``n1``, ``n2``, ``m``.
 
-    Several brackets in one name multiply out, the last one running fastest; leading zeros
+    Several brackets in one name multiply out, the last one varying fastest; leading zeros
     are kept, so ``n[08-10]`` gives ``n08``, ``n09``, ``n10``.
 
     Raises:
-        LaunchEnvironmentError: the text is no host list.
+        LaunchEnvironmentError: the text is not a host list.
     """
     hosts: list[str] = []
     for entry in _split_outside_brackets(text):
@@ -63,7 +63,7 @@ def expand_with_scontrol(text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Tasks on each node: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
+    """Return the number of tasks on each node: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry.strip())
@@ -80,7 +80,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def _split_outside_brackets(text: str) -> Iterator[str]:
-    """The comma-separated entries of ``text``; a comma within brackets separates nothing."""
+    """Yield the comma-separated entries of ``text``; a comma within brackets does not separate."""
     depth = begin = 0
     for position, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -95,7 +95,7 @@ def _split_outside_brackets(text: str) -> Iterator[str]:
 
 
 def _pieces(entry: str, text: str) -> Iterator[tuple[str | None, str | None]]:
-    """The literal and bracketed parts of one entry."""
+    """Yield the literal and bracketed parts of one entry."""
     entry = entry.strip()
     if not entry or any(character.isspace() for character in entry):
         raise _malformed(text, f"{entry!r} is not a host name")
@@ -104,7 +104,7 @@ def _pieces(entry: str, text: str) -> Iterator[tuple[str | None, str | None]]:
 
 
 def _alternatives(bracket: str | None, literal: str | None, text: str) -> list[str]:
-    """What one part of a name can be: itself, or every number in its brackets."""
+    """Return what one part of a name can be: itself, or every number in its brackets."""
     if bracket is None:
         return [literal or ""]
     found: list[str] = []

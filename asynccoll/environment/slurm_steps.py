@@ -1,9 +1,9 @@
-"""The place SLURM's srun gave a task, out of the variables of its job and step.
+"""The place SLURM's srun gave a task, from the variables of its job and step.
 
-The step's own values go before those of the whole job, because a step may use fewer nodes. The
-meeting point follows the custom of other tools: the first host, and a port made of the job's number, here
-also of the step's, since steps of one job may run side by side. The compressed notations are read in
-``slurm.py``.
+The step's own values take precedence over those of the whole job, because a step may use fewer nodes. The
+meeting point follows the custom of other tools: the first host, and a port derived from the job's number,
+here also from the step's, since steps of one job may run side by side. ``slurm.py`` reads the compressed
+notations.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["ExpandHosts", "from_slurm", "placed_by_slurm"]
 #: The first step of a SLURM job meets at this port plus the last four digits of the job's number.
 BASE_PORT = 15000
 _PORTS = 10_000
-#: From one step to the next; without a divisor in common with the number of ports, so that none is met soon.
+#: From one step's port to the next; coprime to the number of ports, so that no port is reused soon.
 _STEP = 2003
 
-#: The numbers from here on are no steps that srun was asked for, and the one of a shell that salloc opened.
+#: Step numbers from the first on are not steps of srun; the second is that of a shell that salloc opened.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _INTERACTIVE_STEP = 0xFFFFFFFA
 
-#: What every task that srun started has.
+#: The variables that every task started by srun has.
 REQUIRED = (
     "SLURM_JOB_ID",
     "SLURM_PROCID",
@@ -45,12 +45,12 @@ ExpandHosts = Callable[[str], Sequence[str]]
 
 
 def placed_by_slurm(variables: Variables) -> bool:
-    """Whether SLURM says where this process is: it does for tasks, not for the shell of an allocation."""
+    """Whether SLURM says where this process is, as it does for tasks, not for the shell of an allocation."""
     return variables.all(REQUIRED) and _shell(variables) is None
 
 
 def _shell(variables: Variables) -> str | None:
-    """Whose own shell this is, if it is one that is told rank 0 of a job that nobody has started yet."""
+    """Say whose shell this is, if it is one that SLURM calls rank 0 of a job whose ranks are not started."""
     step = variables.first(*_STEP_ID)
     if step == _INTERACTIVE_STEP:
         return "the shell that salloc opened for"
@@ -90,7 +90,7 @@ def from_slurm(variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
 
 
 def _refuse_shell(variables: Variables) -> None:
-    """Raise in the own shell of a job whose ranks nobody has started, unless this one is all it has."""
+    """Raise in the shell of a job whose ranks have not been started, unless it has one task only."""
     shell = _shell(variables)
     groups = variables.first("SLURM_HET_SIZE") or 1
     if shell is None or (groups == 1 and variables.integer("SLURM_NTASKS") == 1):
@@ -107,7 +107,7 @@ def _refuse_shell(variables: Variables) -> None:
 
 
 def _tasks_per_node(variables: Variables, world_size: int, nnodes: int) -> list[int]:
-    """How many tasks each node of the step runs."""
+    """Return how many tasks each node of the step runs."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         text = variables.text(name)
         if text is not None:
@@ -130,13 +130,13 @@ def _tasks_per_node(variables: Variables, world_size: int, nnodes: int) -> list[
 
 
 def _tasks_here(variables: Variables, counted: int) -> int:
-    """How many tasks this node runs: ``counted``, but in a hetjob node numbers and counts differ in order."""
+    """Return how many tasks this node runs: ``counted``, unless a hetjob orders counts unlike nodes."""
     ids = variables.text("SLURM_GTIDS") if (variables.first("SLURM_HET_SIZE") or 1) > 1 else None
     return len(ids.split(",")) if ids else counted
 
 
 def _has_own_gpus(variables: Variables, tasks: int) -> bool:
-    """Whether each task sees GPUs of its own only, as with ``--gpus-per-task``, and not all of the node's."""
+    """Whether each task sees only its own GPUs, as with ``--gpus-per-task``, not all of the node's."""
     if variables.any(("SLURM_GPUS_PER_TASK",)) or "gres/gpu" in (variables.text("SLURM_TRES_PER_TASK") or ""):
         return True
     visible, on_node = variables.text("CUDA_VISIBLE_DEVICES"), variables.first("SLURM_GPUS_ON_NODE")
@@ -165,7 +165,7 @@ def _with_slurm_master(info: LaunchInfo, variables: Variables, expand_hosts: Exp
 
 
 def _first_host(rank: int, variables: Variables, expand_hosts: ExpandHosts) -> str:
-    """The host of rank 0: the first, but in a step over groups of a hetjob the first group's.
+    """Return the host of rank 0: the first, but in a step over groups of a hetjob the first group's.
 
     SLURM counts ranks and nodes group by group, and lists the hosts of all groups by name.
     """

@@ -1,7 +1,7 @@
-"""What the ranks of this host are doing now, over what their flight recorders tell.
+"""What the ranks of this host are doing now, according to their flight recorders.
 
-``snapshot`` reads; ``survey`` compares two of them, and is pure. Nothing is asked of the ranks: one that
-hangs in native code, or is stopped, is seen like any other.
+``snapshot`` reads; ``survey`` compares two snapshots, and is pure. The ranks themselves are not asked: one
+that hangs in native code, or is stopped, is seen like any other.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _PROC = Path("/proc")
-#: The programs that ``spawn`` has other launchers start.
+#: The programs that other launchers start for ``spawn``.
 _OF_SPAWN = ("/asynccoll/launch/planned_rank.py", "/asynccoll/launch/xla_rank.py")
 STATES = {"T": "stopped", "t": "traced", "D": "in the kernel", "Z": "dead", "": "gone"}
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The recorders of a moment, by process; what the kernel says of each; and who started it."""
+    """The flight recorders at one moment, by process, with each process's kernel state and parent."""
 
     at: float
     flights: Mapping[int, Flight]
@@ -47,10 +47,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RankNow:
-    """One rank. ``behind`` counts the calls that another rank has made on lane ``behind_on``, and it has not.
+    """One rank. ``behind`` counts the calls on lane ``behind_on`` that another rank has made and it has not.
 
-    ``seconds`` is how long its oldest operation in flight has been so, 0 without any; else ``idle`` is how
-    long ago its latest call was.
+    ``seconds`` is how long its oldest operation has been in flight, 0 without any; ``idle`` is how long ago
+    its latest call was.
     """
 
     job: int
@@ -75,7 +75,7 @@ class RankNow:
 
 
 def check_running(pid: int) -> None:
-    """Go on only if there is such a process.
+    """Raise unless there is such a process.
 
     Raises:
         InvalidArgumentError: there is none.
@@ -90,18 +90,18 @@ def is_running(pid: int) -> bool:
 
 
 def command_of(pid: int) -> str:
-    """What was typed to start a process of this host, without the interpreter; "" if nobody knows."""
+    """Return what was typed to start a process of this host, without the interpreter; "" if unknown."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # it has ended, or is another user's
         return ""
     if Path(words[0]).name.startswith("python"):
         words = words[1:]
         while words and words[0].startswith("-") and words[0] not in ("-", "-c", "-m"):
             words = words[2 if words[0] in ("-W", "-X") else 1 :]
-    if words and words[0].endswith("/asynccoll/launch/child.py"):  # with the kind of program, then as typed
+    if words and words[0].endswith("/asynccoll/launch/child.py"):  # then the kind of program, then as typed
         words = words[2:]
-    if words[:1] == ["-c"] and "from multiprocessing." in words[1]:  # a rank of spawn: nobody typed that
+    if words[:1] == ["-c"] and "from multiprocessing." in words[1]:  # a rank of spawn: not typed
         return command_of(_parent(pid) or 0)
     if words and words[0].endswith(_OF_SPAWN):  # the same, where another launcher starts them
         return command_of(next(filter(_is_python, _ancestors(pid, _parents())), 0))
@@ -109,7 +109,7 @@ def command_of(pid: int) -> str:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether it runs a program of Python, as ``mpiexec`` and what that starts do not."""
+    """Whether the process runs a Python program, unlike ``mpiexec`` and its helpers."""
     with contextlib.suppress(OSError):
         name = (_PROC / str(pid) / "cmdline").read_text(errors="replace").partition("\0")[0]
         return Path(name).name.startswith("python")
@@ -117,7 +117,7 @@ def _is_python(pid: int) -> bool:
 
 
 def snapshot(root: int | None = None) -> Snapshot:
-    """Every rank of this host that may be looked into; with ``root`` those below that process."""
+    """Return every rank of this host that may be inspected; with ``root`` those below that process."""
     flights: dict[int, Flight] = {}
     states: dict[int, str] = {}
     parents = _parents()
@@ -134,13 +134,13 @@ def snapshot(root: int | None = None) -> Snapshot:
 
 
 def _parents() -> dict[int, int]:
-    """By process: who started it."""
+    """Return the parent of each process."""
     pids = [int(process.name) for process in _PROC.glob("[0-9]*")]
     return {pid: parent for pid in pids if (parent := _parent(pid)) is not None}
 
 
 def _parent(pid: int) -> int | None:
-    """Who started the process; None if it has ended meanwhile."""
+    """Return the parent of the process; None if it has ended meanwhile."""
     try:
         status = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -155,7 +155,7 @@ def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def survey(now: Snapshot, before: Snapshot) -> list[RankNow]:
-    """What each rank does, the jobs and their ranks in order."""
+    """Return what each rank does, ordered by job and rank."""
     rows = [
         _rank(pid, now.flights[pid], now, before, job, [now.flights[other] for other in pids])
         for job, pids in _jobs(now).items() for pid in pids
@@ -164,7 +164,7 @@ def survey(now: Snapshot, before: Snapshot) -> list[RankNow]:
 
 
 def hangs(now: Snapshot) -> dict[int, Hang]:
-    """Who keeps each job that waits for some of its ranks from going on, by job."""
+    """Return which ranks the others wait for, by job, for jobs that wait for some of their ranks."""
     found = {}
     for job, pids in sorted(_jobs(now).items()):
         ranks = {now.flights[pid].rank: now.flights[pid] for pid in pids}
@@ -174,10 +174,10 @@ def hangs(now: Snapshot) -> dict[int, Hang]:
 
 
 def _jobs(now: Snapshot) -> dict[int, list[int]]:
-    """The ranks of each job: those that met at one place, else that one process has started.
+    """Return the ranks of each job: those that met in one place, else those that one process started.
 
-    A job is called by the process below which all of its ranks are, or, where that has started several, by
-    its first rank.
+    A job is identified by the process below which all of its ranks are or, if that has started several jobs,
+    by the lowest pid of its ranks.
     """
     met: dict[tuple[object, int], list[int]] = {}
     for pid, one in now.flights.items():
@@ -190,13 +190,13 @@ def _jobs(now: Snapshot) -> dict[int, list[int]]:
 
 
 def _above_all(pids: Sequence[int], parents: Mapping[int, int]) -> int:
-    """The nearest process that has started all of these, itself or through others; 0 if none has."""
+    """Return the nearest process that started all of these, directly or through others; 0 if none did."""
     first, *others = [_ancestors(pid, parents) for pid in pids]
     return next((one for one in first if all(one in other for other in others)), 0)
 
 
 def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
-    """Who has started it, and so on."""
+    """Return the process's parent, that one's parent, and so on."""
     line: list[int] = []
     while (pid := parents.get(pid, 0)) and pid not in line:
         line.append(pid)
@@ -235,13 +235,13 @@ def _rank(
 
 
 def _new(recorded: Flight, before: Flight | None) -> list[Call]:
-    """The calls since then, as far as they are still recorded."""
+    """Return the calls since ``before``, as far as they are still recorded."""
     last = before.calls[-1].ticket if before is not None and before.calls else 0
     return [call for call in recorded.calls if call.ticket > last] if before is not None else []
 
 
 def _behind(recorded: Flight, job: Iterable[Flight]) -> tuple[int, str]:
-    """By how much, and on which lane of a group of its own it is most; one that it has never used counts."""
+    """Return by how much at most, and on which lane of its groups; a lane that it has never used counts."""
     most, where = 0, ""
     for other in job:
         for lane in other.lanes:

@@ -1,7 +1,7 @@
 """Where the ranks of a job are, asked from outside: by its directory, a process, or where its ranks have met.
 
-The ranks of this host are read from their flight recorders, whatever state they are in; those of other hosts
-are found through one that is here and answers, and asked. Stacks only the ranks themselves can tell.
+The ranks of this host are read from their flight recorders, whatever state they are in. Those of other hosts
+are found through a rank here that answers, and are then asked. Only the ranks themselves can report stacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asynccoll.jobs.live import STATES, check_running, command_of, snapshot
 
 __all__ = ["Job", "Whereabouts", "find_jobs"]
 
-#: How long a rank may take to answer: longer than where somebody waits for a collective meanwhile.
+#: How long a rank may take to answer: longer than when a collective waits for the answer.
 _SECONDS = 2.0
 
 
@@ -50,7 +50,7 @@ class Whereabouts:
         return "does not answer (native code?)" if one.near else "does not answer"
 
     def to_dict(self, calls: int) -> dict[str, object]:
-        """For programs: its last ``calls`` calls, and all that are in flight."""
+        """Return a form for programs, with its last ``calls`` calls and all that are in flight."""
         one = self.account
         return {
             "rank": self.rank,
@@ -65,7 +65,7 @@ class Whereabouts:
         }
 
     def last(self, calls: int) -> list[flight.Call]:
-        """Its last ``calls`` calls, and all earlier ones that are in flight."""
+        """Return its last ``calls`` calls, and all earlier ones that are in flight."""
         made = () if self.account.flight is None else self.account.flight.calls
         early = [call for call in made[: max(0, len(made) - calls)] if call.is_open]
         return [*early, *made[max(0, len(made) - calls) :]]
@@ -73,7 +73,7 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The ranks of one world, in order. ``partings``: where they part, as far as they have recorded it."""
+    """The ranks of one world, in order. ``partings``: where they part, as far as that is recorded."""
 
     world_size: int
     meets: str
@@ -93,17 +93,17 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The program, as one of its ranks on this host was started; "" if nobody knows."""
+        """The program, as one of its ranks on this host was started; "" if unknown."""
         told = (command_of(one.peer.pid) for one in self.ranks if one.account.near)
         return next(filter(None, told), "")
 
     @property
     def recorded(self) -> dict[int, Flight]:
-        """By rank, of those that could be read."""
+        """The flight recorders that could be read, by rank."""
         return {one.rank: one.account.flight for one in self.ranks if one.account.flight is not None}
 
     def to_dict(self, calls: int) -> dict[str, object]:
-        """For programs."""
+        """Return a form for programs."""
         hang = self.hang
         return {
             "world_size": self.world_size,
@@ -116,12 +116,12 @@ class Job:
 
 
 def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
-    """The jobs that ``what`` names: a job's directory, a process, ``host:port``; None: all of this host.
+    """Return the jobs named by ``what``: a job's directory, a process, ``host:port``; None: all of this host.
 
     ``secret``: the job's; by default what ``ASYNCCOLL_SECRET`` says.
 
     Raises:
-        InvalidArgumentError: ``what`` is none of these, or a process that there is not.
+        InvalidArgumentError: ``what`` is none of these, or a process that does not exist.
     """
     known = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
     if what is not None and _is_directory(what):
@@ -142,7 +142,7 @@ def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
 
 
 def _is_directory(what: str) -> bool:
-    with contextlib.suppress(OSError):  # it may not be looked at, or is no name of a file
+    with contextlib.suppress(OSError):  # no permission, or not a file name
         return Path(what).is_dir()
     return False
 
@@ -158,7 +158,7 @@ def _of_directory(directory: Path, secret: str) -> list[Job]:
 
 
 def _peers(told: Mapping[Any, Mapping[str, Any]]) -> dict[int, Peer]:
-    """The ranks of which this is ``told``, without what is not told as this version does."""
+    """Return the peers described in ``told``, without those that another version described."""
     found = {}
     for rank, said in told.items():
         with contextlib.suppress(TypeError):
@@ -167,7 +167,7 @@ def _peers(told: Mapping[Any, Mapping[str, Any]]) -> dict[int, Peer]:
 
 
 def _jobs(flights: Iterable[Flight]) -> list[dict[int, tuple[Peer, Account]]]:
-    """Ranks of this host, by job: those that have met at one place."""
+    """Return ranks of this host by job: those that have met in one place."""
     jobs: dict[tuple[str, int], dict[int, tuple[Peer, Account]]] = {}
     for one in flights:
         alone = "" if one.said.get("meets") else str(one.pid)
@@ -187,7 +187,7 @@ def _near(one: Flight) -> tuple[Peer, Account]:
 
 
 def _read(rank: int, peer: Peer) -> tuple[Peer, Account]:
-    """A rank of this host that has left a note; its process may be gone."""
+    """Return a rank of this host that has left a note; its process may be gone."""
     memory = shared_memory.look(peer.pid, peer.memory)
     found = None if memory is None else flight.read(memory)
     if found is None:
@@ -196,7 +196,7 @@ def _read(rank: int, peer: Peer) -> tuple[Peer, Account]:
 
 
 def _asked(near: Mapping[int, tuple[Peer, Account]], secret: str) -> Job:
-    """The job of the ranks ``near``, each asked where it stands, and those of other hosts as well."""
+    """Return the job of the ranks ``near`` and those of other hosts, after asking each where it stands."""
     peers = {rank: peer for rank, (peer, _) in near.items()}
     awake = {rank: peer for rank, peer in peers.items() if near[rank][1].state not in ("T", "Z", "")}
     known = secret or next((peer.secret for peer in peers.values()), "")

@@ -82,7 +82,7 @@ def pass_on(number: signal.Signals, running: subprocess.Popen[bytes]) -> None:
 
 
 def for_ranks(number: signal.Signals) -> signal.Signals:
-    """Return the signal for ranks or their launcher: SIGTERM for a hangup or quit, which they may ignore."""
+    """Return what ranks or their launcher get: SIGTERM for a hangup or quit, which they may not handle."""
     return number if number in _ALWAYS else signal.SIGTERM
 
 

@@ -1,10 +1,10 @@
 """A drop-in for ``ignite.distributed``: ``import asynccoll.sync as idist``.
 
 The same names, signatures and results, built on the async operations: each call starts one and waits for
-it (but for Horovod's ADASUM, which is its own). A program moves to ``await ac.all_reduce(x)`` a line at a
-time; both work on the same world. What ignite does otherwise is known here, and must not be below.
+it (except for ADASUM, which Horovod itself runs). A program moves to ``await ac.all_reduce(x)`` a line at a
+time; both work on the same world. What ignite does differently is known here, and must not be known below.
 
-Where ignite is wrong this is right: ``docs/migrating-from-ignite.md`` lists each difference.
+Where ignite is wrong, this package is right: ``docs/migrating-from-ignite.md`` lists each difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""ignite's collectives on the async ones: start, wait, give back what ignite gives back.
+"""ignite's collectives on top of the async ones: start, wait, return what ignite returns.
 
-What a rank refuses here it publishes (``ops.refuse``), as the async operations do: the peers that did
-call get an error instead of waiting for ever.
+A rank publishes what it refuses here (``ops.refuse``), as the async operations do: peers that made the call
+get an error instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUMBERS = (int, float, complex, Number)
 
 
 def _waited_for(start: Callable[..., ac.Work[T]], *args: object, **kwargs: object) -> T:
-    """``start(*args, **kwargs).wait()``, by the shorter way."""
+    """Return ``start(*args, **kwargs).wait()``, by the shorter path for calls that are waited for."""
     before = waiting.set(True)
     try:
         return start(*args, **kwargs).wait()
@@ -51,7 +51,7 @@ def _waited_for(start: Callable[..., ac.Work[T]], *args: object, **kwargs: objec
 def _of_tensor(
     start: Callable[..., ac.Work[torch.Tensor]], tensor: torch.Tensor, *, in_place: bool, **kwargs: object
 ) -> torch.Tensor:
-    """The result; if ``in_place``, ``tensor``: also a parameter, and one that was made in inference mode."""
+    """Return the result; if ``in_place``, in ``tensor``, even if that is a parameter or inference tensor."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if not in_place:
         return _waited_for(start, plain, **kwargs)
@@ -64,15 +64,15 @@ def _of_tensor(
 
 
 def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike = None) -> Any:
-    """The reduction of every rank's tensor or number; outside of ``group`` the very ``tensor``.
+    """Reduce every rank's tensor or number; outside of ``group`` return ``tensor`` itself.
 
     On torch's backends, xla-tpu and mpi the tensor itself is overwritten and returned.
 
     Args:
-        tensor: a tensor or a number (which keeps its type, exactly).
-        op: ``SUM``, ``PRODUCT``, ``MIN``, ``MAX``, ``AND``, ``OR`` (bitwise); Horovod has also ``AVERAGE``
+        tensor: a tensor or a number (whose type is kept exactly).
+        op: ``SUM``, ``PRODUCT``, ``MIN``, ``MAX``, ``AND``, ``OR`` (bitwise); Horovod also has ``AVERAGE``
             and ``ADASUM``.
-        group: None, a list of global ranks, or what ``new_group`` gave.
+        group: None, a list of global ranks, or what ``new_group`` returned.
 
     Raises:
         TypeError: neither tensor nor number.
@@ -91,7 +91,7 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike =
     if group is not None:
         group = _group(group)
         if _outside(group):
-            # As torch does, of this function alone.
+            # As torch does, for this function only.
             where = f"global rank {ac.get_rank()} which does not belong to the given group."
             warnings.warn(f"Running all_reduce on {where}", stacklevel=2)
             return _plain(tensor)
@@ -106,10 +106,10 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike =
 
 
 def all_gather(tensor: torch.Tensor | float | str | object, group: GroupLike = None) -> Any:
-    """What every rank passed: tensors of one shape concatenated along dim 0, anything else as a list.
+    """Gather what every rank passed: tensors of one shape concatenated along dim 0, anything else as a list.
 
     0-d tensors give a vector. Numbers and strings arrive as they are; other objects are pickled, so gather
-    them among ranks that you trust. Outside of ``group`` the very ``tensor`` (of a string, a list of it).
+    them only among ranks that you trust. Outside of ``group`` return ``tensor`` itself (a string in a list).
     """
     if is_compiling() and isinstance(tensor, torch.Tensor):
         return compiled.all_gather(tensor, group)
@@ -135,11 +135,11 @@ def all_gather_tensors_with_shapes(
     >>> idist.all_gather_tensors_with_shapes(torch.ones(rank + 1, 2), [[1, 2], [2, 2]])
     [tensor([[1., 1.]]), tensor([[1., 1.], [1., 1.]])]
 
-    ``shapes`` has one shape for each rank of the group, all with as many dimensions. Outside of ``group``
-    the result is ``[tensor]``.
+    ``shapes`` has one shape for each rank of the group, all with the same number of dimensions. Outside of
+    ``group`` the result is ``[tensor]``.
 
     Raises:
-        ValueError: shapes that cannot be those of the ranks, or this rank's is another.
+        ValueError: ``shapes`` cannot be those of the ranks, or does not have this rank's shape.
     """
     if group is not None and model() is not SERIAL:
         group = _group(group)
@@ -157,7 +157,7 @@ def all_gather_tensors_with_shapes(
 
 
 def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupLike) -> None:
-    """What does not hold would be padded or cut to another rank's shape, and arrive as something else."""
+    """Refuse wrong shapes: a tensor would be padded or cut to another rank's, and arrive changed."""
     size, place = (1, 0) if model() is SERIAL else (ac.get_world_size(group), ac.get_rank(group))
     if not isinstance(tensor, torch.Tensor):
         _refuse(
@@ -180,9 +180,9 @@ def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupL
 def broadcast(
     tensor: torch.Tensor | float | str | Path | None, src: int = 0, safe_mode: bool = False
 ) -> torch.Tensor | Any | str | Path:
-    """What rank ``src`` passes, on every rank: a tensor, a number, a string or a path.
+    """Return on every rank what rank ``src`` passes: a tensor, a number, a string or a path.
 
-    The others pass something alike, of which a tensor is overwritten and returned; with
+    The others pass a value of the same kind; if it is a tensor, that is overwritten and returned. With
     ``safe_mode=True`` they may pass None or anything of these types. Numbers keep their type and value.
 
     Raises:
@@ -225,10 +225,10 @@ def barrier() -> None:
 
 
 def new_group(ranks: list[int], **kwargs: Any) -> Any:
-    """A group of the global ``ranks``, for the collectives here; every rank calls it, in the same order.
+    """Return a group of the global ``ranks`` for the collectives here; all ranks call it in the same order.
 
     On torch's backends it is a ``torch.distributed.ProcessGroup``, made with ``backend=`` and
-    ``pg_options=`` where given (outside of it ``GroupMember.NON_GROUP_MEMBER``), on horovod a
+    ``pg_options=`` if given (``GroupMember.NON_GROUP_MEMBER`` on ranks outside), on horovod a
     ``ProcessSet``, elsewhere an ``ac.Group``.
     """
     now = model()
@@ -242,9 +242,9 @@ def new_group(ranks: list[int], **kwargs: Any) -> Any:
 
 
 def _group(group: Any) -> Any:
-    """``group`` if it is one of the forms that there are, as ``ac`` takes it."""
+    """Return ``group`` as ``ac`` takes it, if it has one of the supported forms."""
     if isinstance(group, list) and all(isinstance(item, int) for item in group):
-        # Where members cannot open a group alone, all ranks are here: ignite makes one at every call.
+        # On Horovod members cannot open a group alone, but all ranks are here: ignite makes one at each call.
         return ac.new_group(group) if model() is HOROVOD else group
     if horovod.is_process_set(group):
         return list(group.ranks) if group.ranks is not None else None
@@ -256,12 +256,12 @@ def _group(group: Any) -> Any:
 
 
 def _plain(x: object) -> object:
-    """A number of NumPy as Python's; anything else as it is."""
+    """Return a NumPy number as a Python number; anything else unchanged."""
     return x.item() if isinstance(x, Number) and hasattr(x, "item") else x
 
 
 def _refuse(name: str, error: AsyncCollError, group: GroupLike) -> NoReturn:
-    """Raise it, and tell the members of ``group`` who make the call; it need not be one of the forms."""
+    """Raise ``error``, and tell the members of ``group`` that make the call; ``group`` may be invalid."""
     group = None if group is None else _group(group)
     if model() is SERIAL or _outside(group):
         raise error

@@ -1,7 +1,7 @@
 """ignite's collectives of tensors inside ``torch.compile``: traced as those of ``ac`` are, with gradients.
 
 As outside of a graph, ``all_reduce`` and ``broadcast`` overwrite the tensor; one that autograd is recording
-is left alone, for its old value is what backward may need.
+is left alone, since backward may need its old value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _alone() -> bool:
 
 @constant_in_graphs
 def _reduction(op: str) -> ReduceOpLike:
-    """Our name of ignite's ``op``."""
+    """Return our name for ignite's ``op``."""
     ours = model().ops.get(op)
     if ours is None:
         raise InvalidArgumentError(f"Unsupported reduction operation: '{op}'")

@@ -1,7 +1,7 @@
 """The environment variables of torch, as ``ignite.distributed.initialize`` sets and ``finalize`` restores.
 
-Which launcher started this process is the matter of ``asynccoll.launch``; here are only ignite's rules for
-what may be set beside what, with its errors, and the values that a program finds afterwards.
+``asynccoll.launch`` finds out which launcher started this process; here are only ignite's rules for which
+variables may be set together, with its errors, and the values that a program finds afterwards.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SLURM = (
 
 
 class EnvironmentRefusedError(LaunchEnvironmentError, RuntimeError):
-    """ignite raises a RuntimeError for variables that are incomplete."""
+    """Refused variables; a ``RuntimeError`` as well, which ignite raises for incomplete ones."""
 
 
 class Environment:
     """The variables of torch, set on ``apply`` and put back on ``restore``."""
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
-        """Read and check what is there; ``rank`` and ``world_size`` fill in what no launcher says."""
+        """Read and check what is set; ``rank`` and ``world_size`` fill in what no launcher says."""
         self.in_slurm: bool = "SLURM_JOB_ID" in os.environ
         if self.in_slurm:
             if rank is not None or world_size is not None:
@@ -46,9 +46,9 @@ class Environment:
             self.values: dict[str, str] = _from_slurm(os.environ)
         else:
             self.values = _from_torch(os.environ, rank, world_size)
-        #: a launcher has said how many ranks this node has
+        #: whether a launcher has said how many ranks this node has
         self.complete: bool = self.in_slurm or "LOCAL_WORLD_SIZE" in os.environ
-        #: somebody has said the local rank, but not that
+        #: whether the local rank is set, but not the number of ranks
         self.partial: bool = not self.complete and "LOCAL_RANK" in os.environ
         self._before: dict[str, str | None] = {}
 
@@ -121,7 +121,7 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_beside_slurm(environ: Mapping[str, str], given: Mapping[str, str | None]) -> None:
-    """Torch's variables must say the same as SLURM's; on one node they may ask for more."""
+    """Refuse torch's variables unless they match SLURM's; on one node they may ask for more."""
     slurm = {
         "RANK": int(environ["SLURM_PROCID"]),
         "LOCAL_RANK": int(environ["SLURM_LOCALID"]),

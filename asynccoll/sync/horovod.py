@@ -1,4 +1,4 @@
-"""What of ignite's Horovod model is Horovod's alone: ADASUM, process sets, and its context."""
+"""The parts of ignite's Horovod model that only Horovod has: ADASUM, process sets, and its context."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def shutdown() -> None:
 
 
 def adasum(tensor: object) -> Any:
-    """Horovod's own reduction by that name, which it has where it was built with MPI or NCCL."""
+    """Run Horovod's own ADASUM, which it has if it was built with MPI or NCCL."""
     import horovod.torch as hvd
 
-    # Named, so that ranks agree also where one has called others of Horovod's functions before.
+    # Named, so that ranks agree even if one of them has called other functions of Horovod before.
     how = {"op": hvd.Adasum, "name": f"asynccoll.sync.adasum.{next(_adasums)}"}
     if isinstance(tensor, torch.Tensor):
         return hvd.allreduce(tensor, **how)
@@ -69,6 +69,6 @@ def new_group(ranks: list[int]) -> Any:
 
 
 def is_process_set(group: object) -> bool:
-    """Whether it is one of Horovod's process sets."""
+    """Whether ``group`` is one of Horovod's process sets."""
     hvd = _loaded()
     return hvd is not None and isinstance(group, hvd.ProcessSet)

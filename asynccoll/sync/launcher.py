@@ -21,8 +21,8 @@ class Parallel(ac.Parallel):
     """Runs a function on every rank: ``with idist.Parallel("gloo", nproc_per_node=2) as parallel:``.
 
     With ``nproc_per_node`` the ranks are spawned by ``run``; under a launcher (torchrun, srun, horovodrun,
-    mpiexec) they are joined. See ``ac.Parallel``; with ``backend=None`` there is no world, and ``run`` calls
-    the function with 0.
+    mpiexec) the block joins its world. See ``ac.Parallel``; with ``backend=None`` there is no world, and
+    ``run`` calls the function with 0.
 
     Raises:
         ValueError: arguments that contradict each other, in ignite's words.
@@ -72,7 +72,7 @@ class Parallel(ac.Parallel):
         return self
 
     def _starting(self) -> dict[str, Any]:
-        """What ``spawn`` is told, and the log: with ignite's defaults, in ignite's order."""
+        """Return what is passed to ``spawn`` and logged: with ignite's defaults, in ignite's order."""
         options = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0, **super()._starting()}
         return {name: value for name, value in options.items() if value is not None}
 

@@ -1,8 +1,8 @@
-"""Where this rank is among those of its node, by ignite's rules, where no launcher said it in full.
+"""Where this rank is among those of its node, by ignite's rules, if no launcher said it in full.
 
-The local rank is SLURM's, else ``LOCAL_RANK``, else what ``set_local_rank`` hinted, else a guess by the
-nodes' names. How many ranks a node has is the largest local rank and one. What the others have is read from
-torch's store, where each rank puts its own when it first looks: asking is not a collective.
+The local rank is SLURM's, else ``LOCAL_RANK``, else the hint of ``set_local_rank``, else a guess from the
+node names. The number of ranks on a node is the largest local rank plus one. The values of other ranks are
+read from torch's store, where each rank puts its own at its first query: a query is not a collective.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Layout:
 
 
 class _State:
-    """What is known of torch's current default group."""
+    """What is known about torch's current default group."""
 
     def __init__(self) -> None:
         self.hinted: int | None = None
@@ -56,7 +56,7 @@ _state = host.per_process(_State)
 
 
 def hint(index: int) -> None:
-    """What ``set_local_rank`` says."""
+    """Remember what ``set_local_rank`` says."""
     _state.hinted = index
 
 
@@ -74,9 +74,9 @@ def announce() -> None:
 
 
 def layout() -> Layout:
-    """The layout of torch's current default group; waits for the others to have announced theirs."""
+    """Return the layout of torch's current default group; waits until the others have announced theirs."""
     announce()
-    if _state.layout is None and forked():  # nobody can be asked here; what the launcher said is known
+    if _state.layout is None and forked():  # the others cannot be asked here; what the launcher said is known
         return Layout(ac.get_local_rank(), ac.get_nproc_per_node(), ac.get_nnodes(), ac.get_node_rank())
     if _state.layout is None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -86,7 +86,7 @@ def layout() -> Layout:
 
 
 def _told() -> int | None:
-    """The local rank that somebody said, if anybody did."""
+    """Return the local rank that was set explicitly, if any."""
     if "SLURM_JOB_ID" in os.environ and "SLURM_LOCALID" in os.environ:
         return int(os.environ["SLURM_LOCALID"])
     if "LOCAL_RANK" in os.environ:

@@ -1,4 +1,4 @@
-"""Loggers that print on rank 0 without having been set up, as those of ignite do."""
+"""Loggers that print on rank 0 without any setup, as ignite's do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
 class _ToStandardError(_Handler):
-    """To standard error as it is when something is said; programs replace it."""
+    """A handler that looks up ``sys.stderr`` for each record, since programs replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -25,10 +25,10 @@ class _ToStandardError(_Handler):
 
 
 def setup_logger(name: str, rank: int) -> logging.Logger:
-    """The logger called ``name``, to standard error unless it was set up; a silent one on other ranks.
+    """Return the logger ``name``, which writes to stderr unless it was set up; other ranks get a silent one.
 
-    Those have another name: where ranks are threads, loggers are shared. A level or a handler of the user's
-    sets it up.
+    Theirs has a different name, since ranks that are threads share loggers. A logger counts as set up if the
+    user has given it a level or a handler.
     """
     logger = logging.getLogger(name if rank == 0 else f"{name}.rank{rank}")
     if logger.handlers or logger.level:

@@ -1,6 +1,6 @@
-"""ignite's computation models, as far as programs look at them: names, and which backends are whose.
+"""ignite's computation models, as far as programs look at them: their names and backends.
 
-What a model does differently from the others is a column here where it can be said in one.
+What a model does differently from the others is a column here, if a column can express it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _OPS = {"SUM": "sum", "PRODUCT": "product", "MIN": "min", "MAX": "max", "AND": "
 
 @dataclass(frozen=True)
 class Model:
-    """One way to be distributed."""
+    """One computation model."""
 
     name: str
     available_backends: tuple[str, ...]
     #: reductions by the names that users pass
     ops: dict[str, str] = field(default_factory=lambda: dict(_OPS))
-    #: ``all_reduce`` and ``broadcast`` give their result in the tensor that was passed
+    #: ``all_reduce`` and ``broadcast`` write their result into the tensor that was passed
     in_place: bool = True
 
 
 def _torch_backends() -> tuple[str, ...]:
-    """In ignite's order; MPI goes by mpi-dist, through mpi4py."""
+    """Return torch's backends in ignite's order; MPI is in mpi-dist, through mpi4py."""
     if not dist.is_available():
         return ()
     found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
@@ -51,12 +51,12 @@ HOROVOD = Model(
 )
 MPI = Model("mpi-dist", _here("mpi"))
 
-#: Those of other packages, each a model of its own.
+#: A model for each backend of another package.
 OTHERS = tuple(Model(f"{name}-dist", (name,)) for name in others())
 
 MODELS = (SERIAL, NATIVE, XLA, HOROVOD, MPI, *OTHERS)
 
-#: Those that can be used here, as ``ignite.distributed.registered_computation_models``.
+#: The models that can be used here, as in ``ignite.distributed.registered_computation_models``.
 registered_computation_models: tuple[Model, ...] = tuple(
     model for model in MODELS if model is SERIAL or model.available_backends
 )
@@ -66,5 +66,5 @@ _BY_BACKEND |= {name: model for model in OTHERS for name in model.available_back
 
 
 def by_backend(backend: str) -> Model:
-    """The model that a backend belongs to; whatever torch knows besides is native."""
+    """Return the model that a backend belongs to; any other backend of torch is native."""
     return _BY_BACKEND.get(backend.lower(), NATIVE)

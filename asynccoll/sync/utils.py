@@ -1,6 +1,6 @@
-"""Which world this is, joining and leaving it: the half of ``ignite.distributed.utils`` that moves no data.
+"""Querying, joining and leaving the world: the half of ``ignite.distributed.utils`` that moves no data.
 
-The other half, the collectives, is in ``collectives``; both are importable from here, as they are there.
+The other half, the collectives, is in ``collectives``; both are importable from here, as in ignite.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ has_hvd_support: bool = HOROVOD in registered_computation_models
 
 
 def sync(temporary: bool = False) -> None:
-    """Look again which world there is, after it was made or destroyed with torch.
+    """Check again which world there is, after it was made or destroyed with torch.
 
-    Every function here looks by itself, so there is no need to call it; ``temporary`` has no effect.
+    Every function here checks by itself, so there is no need to call it; ``temporary`` has no effect.
     """
     _world.model()
 
@@ -85,7 +85,7 @@ def sync(temporary: bool = False) -> None:
 def device() -> torch.device:
     """Return the device of this rank's tensors: its GPU where there are GPUs, the XLA device, else the CPU.
 
-    Without a distributed configuration ``cuda`` or ``mps`` where there is one.
+    Without a distributed configuration it is ``cuda`` or ``mps`` if there is one, else the CPU.
     """
     return _world.device()
 
@@ -96,12 +96,12 @@ def backend() -> str | None:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Return the backends that ``initialize`` and ``spawn`` take here."""
+    """Return the backends that ``initialize`` and ``spawn`` accept here."""
     return tuple(name for model in registered_computation_models for name in model.available_backends)
 
 
 def model_name() -> str:
-    """``serial``, ``native-dist``, ``xla-dist``, ``horovod-dist`` or ``mpi-dist``."""
+    """Return ``serial``, ``native-dist``, ``xla-dist``, ``horovod-dist`` or ``mpi-dist``."""
     return _world.model().name
 
 
@@ -141,7 +141,7 @@ def hostname() -> str:
 
 
 def set_local_rank(index: int) -> None:
-    """Hint the local rank, where a context is made with torch and no ``LOCAL_RANK`` says it."""
+    """Give a hint of the local rank, for a context made with torch where ``LOCAL_RANK`` is not set."""
     _layout.hint(index)
 
 
@@ -181,7 +181,7 @@ def initialize(backend: str, **kwargs: object) -> None:
 
 
 def finalize() -> None:
-    """Leave the world; also that of a process group which was made with torch, which is destroyed."""
+    """Leave the world; a process group that was made with torch is destroyed, too."""
     _world.leave()
 
 
@@ -193,7 +193,7 @@ def spawn(
     nproc_per_node: int = 1,
     **kwargs: object,
 ) -> Any:
-    """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks, each a process of its own.
+    """Run ``fn(local_rank, *args, **kwargs_dict)`` on ``nproc_per_node`` ranks, each in its own process.
 
     ``kwargs`` are those of ``ac.spawn``: ``nnodes``, ``node_rank``, ``master_addr``, ``master_port``,
     ``init_method``, ``start_method``, ``daemon``, ``join``, ``timeout``; ``hosts`` with horovod. On xla-tpu
@@ -202,9 +202,9 @@ def spawn(
     _check_backend(backend)
     if backend in NATIVE.available_backends:
         kwargs = _world.meeting(kwargs)
-        if callable(fn) and torch.cuda.device_count():  # what is no function is refused below
+        if callable(fn) and torch.cuda.device_count():  # anything but a function is refused below
             fn = update_wrapper(partial(_on_its_gpu, fn), fn)
-    elif backend in XLA.available_backends:  # torch_xla's: how its processes start; ours are threads
+    elif backend in XLA.available_backends:  # how torch_xla's processes start; our ranks are threads
         kwargs = {name: value for name, value in kwargs.items() if name not in ("start_method", "daemon")}
     _world.in_seconds(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
@@ -212,7 +212,7 @@ def spawn(
 
 
 def _on_its_gpu(fn: Callable[..., object], local_rank: int, *args: object, **kwargs: object) -> object:
-    """What ``fn`` returns, on the GPU of this rank, also on a backend that does not choose one."""
+    """Return what ``fn`` returns, called on this rank's GPU even if the backend does not choose one."""
     own_device(local_rank)
     return fn(local_rank, *args, **kwargs)
 
@@ -229,9 +229,9 @@ def _check_backend(backend: object) -> None:
 def one_rank_only(
     rank: int = 0, with_barrier: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: the function runs on ``rank`` alone, and gives None on the others.
+    """Return a decorator: the function runs on ``rank`` only, and returns None on the others.
 
-    With ``with_barrier`` the others wait for it; they go on also if it raises there.
+    With ``with_barrier`` the others wait for it; they continue even if it raises there.
     """
 
     def decorate(func: Callable[..., object]) -> Callable[..., Any]:
@@ -250,10 +250,10 @@ def one_rank_only(
 
 @contextlib.contextmanager
 def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
-    """A block that ``rank`` runs before the others: ``with idist.one_rank_first(): download()``.
+    """Run a block on ``rank`` before the others: ``with idist.one_rank_first(): download()``.
 
-    With ``local=True`` it is the local rank, so one rank of each node goes first. If the block raises
-    there, it does not run on the others: ``CollectiveError`` tells them why.
+    With ``local=True``, ``rank`` is a local rank, so one rank of each node goes first. If the block raises
+    there, it does not run on the others: they get a ``CollectiveError`` that says why.
     """
     current = get_local_rank() if local else get_rank()
     size = get_nproc_per_node() if local else get_world_size()

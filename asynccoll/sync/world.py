@@ -1,6 +1,6 @@
 """The world as ``sync`` sees it: which computation model, joined how, and left how.
 
-ignite's rule, which differs from that of ``ac``: what was not initialized is a world of one, also under a
+ignite's rule differs from that of ``ac``: without ``initialize`` there is a world of one, also under a
 launcher and after ``finalize``.
 """
 
@@ -42,7 +42,7 @@ _joined = host.per_process(_Joined)
 
 
 def model() -> Model:
-    """The computation model of the world that there is now."""
+    """Return the computation model of the current world."""
     state = refresh()
     if state == "none":
         if not horovod.joined_by_user():
@@ -56,7 +56,7 @@ def model() -> Model:
 
 
 def layout() -> Layout:
-    """Where this rank is on its node: the launcher's word where it is complete, else ignite's rules."""
+    """Return where this rank is on its node: as the launcher says if it says all, else by ignite's rules."""
     now, state = model(), refresh()
     if now is SERIAL:
         return _ALONE
@@ -105,11 +105,11 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
     init_method = kwargs.get("init_method")
     by_variables = init_method is None or init_method.startswith("env://")
     try:
-        # Alone, torch's defaults are only what programs find; nobody has to be met at port 15000.
+        # In a world of one, torch's defaults are only for programs to read; no rank is met at port 15000.
         early = ("RANK", "LOCAL_RANK", "WORLD_SIZE") if environment.world_size == 1 else ()
         environment.apply(*early)
         if not (environment.complete and by_variables):
-            # ac wants to be told how many ranks this node has; ignite counts them
+            # ``ac`` needs to be told how many ranks this node has; ignite counts them
             kwargs.update(rank=environment.rank, world_size=environment.world_size)
         ac.initialize(backend, **kwargs)
         environment.apply()
@@ -124,8 +124,8 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
 
 
 def leave(*, abort: bool = False) -> None:
-    """Leave it; a group that was made with torch is destroyed, as ignite does."""
-    if forked():  # the world is the parent's to leave
+    """Leave the world; a group that was made with torch is destroyed, as in ignite."""
+    if forked():  # only the parent can leave the world
         return
     state = refresh()
     on_horovod = state == "ours" and ac.backend() == "horovod"
@@ -141,7 +141,7 @@ def leave(*, abort: bool = False) -> None:
 
 
 def in_seconds(kwargs: dict[str, object]) -> None:
-    """``timeout`` as seconds: ignite takes what torch does."""
+    """Convert ``timeout`` in ``kwargs`` to seconds: ignite takes what torch takes."""
     timeout = kwargs.get("timeout")
     if isinstance(timeout, timedelta):
         kwargs["timeout"] = timeout.total_seconds()
@@ -150,9 +150,9 @@ def in_seconds(kwargs: dict[str, object]) -> None:
 
 
 def meeting(kwargs: dict[str, object]) -> dict[str, Any]:
-    """``spawn``'s arguments with ignite's defaults of where the ranks meet.
+    """Return ``spawn``'s arguments with ignite's defaults for where the ranks meet.
 
-    On one node nobody has to know the port, so a free one is taken unless ``MASTER_PORT`` says which.
+    On one node the port need not be known in advance, so a free one is taken unless ``MASTER_PORT`` is set.
     """
     if kwargs.get("init_method") not in (None, "env://"):
         for name in ("master_addr", "master_port"):
