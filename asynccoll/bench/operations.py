@@ -1,11 +1,11 @@
 """What is measured, with the conventions of nccl-tests: what a size means, and what the bus has to carry.
 
-Of an operation whose result or input is shared out among n ranks (all_gather, reduce_scatter, ...), the size
-is that of the whole, and the count is that of one rank's part. The algorithm's bandwidth is size over time;
-the bus's is that, times what any algorithm has to move at least: https://github.com/NVIDIA/nccl-tests,
+For an operation whose result or input is divided among n ranks (all_gather, reduce_scatter, ...), the size is
+that of the whole, and the count is that of one rank's part. The algorithm bandwidth is size over time; the
+bus bandwidth is that, times what any algorithm has to move at least: https://github.com/NVIDIA/nccl-tests,
 PERFORMANCE.md.
 
-What a rank sends is a formula of its rank and the index, so that every rank knows what has to arrive.
+What a rank sends is a function of its rank and the index, so that every rank knows what has to arrive.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One collective: who sends and receives how much of the whole, and what the bus carries of it."""
+    """One collective: how much of the whole a rank sends and receives, and what the bus carries of it."""
 
     name: str
-    #: the part of the whole that a rank sends and receives: 1, or one n-th
+    #: whether a rank sends, and receives, one n-th of the whole instead of all of it
     sends_part: bool
     receives_part: bool
     reduces: bool
@@ -90,45 +90,45 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 @dataclass(slots=True)
 class Case:
-    """One operation at one size on one rank: its tensors, and what has to come of it."""
+    """One operation at one size on one rank: its tensors, and the result that is expected."""
 
     operation: Operation
     dtype: torch.dtype
     reduction: str
-    count: int  # as nccl-tests has it: of one rank's part, where there are parts
+    count: int  # as in nccl-tests: of one rank's part, if there are parts
     rank: int
     ranks: int
     device: torch.device
     root: int = 0
-    #: every tensor that was handed out, so that what grows in place can be set to nothing
+    #: every tensor that was handed out, so that those whose values grow in place can be zeroed
     made: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole."""
+        """The size of the whole."""
         return self.whole * self.dtype.itemsize
 
     @property
     def whole(self) -> int:
-        """Elements of the whole."""
+        """The number of elements of the whole."""
         return self.count * (self.ranks if self.operation.is_shared_out else 1)
 
     @property
     def sent(self) -> int:
-        """Elements that a rank sends."""
+        """The number of elements that a rank sends."""
         return self.count if self.operation.sends_part else self.whole
 
     @property
     def received(self) -> int:
-        """Elements that a rank receives."""
+        """The number of elements that a rank receives."""
         return self.count if self.operation.receives_part else self.whole
 
     def input(self) -> torch.Tensor:
-        """A fresh tensor of what this rank sends."""
+        """Return a fresh tensor with what this rank sends."""
         return self._keep(self._sent_by(self.rank).to(device=self.device, dtype=self.dtype))
 
     def output(self) -> torch.Tensor:
-        """Fresh memory for what this rank receives."""
+        """Return fresh memory for what this rank receives."""
         return self._keep(torch.zeros(self.received, dtype=self.dtype, device=self.device))
 
     def _keep(self, made: torch.Tensor) -> torch.Tensor:
@@ -136,20 +136,20 @@ class Case:
         return made
 
     def _sent_by(self, rank: int) -> torch.Tensor:
-        """Small whole numbers, so that every dtype holds their sums exactly."""
+        """Return small whole numbers, so that every dtype holds their sums exactly."""
         index = torch.arange(self.sent, device="cpu")
         if self.reduction == "prod" and self.operation.reduces:
             return 1 + (index % (self.ranks + 1) == rank).long()
         return (index + 3 * rank) % 5
 
     def expected(self) -> torch.Tensor | None:
-        """What has to arrive here; None where nothing does. On the CPU."""
+        """Return what has to arrive here, on the CPU; None if nothing does."""
         if self.operation.name in ("reduce", "gather") and self.rank != self.root:
             return None
         return _EXPECTED[self.operation.name](self)
 
     def reduced(self) -> torch.Tensor:
-        """What all ranks' contributions come to."""
+        """Return the reduction of all ranks' contributions."""
         parts = [self._sent_by(rank).double() for rank in range(self.ranks)]
         total = parts[0]
         for part in parts[1:]:
@@ -196,10 +196,10 @@ _EXPECTED: dict[str, Callable[[Case], torch.Tensor]] = {
 def make_case(
     name: str, size_bytes: int, *, dtype: str, reduction: str, rank: int, ranks: int, device: torch.device
 ) -> Case:
-    """Operation ``name`` at ``size_bytes``, or what of it divides by the ranks; at least one element each.
+    """Make a case of at most ``size_bytes`` that divides by the ranks, with at least one element each.
 
     Raises:
-        InvalidArgumentError: an unknown operation, dtype or reduction, with those that there are.
+        InvalidArgumentError: an unknown operation, dtype or reduction; the text has the known ones.
     """
     check_names((name,), dtype, reduction)
     operation, kind = OPERATIONS[name], DTYPES[dtype]
@@ -209,10 +209,10 @@ def make_case(
 
 
 def check_names(operations: Iterable[str], dtype: str, reduction: str) -> None:
-    """Refuse what there is not.
+    """Refuse unknown names.
 
     Raises:
-        InvalidArgumentError: an unknown operation, dtype or reduction, with those that there are.
+        InvalidArgumentError: an unknown operation, dtype or reduction; the text has the known ones.
     """
     given = [("operation", name, tuple(OPERATIONS)) for name in operations]
     given += [("type", dtype, tuple(DTYPES)), ("reduction", reduction, REDUCTIONS)]
@@ -222,7 +222,7 @@ def check_names(operations: Iterable[str], dtype: str, reduction: str) -> None:
 
 
 def wrong_elements(got: object, expected: torch.Tensor | None) -> int:
-    """How many elements of a result are not what they have to be; all of them if it has another size."""
+    """Return how many elements of a result are not as expected; all of them if its size differs."""
     if expected is None:
         return 0
     if not isinstance(got, torch.Tensor) or got.numel() != expected.numel():
@@ -234,5 +234,5 @@ def wrong_elements(got: object, expected: torch.Tensor | None) -> int:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Sums and products are exact; a mean may be rounded once more."""
+    """Return the relative tolerance: sums and products are exact; a mean may be rounded once more."""
     return 2 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

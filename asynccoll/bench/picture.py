@@ -1,4 +1,4 @@
-"""Rows of a run as a picture: time and bandwidth over size, a line for each peer and way."""
+"""Rows of a run as a plot: time and bandwidth over size, a line for each peer and way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asynccoll.trace.figures import figure_type
 
 __all__ = ["check_drawable", "draw"]
 
-#: Of Okabe and Ito, as in timelines, which stay apart for colour-blind readers.
+#: Okabe and Ito's palette, as in timelines, which color-blind readers can tell apart.
 COLOURS = {
     "asynccoll": "#0072B2",
     "torch": "#D55E00",
@@ -26,11 +26,11 @@ _GRID = "#e4e4e4"
 
 
 def check_drawable(path: Path) -> None:
-    """Before anything is measured.
+    """Check that ``path`` can be drawn, before anything is measured.
 
     Raises:
         BackendNotFoundError: matplotlib is missing; the text has the line that installs it.
-        InvalidArgumentError: it cannot write such a file.
+        InvalidArgumentError: matplotlib cannot write such a file.
     """
     kinds = figure_type(*_NEEDS)().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
@@ -57,7 +57,7 @@ def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path, 
         _draw_lines(left, right, [row for row in rows if row["operation"] == operation and not row["error"]])
         _label(left, f"{operation}, {where}: microseconds")
         _label(right, f"{operation}, {where}: GB/s on the bus")
-        if left.lines:  # none where no peer can do it
+        if left.lines:  # none if no peer can do it
             left.legend(frameon=False, fontsize=8)
     with mpl.rc_context({"svg.hashsalt": "asynccoll", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)

@@ -1,7 +1,7 @@
-"""What one rank does: joins the world, and measures every case beside the peers.
+"""What one rank does: joins the world, and measures every case next to the peers.
 
-``python -m asynccoll.bench.ranks REQUEST EVENTS`` is how the command starts it; rank 0 writes what happens to
-the file EVENTS, a line each, because launchers hand standard output on as they like.
+The command starts it as ``python -m asynccoll.bench.ranks REQUEST EVENTS``; rank 0 writes what happens to the
+file EVENTS, one event a line, because launchers pass standard output on as they like.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(request: BenchRequest, report: Report) -> None:
 
 
 def _silent(_kind: str, _what: dict[str, object]) -> None:
-    """Ranks but the first say nothing."""
+    """Report nothing, on all ranks but the first."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _joined(backend: str | None) -> Iterator[None]:
 
 
 def _join_by_mpi(backend: str) -> None:
-    """A world of torch's, between ranks that mpiexec started: MPI carries the address."""
+    """Join a torch world of ranks that mpiexec started: MPI distributes the address."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -77,7 +77,7 @@ def _join_by_mpi(backend: str) -> None:
 
 
 def _wanted(request: BenchRequest) -> tuple[list[Library], dict[str, str]]:
-    """The libraries that take part, and why the others do not; what one rank lacks, all leave out."""
+    """Return the libraries that take part, and why others do not; what one rank lacks, all leave out."""
     asked = [one for one in ALL if not request.peers or one.name in request.peers]
     told = ac.all_gather_object({one.name: one.missing() for one in asked}).wait()
     absent = {one.name: next(filter(None, (each[one.name] for each in told)), "") for one in asked}
@@ -145,14 +145,14 @@ async def _measure(request: BenchRequest, case: Case, libraries: list[Library], 
 
 
 def _settle(case: Case) -> Callable[[], object]:
-    """What waits for the device, where it works on after the call."""
+    """Return what waits for the device, if its work continues after the call."""
     return torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
 
 
 async def _tried(
     case: Case, ways: dict[tuple[str, str], Way]
 ) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], str]]:
-    """Wrong elements of each way, on all ranks; and which cannot do it at all, with what they say."""
+    """Return the wrong elements of each way, on all ranks; and the errors of ways that cannot do it."""
     expected = case.expected()
     wrong: dict[tuple[str, str], int] = {}
     failed: dict[tuple[str, str], str] = {}
@@ -160,7 +160,7 @@ async def _tried(
         said, count = "", 0
         try:
             count = wrong_elements(await call(), expected)
-        except Exception as error:  # a peer that has no such reduction or type is told of, and left out
+        except Exception as error:  # a peer that lacks the reduction or type is reported, and left out
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         told = await ac.all_gather_object((count, said))
         wrong[key] = sum(count for count, _ in told)

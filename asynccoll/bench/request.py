@@ -1,4 +1,4 @@
-"""What is to be measured, and what was found: values that go from process to process as JSON."""
+"""What is to be measured, and what was found: values that are passed between processes as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 __all__ = ["BenchRequest", "Report", "Row", "operations_in_a_round"]
 
-#: Is told what happens, on rank 0: ``("start", {...})``, ``("step", {})``, ``("row", {...})``, ``("note",
+#: Called on rank 0 with what happens: ``("start", {...})``, ``("step", {})``, ``("row", {...})``, ``("note",
 #: {...})``.
 Report: TypeAlias = Callable[[str, dict[str, object]], None]
 
@@ -22,12 +22,12 @@ class BenchRequest:
     sizes: tuple[int, ...]
     dtype: str = "float"
     reduction: str = "sum"
-    #: of each peer in each round; 0 chooses by size
+    #: calls of each peer in each round; 0 chooses by size
     iterations: int = 0
     warmup: int = 2
     rounds: int = 15
     check: bool = True
-    #: empty for all that are there
+    #: empty for all that are available
     peers: tuple[str, ...] = ()
     backend: str | None = None
 
@@ -47,8 +47,8 @@ class Row:
     """One peer, one way, one size. Times are means over ranks, and over rounds as the names say.
 
     ``over_torch`` is the median over rounds of this time over that of ``torch.distributed`` in the same
-    round; None without it. ``wrong`` counts elements on all ranks; None if they were not checked. ``error``
-    is why a peer cannot do this, and then there are no times.
+    round; None without it. ``wrong`` counts wrong elements on all ranks; None if they were not checked.
+    ``error`` is why a peer cannot do this, and then there are no times.
     """
 
     operation: str
@@ -72,7 +72,7 @@ class Row:
 
 
 def operations_in_a_round(iterations: int, size_bytes: int) -> int:
-    """So many of each peer that a round takes some milliseconds, where the number is left to us."""
+    """Return how many calls each peer makes in a round: as asked, else as many as take some milliseconds."""
     if iterations:
         return iterations
     return 30 if size_bytes <= 64 << 10 else 8 if size_bytes <= 1 << 20 else 2

@@ -1,7 +1,7 @@
 """Peers side by side: the same work by different means, interleaved in one run.
 
 Latency on a shared machine drifts by more than the differences that matter here, so every round runs
-every peer once, in an order that changes from round to round, and what is reported is the median over
+every peer once, in an order that changes from round to round. The reported figures are the median over
 rounds and the median of the ratios within a round.
 """
 
@@ -43,7 +43,7 @@ class Series:
 
 
 def _nothing() -> None:
-    """For devices whose work is over when it is waited for."""
+    """Do nothing, for devices whose work is done once it has been waited for."""
 
 
 async def side_by_side(
@@ -56,11 +56,11 @@ async def side_by_side(
     settle: Callable[[], object] = _nothing,
     after_round: Callable[[], object] = _nothing,
 ) -> dict[str, Series]:
-    """Time ``operations`` of each peer in each of ``rounds`` rounds. All ranks call it alike.
+    """Time ``operations`` of each peer in each of ``rounds`` rounds. All ranks make the same call.
 
-    ``settle`` waits for the device, inside what is timed; ``after_round`` is called between rounds.
+    ``settle`` waits for the device, within the timed section; ``after_round`` is called after each round.
     """
-    # The same order on every rank: they must run the same peer at a time.
+    # The same order on every rank: all must run the same peer at the same time.
     order = random.Random(seed)  # noqa: S311  # no secret
     series = {name: Series(name) for name in peers}
     names = list(peers)

@@ -1,4 +1,4 @@
-"""Sizes as nccl-tests and people write them: ``4K``, ``16M``; which sizes a run goes through."""
+"""Sizes as nccl-tests and people write them (``4K``, ``16M``), and the sizes that a run goes through."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WRITTEN = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse(written: str) -> int:
-    """Bytes: ``"4K"``, ``"4 KiB"`` and ``"4096"`` are 4096.
+    """Return the size in bytes: ``"4K"``, ``"4 KiB"`` and ``"4096"`` are 4096.
 
     Raises:
-        InvalidArgumentError: it is not of that form, or nothing at all.
+        InvalidArgumentError: it is not of that form, or 0.
     """
     found = _WRITTEN.fullmatch(written.strip())
     if found is None:
@@ -25,16 +25,16 @@ def parse(written: str) -> int:
             f"size {written!r} cannot be read; expected a number of bytes such as 4K or 16M"
         )
     size = int(found[1]) * _UNITS[found[2].upper()]
-    if not size:  # one element would be measured, under its own size
+    if not size:  # one element would be measured, and reported with its own size
         raise InvalidArgumentError(f"size {written!r} is not possible; expected at least 1 byte")
     return size
 
 
 def ramp(first: int, last: int, factor: int) -> Iterator[int]:
-    """From ``first`` to ``last`` bytes, each ``factor`` times the one before.
+    """Yield sizes from ``first`` to ``last`` bytes, each ``factor`` times the one before.
 
     Raises:
-        InvalidArgumentError: that would never end, or never begin.
+        InvalidArgumentError: there would be none, or the sizes would never end.
     """
     if first < 1 or last < first or factor < 2:
         raise InvalidArgumentError(

@@ -1,8 +1,8 @@
-"""Where the ranks come from: those that a launcher has started, else as many as are asked for, on this host.
+"""Which ranks measure: those that a launcher has started, else as many as are asked for, on this host.
 
-Ranks of our own are started by an mpiexec where mpi4py is to be measured, because it knows no other; else as
-``asynccoll run`` does it. What they find comes through a pipe, so that the table and its progress bar belong
-to the process that the terminal sees.
+Our own ranks are started by mpiexec if mpi4py is to be measured, since it needs that; else as ``asynccoll
+run`` does it. Their results come through a pipe, so that the table and its progress bar belong to the process
+that the terminal sees.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["bench"]
 
 
 def bench(request: BenchRequest, report: Report, *, ranks: int) -> int:
-    """Measure what ``request`` asks for; the exit code. ``report`` is told of it in this process.
+    """Measure what ``request`` asks for; returns the exit code. ``report`` is called in this process.
 
     Under a launcher (mpiexec, srun, torchrun) this process is one of the ranks, and only rank 0 reports;
-    ``ranks`` then counts for nothing.
+    ``ranks`` then has no effect.
     """
     if detect(os.environ, expand_hosts=expand_with_scontrol).world_size > 1:
         from asynccoll.bench.ranks import measure
@@ -73,12 +73,12 @@ def _wants_mpiexec(request: BenchRequest) -> bool:
 class _Listener:
     """Reads what rank 0 writes, in a thread, and reports it.
 
-    Where a report fails, as when nobody reads our output any more, it stops the ranks and reads on: rank 0
-    would wait for room in the pipe, and the others for rank 0.
+    If a report fails, for instance because our output is closed, it stops the ranks and keeps reading: rank 0
+    would otherwise wait for room in the pipe, and the others for rank 0.
     """
 
     def __init__(self, pipe: Path, report: Report) -> None:
-        # Opened for both, so that neither side waits for the other, and the end is what we write.
+        # Opened for reading and writing: neither side waits for the other, and ``end`` writes the last line.
         self._descriptor = os.open(pipe, os.O_RDWR)
         self._report = report
         self._failed: BaseException | None = None
@@ -104,7 +104,7 @@ class _Listener:
                 signal.pthread_kill(_main_thread(), signal.SIGINT)
 
     def end(self) -> None:
-        """All has been written: see that all is reported.
+        """Wait until everything that was written is reported.
 
         Raises:
             BaseException: what a report raised.
@@ -118,5 +118,5 @@ class _Listener:
 
 
 def _main_thread() -> int:
-    """The one that waits for the launcher, and handles signals."""
+    """Return the thread that waits for the launcher and handles signals."""
     return threading.main_thread().ident or 0

@@ -1,7 +1,7 @@
 """The command line: a file for each command of ``asynccoll``, and the table of them.
 
-Parses and prints; must not do the work, which is done elsewhere, and imports what is heavy (torch) when a
-command is carried out.
+It parses and prints; it must not do the work, which is done elsewhere, and it imports heavy packages (torch)
+only when a command is carried out.
 """
 
 from asynccoll.cli.entry import main

@@ -1,4 +1,4 @@
-"""``asynccoll bench``: collectives beside the same of the peers, as nccl-tests measures and prints them."""
+"""``asynccoll bench``: our collectives next to those of peers, measured and printed as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _request(given: argparse.Namespace) -> BenchRequest:
 
 
 def _usual_backend(ranks: int) -> str:
-    """Where a launcher says nothing: mpiexec, which mpi4py needs, would mean mpi."""
+    """Return the default backend, regardless of the launcher: mpiexec, which mpi4py needs, would mean mpi."""
     import torch
 
     has_gpus = torch.distributed.is_nccl_available() and torch.cuda.device_count() >= ranks
@@ -156,7 +156,7 @@ def _at_least(count: int, least: int, option: str) -> int:
 
 
 class _Shown:
-    """The run as it is shown: a bar meanwhile, a table for each operation, all of it as JSON in the end."""
+    """The output of a run: a progress bar, and a table for each operation or, at the end, all as JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.header: dict[str, Any] = {}
@@ -167,7 +167,7 @@ class _Shown:
 
     @property
     def code(self) -> int:
-        """1 if something was wrong."""
+        """1 if a result was wrong, else 0."""
         return int(any(row["wrong"] for row in self.rows))
 
     def report(self, kind: str, what: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ class _Shown:
 
     @property
     def missing(self) -> str:
-        """That not all was measured; "" if it was."""
+        """The note that not all was measured; "" if it was."""
         is_all = not self.header or self._done >= self.header["steps"]
         return "" if is_all else f"not all was measured: {self._where()}"
 
@@ -199,7 +199,7 @@ class _Shown:
             show(_table(operation, [row for row in self.rows if row["operation"] == operation]))
 
     def break_off(self) -> None:
-        """What has been measured; as JSON nothing, for it would pass as all of it."""
+        """Print what has been measured; as JSON nothing, since it would pass for the whole run."""
         self._bar.clear()
         if self.rows and not self._as_json:
             self._print(self.rows[-1]["operation"])
@@ -236,7 +236,7 @@ _WORDS = frozenset({"type", "redop", "peer", "place"})
 
 
 def _table(operation: str, rows: list[dict[str, object]]) -> Table:
-    """A line for each size, peer and place."""
+    """Return a table with a line for each size, peer and place."""
     columns = ("size", "count", "type", "redop", "root", "peer", "place")
     figures = ("time us", "algbw", "busbw", "wrong", "x torch")
     title = f"{operation} (bandwidths in GB/s)"
@@ -276,6 +276,6 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 
 def _errors(rows: list[dict[str, object]]) -> list[str]:
-    """What peers could not do, once each."""
+    """Return what peers could not do, once each."""
     told = {(row["peer"], row["operation"], row["error"]): None for row in rows if row["error"]}
     return [f"# {peer} cannot {operation}: {error}" for peer, operation, error in told]

@@ -1,4 +1,4 @@
-"""Ranks and their calls as people read them: what ``where`` and ``trace diff`` print alike."""
+"""Ranks and their calls in readable form: what both ``where`` and ``trace diff`` print."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ call_columns: tuple[str, ...] = ("operation", "of", "lane", "called", "is", "lin
 
 
 def call_cells(call: Call, now: float) -> tuple[str, ...]:
-    """One call under ``call_columns``; ``now``: its rank's clock, 0.0 if that is not known."""
+    """Return the cells of one call for ``call_columns``; ``now``: its rank's clock, 0.0 if unknown."""
     from asynccoll.host.words import duration
 
     ago = f"{duration(max(0.0, now - call.called))} ago" if now else "-"
@@ -30,7 +30,7 @@ def call_cells(call: Call, now: float) -> tuple[str, ...]:
 
 
 def nobody(job: str | None) -> str:
-    """What is said where no rank is found."""
+    """Return what to say if no rank is found."""
     if job is None:
         return (
             "no rank of asynccoll runs on this host, or none that you may look into; of a job that failed "
@@ -45,7 +45,7 @@ def nobody(job: str | None) -> str:
 
 
 def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) -> bool:
-    """Where the ranks of ``recorded`` part, lane by lane, and who is not among them; whether they do."""
+    """Print where the ranks of ``recorded`` part, by lane, and which are missing; return whether they do."""
     from asynccoll.flight import unmet
     from asynccoll.host.words import listed
 

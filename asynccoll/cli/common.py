@@ -7,12 +7,12 @@ from typing import Any, NoReturn, TypeAlias
 
 __all__ = ["USAGE_ERROR", "Commands", "Parser"]
 
-#: The exit code of what was typed wrong.
+#: The exit code for a wrong command line.
 USAGE_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that ends its help, and what it says of a wrong command line, with an example."""
+    """A parser whose help and usage errors end with an example."""
 
     def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
         """``example``: a command line that can be typed as it is, or with other names."""
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + self._example
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, how it is written and an example, and exit."""
+        """Print the usage, what is wrong and an example, and exit."""
         self.exit(USAGE_ERROR, f"{self.format_usage()}{self.prog}: error: {message}{self._example}\n")
 
 

@@ -1,7 +1,7 @@
-"""What ``asynccoll info`` tells: versions, who started this process, devices.
+"""What ``asynccoll info`` shows: versions, what started this process, devices.
 
-Each line is collected by itself, so that one broken package does not hide the others. Whether backends work
-is tried in ``trials``.
+Each line is collected separately, so that one broken package does not hide the others. ``trials`` tries
+whether backends work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "anyio", "trio", "numpy", "mpi4py", "horovod", "torch_xla"
 
 
 def collect(own_version: str) -> dict[str, str]:
-    """Everything, as short texts by name."""
+    """Return everything, as short texts by name."""
     found = {"python": f"{platform.python_version()} on {platform.platform(terse=True)}"}
     found |= {"asynccoll": own_version} | {name: _version(name) for name in _PACKAGES}
     found |= {
@@ -44,7 +44,7 @@ def _version(package: str) -> str:
 def _or_why_not(ask: Callable[[], str]) -> str:
     try:
         return ask()
-    except Exception as error:  # a broken driver is news, not a reason to stop
+    except Exception as error:  # a broken driver is worth showing, not a reason to stop
         return f"unknown ({type(error).__name__}: {error})"
 
 
@@ -59,7 +59,7 @@ def _launcher() -> str:
 
 
 def _memory() -> str:
-    """Whether ranks of this host would go through memory that they share."""
+    """Say whether ranks of this host would use shared memory."""
     from asynccoll.backends.memory.parking import supported
 
     if not supported():

@@ -1,4 +1,4 @@
-"""One command line: the command is looked up and carried out; a typed error is one line and exit code 2."""
+"""Looks up and carries out one command line; an error of ours becomes one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read our output has seen enough; nothing more may be flushed into it
+    except BrokenPipeError:  # the reader of our output is gone; nothing more may be flushed into the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

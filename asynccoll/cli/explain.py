@@ -71,7 +71,7 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """``4,4`` as a shape; nothing at all is the shape of a single number."""
+    """Parse a shape such as ``4,4``; an empty text is the shape of a single number."""
     try:
         shape = tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:

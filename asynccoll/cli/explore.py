@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _EVERY_SECONDS = 0.2
-#: So many files are named, and so many looked at in a directory.
+#: How many files are named, and how many entries of a directory are looked at.
 _MOST_FILES, _MOST_ENTRIES = 3, 1000
 
 
@@ -116,9 +116,9 @@ def _explore(given: argparse.Namespace) -> int:
 
 
 def _files() -> dict[str, tuple[int, int]]:
-    """What is in the working directory, and one level below it, and how each file looks.
+    """Return the files in the working directory and one level below it, with time and size of each.
 
-    Without what interpreters, tests and version control keep there, and what this command writes to itself.
+    Without those of interpreters, tests and version control, and those to which this command's output goes.
     """
     ours, found = [], {}
     for number in (1, 2):
@@ -134,7 +134,7 @@ def _files() -> dict[str, tuple[int, int]]:
 
 
 def _entries(of: str | os.DirEntry[str]) -> list[os.DirEntry[str]]:
-    """At most so many: where more are, there is data."""
+    """Return at most ``_MOST_ENTRIES`` entries: a directory with more holds data."""
     try:
         with os.scandir(of) as entries:
             return [one for one in islice(entries, _MOST_ENTRIES) if not one.name.startswith((".", "__"))]
@@ -172,7 +172,7 @@ def _tell(found: Exploration, left: Sequence[str]) -> None:
 def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
     from asynccoll.testing.processes import exchanged
 
-    # A script that reads its arguments gets none: not those of this command; in the processes of --jobs, too.
+    # A script that reads its arguments gets none, not those of this command; also in the processes of --jobs.
     with exchanged(sys, ("argv",), SimpleNamespace(argv=[given.target.partition("::")[0]])):
         return _explored_alone(given, progress)
 
@@ -202,12 +202,12 @@ def _explored_alone(given: argparse.Namespace, progress: Callable[[Exploration],
 
 
 class _Progress:
-    """How far it is, where somebody looks."""
+    """How far the exploration is, shown on a terminal."""
 
     def __init__(self, seeds: int) -> None:
         self._seeds = seeds
         self._shown = 0.0
-        #: how many were tried
+        #: how many schedules were tried
         self.schedules = 0
         self._bar = Bar(seeds)
 

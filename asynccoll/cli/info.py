@@ -1,4 +1,4 @@
-"""``asynccoll info``: versions, launcher and devices; and of each backend whether it works here."""
+"""``asynccoll info``: versions, launcher and devices; and for each backend whether it works here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a command prints: tables and sentences (on a terminal they fit it), JSON, and bars.
+"""What a command prints: tables and sentences (fitted to a terminal's width), JSON, and progress bars.
 
-In a pipe the same is plain text, as wide as it is. What a table says is the affair of its command; rich lays
-it out.
+In a pipe the same is plain text of any width. The command decides what a table says; rich lays it out.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ __all__ = [
     "standard_output_for_json",
 ]
 
-#: As wide as any line: a pipe has no width, and rich wants one.
+#: Wider than any line: a pipe has no width, but rich needs one.
 _WIDE = 1 << 20
 #: Between columns.
 _GAP = 2
-#: Words of a table that are no longer are not cut, however narrow the terminal.
+#: Words of a table are not cut up to this length, however narrow the terminal.
 _WHOLE_WORD = 30
 
 
@@ -53,20 +52,20 @@ class Table:
     rows: list[Sequence[str]] = field(default_factory=list)
     title: str = ""
     left: frozenset[str] = frozenset()
-    #: columns that are left out, the first of them first, where all of them together are too wide
+    #: columns that are left out, in this order, as long as all columns together are too wide
     spare: tuple[str, ...] = ()
-    #: rows that stand out on a terminal, by number: as they should be, and as they should not
+    #: the numbers of rows that are highlighted on a terminal: as good, and as bad
     good: set[int] = field(default_factory=set)
     bad: set[int] = field(default_factory=set)
 
 
 def from_here(text: str) -> str:
-    """``text`` with files below the working directory as they are called from there."""
+    """Return ``text`` with files below the working directory named relative to it."""
     return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def check_writable(directory: Path) -> None:
-    """Make it if it is not there: before what is to be written takes minutes.
+    """Check that ``directory`` can be written to, before the work takes minutes; make it if it is missing.
 
     Raises:
         InvalidArgumentError: nothing can be written there.
@@ -80,7 +79,7 @@ def check_writable(directory: Path) -> None:
 
 
 def show(*parts: Table | str) -> None:
-    """Tables and sentences, to standard output: on a terminal they fit it, and some rows have colour."""
+    """Print tables and sentences to standard output: fitted to a terminal, with some rows in color."""
     for part in parts:
         console = _console()
         with console.capture() as captured:
@@ -90,7 +89,7 @@ def show(*parts: Table | str) -> None:
 
 
 def _console() -> Console:
-    """Of standard output as it is now: of no width where it is not a terminal."""
+    """Return a console for the current standard output, without a limit on width if it is not a terminal."""
     width = None if sys.stdout.isatty() else _WIDE
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
@@ -104,7 +103,7 @@ def _text(said: str, style: str = "") -> Text:
 
 
 def _table(console: Console, table: Table) -> Group:
-    """With as many of its spare columns as there is room for."""
+    """Lay out a table with as many of its spare columns as there is room for."""
     columns = [
         _Column(name, [from_here(row[k]) for row in table.rows], name in table.left)
         for k, name in enumerate(table.columns)
@@ -131,7 +130,7 @@ def _table(console: Console, table: Table) -> Group:
 class _Column:
     name: str
     cells: list[str]
-    #: what may be folded
+    #: whether the cells are words, which may be folded
     words: bool
 
     @property
@@ -140,7 +139,7 @@ class _Column:
 
     @property
     def least(self) -> int:
-        """No word of usual length is cut."""
+        """The width at which no word of usual length is cut."""
         if not self.words:
             return self.natural
         words = (word for cell in (self.name, *self.cells) for word in cell.split())
@@ -148,7 +147,7 @@ class _Column:
 
 
 def _widths(columns: Sequence[_Column], room: int) -> list[int]:
-    """Where all are too wide, the widest that can be folded give way; rich would cut every word instead."""
+    """Return widths that fit: the widest columns that can be folded shrink; rich would cut every word."""
     widths = [column.natural for column in columns]
     while _total(widths) > room:
         give = [k for k, column in enumerate(columns) if widths[k] > column.least]
@@ -163,18 +162,18 @@ def _total(widths: Iterable[int]) -> int:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "one JSON document on standard output") -> None:
-    """The option ``--json``, which every command that prints has."""
+    """Add the option ``--json``, which every command that prints has."""
     parser.add_argument("--json", action="store_true", help=what)
 
 
 def print_json(what: object, *, in_a_line: bool = False) -> None:
-    """One document, on standard output; in a line where others follow it, so that a reader knows its end."""
+    """Print one document on standard output; in one line if others follow, so that a reader finds its end."""
     print(json.dumps(what, indent=None if in_a_line else 2), flush=True)
 
 
 @contextmanager
 def standard_output_for_json() -> Iterator[None]:
-    """Within it, what this process and those it starts print goes to stderr: a document is to stand alone."""
+    """Send to stderr what this process and its children print within the block: JSON must stand alone."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -187,7 +186,7 @@ def standard_output_for_json() -> Iterator[None]:
 
 
 class Screen:
-    """A place on the terminal that is drawn anew each time; what was drawn last stays."""
+    """A region of the terminal that is redrawn each time; the last drawing stays."""
 
     def __init__(self) -> None:
         self._live = Live(console=_console(), auto_refresh=False)
@@ -200,13 +199,13 @@ class Screen:
         self._live.stop()
 
     def show(self, *parts: Table | str) -> None:
-        """``parts``, as many lines of them as there is room for."""
+        """Draw ``parts``, as many lines of them as there is room for."""
         drawn = Group(*(_drawn(self._live.console, part) for part in parts))
         self._live.update(drawn, refresh=True)
 
 
 class Bar:
-    """How far something is, on standard error where somebody looks; else nothing."""
+    """A progress bar on standard error if that is a terminal; else nothing."""
 
     def __init__(self, total: int) -> None:
         console = Console(stderr=True, markup=False, highlight=False)
@@ -217,10 +216,10 @@ class Bar:
         self._task = self._progress.add_task("", total=max(1, total))
 
     def show(self, done: int, text: str) -> None:
-        """``done`` of the total, and what to say beside it."""
+        """Show ``done`` of the total, with ``text`` next to the bar."""
         self._progress.start()
         self._progress.update(self._task, completed=done, description=text, refresh=True)
 
     def clear(self) -> None:
-        """Take it away, so that something else can be printed."""
+        """Remove the bar, so that something else can be printed."""
         self._progress.stop()

@@ -46,7 +46,7 @@ _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
     ),
 }
 
-#: What is left of mpiexec's and horovodrun's ``-np 2``, ``-np2`` and ``-np=2`` where ``-n`` is an option.
+#: What is left of mpiexec's and horovodrun's ``-np 2``, ``-np2`` and ``-np=2`` after the option ``-n``.
 _NP = re.compile(r"p=?(\d*)")
 
 _RUN_TEXT = """\
@@ -65,7 +65,7 @@ a second one kills them.
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the spellings with underscores, which torchrun knows too, out of the help."""
+    """Leaves the spellings with underscores, which torchrun also knows, out of the help."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = [name for name in action.option_strings if "_" not in name]
@@ -91,7 +91,7 @@ def add(commands: Commands) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options, the program, and its own arguments."""
+    """Add the options, the program, and its own arguments."""
     for title, options in _RUN_OPTIONS.items():
         group = parser.add_argument_group(title)
         for names, value, text in options:
@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Program(argparse.Action):
-    """Takes the program and all after it: between two positionals argparse would drop a ``--``."""
+    """Takes the program and everything after it: between two positionals argparse would drop a ``--``."""
 
     def __call__(
         self,
@@ -118,7 +118,7 @@ class _Program(argparse.Action):
         words: Any,
         _option: str | None = None,
     ) -> None:
-        ours = words[:1] == ["--"] and len(words) > 1  # the end of our options; newer Pythons take it away
+        ours = words[:1] == ["--"] and len(words) > 1  # the end of our options; newer Pythons remove it
         given.program, *given.arguments = words[1:] if ours else words
 
 
@@ -128,7 +128,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def missing_program(given: argparse.Namespace) -> int | None:
-    """The exit code, said why, if there is nothing to run."""
+    """If there is nothing to run, say why and return the exit code."""
     if np := _NP.fullmatch(given.nproc_per_node or ""):
         told = np[1] or given.program
         print(f"asynccoll run: -np {told} is mpiexec's and horovodrun's: write -n {told}", file=sys.stderr)
@@ -142,7 +142,7 @@ def missing_program(given: argparse.Namespace) -> int | None:
 
 
 def request(given: argparse.Namespace) -> RunRequest:
-    """What the command line asks for."""
+    """Return what the command line asks for."""
     return RunRequest(
         given.program,
         tuple(given.arguments),

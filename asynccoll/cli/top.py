@@ -1,4 +1,4 @@
-"""``asynccoll top``: what the ranks of this host are doing, again and again; or once, in a pipe."""
+"""``asynccoll top``: what the ranks of this host are doing, refreshed until stopped; or once, in a pipe."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-#: From when on an operation in flight stands out.
+#: A job that has waited for some of its ranks for longer than this stands out.
 _LONG_SECONDS = 5.0
 _LONGEST_SECONDS = 86_400
-#: Who looks at a terminal sees something after this.
+#: When a terminal first shows something.
 _FIRST_SECONDS = 0.2
 
 
@@ -62,11 +62,11 @@ def _top(given: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if given.count is not None or not live:
             raise
-        return 0  # as it was meant to end
+        return 0  # the intended way to end it
 
 
 def _watch(given: argparse.Namespace, live: bool) -> int:
-    """Look and show, ``--count`` times; live without end if that is not given, else once."""
+    """Look and show ``--count`` times; if that is not given, without end if live, else once."""
     count = given.count if given.count is not None else (0 if live else 1)
     with Screen() if live else contextlib.nullcontext() as screen:
         return _look_again(given, count, show if screen is None else screen.show, live=live)
@@ -93,7 +93,7 @@ def _look_again(given: argparse.Namespace, count: int, shown: Callable[..., None
 
 
 def _parts(ranks: list[RankNow], hangs: Mapping[int, Hang], of: int | None) -> Iterator[Table | str]:
-    """What is shown: what stands out first, for there may be more ranks than lines."""
+    """Yield what is shown: first what stands out, since there may be more ranks than lines."""
     yield from remarks(ranks, hangs)
     yield _table(ranks) if ranks else nobody(None if of is None else str(of))
 
@@ -143,7 +143,7 @@ def _table(ranks: list[RankNow]) -> Table:
 
 
 def remarks(ranks: list[RankNow], hangs: Mapping[int, Hang]) -> list[str]:
-    """What stands out, in words: for whom each job has waited long, and who does not run."""
+    """Return what stands out, in words: which ranks a job has long waited for, and which do not run."""
     jobs = {one.job for one in ranks}
     said = [
         f"job {job}: {hang}" if len(jobs) > 1 else str(hang)

@@ -103,7 +103,7 @@ def _add_stragglers(kinds: Commands) -> None:
     parser.set_defaults(carry_out=_stragglers)
 
 
-#: What there is after ``asynccoll trace``, in the order of its help.
+#: The subcommands of ``asynccoll trace``, in the order of its help.
 KINDS = (_add_run, _add_merge, _add_diff, _add_stragglers)
 
 
@@ -134,7 +134,7 @@ def _run(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _recording_in(output: Path | None) -> Iterator[Path]:
-    """Where ranks record: ``output``, where it stays for ``merge`` and ``stragglers``; else for now only."""
+    """Yield where ranks record: ``output``, kept for ``merge`` and ``stragglers``, else a temporary place."""
     if output is None:
         check_writable(Path())
         with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as temporary:
@@ -150,9 +150,9 @@ def _recording_in(output: Path | None) -> Iterator[Path]:
 
 
 def _written_to(directory: Path) -> tuple[Path, Path]:
-    """The page and the file for Perfetto: in the place of earlier ones, and of nobody else's.
+    """Return the paths of the page and the Perfetto file: they replace earlier ones, but only of ours.
 
-    Nobody has chosen these names, and other tools write a ``trace.json``, too.
+    The user did not choose these names, and other tools write a ``trace.json``, too.
     """
     from asynccoll.trace.page import is_page
     from asynccoll.trace.perfetto import are_events
@@ -253,7 +253,7 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
 
 
 def _tell_later(directory: Path, *, kept: bool) -> None:
-    """That the program has joined more worlds than the one that is shown, and how to see them."""
+    """Say that the program joined more worlds than the one that is shown, and how to see them."""
     from asynccoll.trace.spooling import later_worlds, recordings
 
     later = [one for one in later_worlds(directory) if recordings(one)]
@@ -283,12 +283,12 @@ def _print(trace: Trace) -> None:
 
 
 def tables(found: Findings) -> list[Table]:
-    """What hangs, the slowest ranks, the longest waits, and the steps."""
+    """Return tables of what hangs, the slowest ranks, the longest waits, and the steps."""
     return [_unfinished(found), _lateness(found), _waits(found), _steps(found)]
 
 
 def _titled(title: str, there_are: int, most: int) -> str:
-    """The title of a table of which so many rows are shown at most."""
+    """Return the title of a table that shows at most ``most`` rows."""
     return f"{title} (the first {most} of {there_are})" if there_are > most else title
 
 

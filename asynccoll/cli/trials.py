@@ -1,7 +1,7 @@
-"""Whether each backend works here: tried, by a world of one in a process of its own, all at the same time.
+"""Tries whether each backend works here: by a world of one in its own process, several at the same time.
 
-That its package is there says little: libraries may be missing, or made for another torch. What does not work
-is told with what it said, and with the line to type.
+An installed package says little: libraries may be missing, or built for another torch. A backend that does
+not work is reported with its error and with the line to type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ac.initialize(sys.argv[1])
 assert ac.all_reduce(2).wait() == 2
 ac.finalize()
 """
-#: What launchers say of this process is not about the world of one that is tried.
+#: Variables of launchers, which are about this process and not about the world of one that is tried.
 _OF_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|PMIX|MPI_|HOROVOD_|ASYNCCOLL_)"
 )
@@ -43,7 +43,7 @@ class Trial:
 
 
 def look() -> dict[str, Trial]:
-    """Every backend by whether its parts are there, without trying it."""
+    """Return for every backend whether its parts are there, without trying it."""
     return {name: _lacks(need) if need else Trial(works=True) for name, need in table.needs().items()}
 
 
@@ -53,7 +53,7 @@ def _lacks(need: str) -> Trial:
 
 
 def try_all() -> dict[str, Trial]:
-    """Every backend there is, by name."""
+    """Try every backend; return the results by name."""
     needs = table.needs()
     with ThreadPoolExecutor(max_workers=4) as pool:
         found = pool.map(lambda name: _try(name, needs[name]), needs)
@@ -82,7 +82,7 @@ def _try(name: str, need: str) -> Trial:
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:
-    """The error in a line."""
+    """Return the error in one line."""
     lines = done.stderr.strip().splitlines()
     if done.returncode < 0:
         return f"a world of one was killed by signal {-done.returncode}"
@@ -90,6 +90,6 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _line_of(errors: str) -> str:
-    """What our own errors say is to be typed."""
+    """Return the line that our own errors say to type."""
     found = re.search(r"pip install [^\n;)]+", errors)
     return found[0].strip() if found else ""

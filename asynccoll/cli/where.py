@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["add", "folded", "overview", "same_stacks"]
 
 
-#: So many letters of a program and its arguments are shown.
+#: How many characters of a program and its arguments are shown.
 _LONGEST = 80
 
 
@@ -56,7 +56,7 @@ def _where(given: argparse.Namespace) -> int:
         show(nobody(given.job))
     else:
         show(*overview(jobs))
-        if given.job is None and len(jobs) > 1:  # whose they are, nobody has said
+        if given.job is None and len(jobs) > 1:  # the user has not said which
             show("\nname one to see its calls and stacks: where its ranks met, or a process of it")
             return 0
         for job in jobs:
@@ -66,7 +66,7 @@ def _where(given: argparse.Namespace) -> int:
 
 
 def overview(jobs: Sequence[Job]) -> list[str]:
-    """What is told first: each job in a line, and for whom it waits in another."""
+    """Return what comes first: a line for each job, and another for the ranks that it waits for."""
     return [line for job in jobs for line in (_title(job), f"  {job.hang}" if job.hang else "") if line]
 
 
@@ -100,7 +100,7 @@ def _print(job: Job, calls: int, title: str) -> None:
 
 
 def folded(frames: Sequence[str]) -> list[str]:
-    """A stack, innermost first: successive frames of event loops are a line, but not what the program called.
+    """Fold a stack, innermost first: a run of event-loop frames is one line, except what the program called.
 
     >>> folded(["a (trio/_core.py:1)", "b (trio/_core.py:2)", "sleep (trio/_timeouts.py:3)", "main (x.py:4)"])
     ['[... 2 frames in trio]', 'sleep (trio/_timeouts.py:3)', 'main (x.py:4)']
@@ -113,7 +113,7 @@ def folded(frames: Sequence[str]) -> list[str]:
     told: list[str] = []
     for is_loops, found in groupby(frames, key=lambda frame: bool(library_in(frame))):
         run = list(found)
-        called = [] if told else run[-1:]  # by what stands below it, and is the program's
+        called = [] if told else run[-1:]  # called by the program's frame, which follows
         hidden = run[: len(run) - len(called)]
         if is_loops and len(hidden) > 1:
             run = [line_for(map(library_in, hidden)), *called]
@@ -122,7 +122,7 @@ def folded(frames: Sequence[str]) -> list[str]:
 
 
 def same_stacks(job: Job) -> dict[tuple[str, tuple[str, ...]], list[int]]:
-    """Whose stack is the same, by what it is of and its frames: hundreds of ranks may stand in one line."""
+    """Return the ranks with equal stacks, by thread or task and frames: hundreds may stand in one line."""
     found: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for one in job.ranks:
         for of, frames in one.account.stacks.items():

@@ -1,7 +1,7 @@
-"""Ours and the peers: a file each, which knows how its library is joined and how it is called.
+"""This library and its peers: a file each, which knows how the library is joined and how it is called.
 
-A peer says why it cannot take part (``missing``), joins the world that is there (``join``), and gives for a
-case its ways to do it, ``OUT`` of place and ``IN`` place. The order here is that of the tables.
+A peer says why it cannot take part (``missing``), joins the existing world (``join``), and returns for a case
+its ways to do it, ``OUT`` of place and ``IN`` place. The order here is that of the tables.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ALL: tuple[Library, ...] = (
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse peers that there are not.
+    """Refuse unknown peers.
 
     Raises:
-        InvalidArgumentError: an unknown one, with those that there are.
+        InvalidArgumentError: an unknown one; the text has the known ones.
     """
     known = [library.name for library in ALL]
     for name in names:

@@ -10,9 +10,9 @@ from asynccoll.bench.operations import Case
 
 __all__ = ["IN", "OUT", "Library", "Way", "Ways", "blocking", "nothing"]
 
-#: The result is fresh memory; what is there anew for each call is part of the time.
+#: The result is in fresh memory; allocating it in each call is part of the time.
 OUT = "out-of-place"
-#: The result is memory that is there: the input's own, where the operation can do that.
+#: The result is in existing memory: the input's own, if the operation can do that.
 IN = "in-place"
 
 Way: TypeAlias = Callable[[], Awaitable[object]]
@@ -21,7 +21,7 @@ Ways: TypeAlias = Mapping[str, Callable[[Case], dict[str, Way]]]
 
 
 def nothing() -> None:
-    """There is nothing to join, or to leave."""
+    """Do nothing: there is nothing to join, or to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Library:
     #: why it cannot be measured in this process, with the line that would help; empty if it can
     missing: Callable[[], str]
     ways: Ways
-    #: between the ranks that have met; gives what leaves it again
+    #: joins the library's world on the ranks of ours; returns what leaves it again
     join: Callable[[], Callable[[], object]] = lambda: nothing
 
 
 def blocking(call: Callable[[], object]) -> Way:
-    """A call that waits, as a way."""
+    """Return a blocking call as a way."""
 
     async def run() -> object:
         return call()

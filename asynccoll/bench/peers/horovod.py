@@ -1,4 +1,4 @@
-"""Horovod's own calls, in the same processes; it meets through a rendezvous server of its own."""
+"""Horovod's own calls, in the same processes; its ranks meet through its own rendezvous server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _missing() -> str:
 
 
 def join() -> Callable[[], object]:
-    """Start Horovod between the ranks of this world; gives what ends it again. All ranks call it.
+    """Start Horovod on the ranks of this world; returns what ends it again. All ranks call it.
 
     Raises:
         ImportError: Horovod is not installed.
@@ -53,7 +53,7 @@ def join() -> Callable[[], object]:
 
 
 class _Server:
-    """Horovod's rendezvous, told who sits where."""
+    """Horovod's rendezvous server, told how many ranks each host has."""
 
     def __init__(self, hosts: list[str]) -> None:
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -64,7 +64,7 @@ class _Server:
         self._server = RendezvousServer()
 
     def start_server(self) -> int:
-        """Listen; the port."""
+        """Start to listen; returns the port."""
         port = int(self._server.start())
         self._server.init(self._assignments)
         return port
@@ -74,7 +74,7 @@ class _Server:
 
 
 def _serve() -> _Server | None:
-    """On rank 0."""
+    """Return the rendezvous server on rank 0, None on the others."""
     hosts = ac.all_gather(ac.hostname()).wait()
     return _Server(hosts) if ac.get_rank() == 0 else None
 

@@ -1,4 +1,4 @@
-"""``ignite.distributed``, which waits in each call; where pytorch-ignite is installed."""
+"""``ignite.distributed``, which waits in each call; only if pytorch-ignite is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _missing() -> str:
 
 
 def _join() -> Callable[[], object]:
-    """It works on torch's group."""
+    """Have ignite find torch's group, on which it works."""
     import ignite.distributed as idist
 
     idist.sync()
@@ -27,7 +27,7 @@ def _join() -> Callable[[], object]:
 
 
 def _all_reduce(case: Case) -> dict[str, Way]:
-    """In the tensor it is given."""
+    """Return the only way, which is in place: ignite reduces in the tensor it is given."""
     import ignite.distributed as idist
 
     x, op = case.input(), {"prod": "PRODUCT"}.get(case.reduction, case.reduction.upper())

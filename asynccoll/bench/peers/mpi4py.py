@@ -1,4 +1,4 @@
-"""Bare mpi4py on NumPy views: the non-blocking call, then ``Wait()``; where an mpiexec started the ranks."""
+"""Bare mpi4py on NumPy views: the non-blocking call, then ``Wait()``; only if mpiexec started the ranks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _op(case: Case) -> Any:
 
 
 def _can(case: Case) -> bool:
-    """Whether MPI has such a reduction, and NumPy such numbers."""
+    """Whether MPI has the reduction, and NumPy the dtype."""
     return case.dtype is not torch.bfloat16 and not (case.operation.reduces and case.reduction == "avg")
 
 
 def _own_memory(call: Callable[[object], Any], case: Case) -> dict[str, Way]:
-    """Of a call that works in its input."""
+    """Return the ways of a call that works in its input: on a copy, and on the input."""
     x, again = case.input(), case.input()
     view = again.numpy()
 

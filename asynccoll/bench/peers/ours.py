@@ -16,7 +16,7 @@ __all__ = ["LIBRARY"]
 def _pair(
     call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False, **options: object
 ) -> dict[str, Way]:
-    """``call(x)`` and ``call(x, out=...)``; in place in the input itself where ``own``."""
+    """Return ``call(x)`` and ``call(x, out=...)`` as ways; with ``own`` the latter is in the input itself."""
     x, again = case.input(), case.input()
     out = again if own else case.output()
 
@@ -34,7 +34,7 @@ def _reducing(call: Callable[..., ac.Work[object]], case: Case, *, own: bool = F
 
 
 def _reduce(case: Case) -> dict[str, Way]:
-    """On the root alone there is a result, and memory for it."""
+    """Return the ways of a reduce; only the root has a result, and memory for it."""
     x, out = case.input(), case.output() if case.rank == case.root else None
     op = ac.ReduceOp.parse(case.reduction)
 

@@ -17,7 +17,7 @@ NAME = "torch"
 
 
 def newest(module: object, name: str, before: str) -> Any:
-    """A function of torch under its name since 2.13, else under the one that it had."""
+    """Return a function of torch by its name since 2.13, else by the name that it had before."""
     return getattr(module, name, None) or getattr(module, before)
 
 
@@ -26,7 +26,7 @@ _REDUCE_SCATTER = newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def reduce_op(case: Case) -> object:
-    """torch's name for the case's reduction."""
+    """Return torch's name for the case's reduction."""
     return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(case.reduction, case.reduction.upper()))
 
 
@@ -39,7 +39,7 @@ def _missing() -> str:
 
 
 def _own_memory(call: Callable[[torch.Tensor], Any], case: Case) -> dict[str, Way]:
-    """Of a call that works in its input: on a copy, and on the input."""
+    """Return the ways of a call that works in its input: on a copy, and on the input."""
     x, again = case.input(), case.input()
 
     def fresh() -> object:
@@ -55,7 +55,7 @@ def _own_memory(call: Callable[[torch.Tensor], Any], case: Case) -> dict[str, Wa
 
 
 def _into(call: Callable[[torch.Tensor, torch.Tensor], Any], case: Case) -> dict[str, Way]:
-    """Of a call with an input and an output."""
+    """Return the ways of a call with an input and an output."""
     x, out = case.input(), case.output()
 
     def fresh() -> object:
