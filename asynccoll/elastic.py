@@ -24,7 +24,7 @@ _MISTAKES = (CollectiveMismatchError, PeerRefusedError)
 
 
 def state(**kept: object) -> Any:
-    """Return what survives a loss: a ``horovod.torch.elastic.TorchState`` of models, optimizers and values.
+    """Return a ``horovod.torch.elastic.TorchState`` that survives a loss: models, optimizers, plain values.
 
     >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
 

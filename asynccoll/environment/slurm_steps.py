@@ -130,7 +130,7 @@ def _tasks_per_node(variables: Variables, world_size: int, nnodes: int) -> list[
 
 
 def _tasks_here(variables: Variables, counted: int) -> int:
-    """Return how many tasks this node runs: ``counted``, unless a hetjob orders counts unlike nodes."""
+    """Return how many tasks this node runs: ``counted``, but a hetjob orders counts and nodes differently."""
     ids = variables.text("SLURM_GTIDS") if (variables.first("SLURM_HET_SIZE") or 1) > 1 else None
     return len(ids.split(",")) if ids else counted
 

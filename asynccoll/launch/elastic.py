@@ -86,7 +86,7 @@ def _launch(
     witness: Witness,
     directories: Sequence[Path],
 ) -> int:
-    """``directories``: the temporary ones, which ``_give_up`` has to remove."""
+    """Run the job; returns its exit code. ``directories``: temporary ones, which ``_give_up`` removes."""
     processes.adopt_orphans()
     ended = threading.Event()
     passing.on_stop_signals(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asynccoll.launch.child import PID_FILE, die_with_launcher, launching
-else:  # started by its path, beside which child is; the package would import torch
+else:  # started by its path, with ``child`` next to it; the package would import torch
     from child import PID_FILE, die_with_launcher, launching
 
 #: How often to check whether the others have ended; torch elastic polls its processes, too. They are not

@@ -35,8 +35,8 @@ def launched(
 
     It has its own session: otherwise Ctrl-C on a terminal would reach it in addition to the signal that is
     passed on, and at a second one mpiexec exits immediately, before ranks have cleaned up. The terminal does
-    not belong to the new session, so terminal input is passed on as well. (Only on Linux: elsewhere ranks can
-    only be found through this session, see ``processes``.)
+    not belong to the new session, so terminal input is passed on as well. (Only on Linux: elsewhere processes
+    outside of this session could not be found, see ``processes``.)
     """
     apart = sys.platform == "linux"
     typed = apart and stdin is None and os.isatty(0)

@@ -191,7 +191,7 @@ def _joined(context: Any, told: Job, nodes: Nodes, witness: Witness) -> None:
         end(context.processes)
         raise
     finally:
-        for left in context.error_files:  # by the ranks that failed, for torch to read
+        for left in context.error_files:  # written by ranks that failed, for torch to read
             Path(left).unlink(missing_ok=True)
 
 

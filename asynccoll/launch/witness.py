@@ -22,7 +22,7 @@ from asynccoll.host import handing, shared_memory
 
 __all__ = ["Witness"]
 
-#: A rank that dies sooner after its start, before it has joined its world, may be missed.
+#: A rank that dies sooner than this after its start, before it has joined its world, may be missed.
 _LOOK_SECONDS = 0.02
 #: How often to reap processes that ranks have left to this one.
 _REAP_SECONDS = 1.0
