@@ -198,7 +198,6 @@ def _check_no_recording(directory: Path) -> None:
 
 
 def _stragglers(given: argparse.Namespace) -> int:
-    from asynccoll.errors import InvalidArgumentError
     from asynccoll.trace.stragglers import by_line, load_stragglers
 
     if given.most < 1:

@@ -32,7 +32,6 @@ from asynccoll.transport.communicator import Opening
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
     from asynccoll.order.start_order import OrderedLane
     from asynccoll.plan.cost import Cost
