@@ -1,8 +1,8 @@
-"""The order of operations, the same on every rank: lanes, who may issue in them, and what a refusal does.
+"""The order of operations, the same on every rank: lanes, who may issue on them, and what a refusal does.
 
-What this package needs of the world (to open a communicator, to ask which ranks are lost) is declared by the
-protocols in ``needs``. It must not know what the operations mean (only ``costs`` issues some itself, to
-measure what they cost).
+The protocols in ``needs`` declare what this package needs of the world, such as opening a communicator or
+asking which ranks are lost. The package must not know what operations mean. (Only ``costs`` issues some
+itself, to measure how long they take.)
 """
 
 from asynccoll.order.lane import Lane

@@ -1,37 +1,38 @@
-"""What a refused call does to a lane: it halts, all ranks agree on where it resumes, and it goes on there.
+"""What a refused call does to a lane: the lane halts, all ranks agree on where it resumes, and it resumes.
 
-These are the rules and the state of one rank; ``halting`` carries them out on the lane, and
+This module has the rules and the state of one rank; ``halting`` applies them to the lane, and
 ``health.refusals`` exchanges refusals and statements with the peers.
 
-A *place* is a call's number in the order of its lane (``sequence`` of an ``Operation``, whose own ``place``
-is the line that called it). Each collective call of the user takes one place on every rank, whether it is
-made or refused. A call of several operations (a tree, a ``coalescing`` block) has *parts* at its place, which
-all ranks issue in the same order. A rank that refuses such a call says how many parts it had issued before;
-these remain valid. An *epoch* is a run of places for which all ranks make the same native calls in the same
-order. A refusal ends the epoch, by a *cut* at the refused place, in three steps:
+A *place* is a call's number in the order of its lane (``sequence`` of an ``Operation``; the ``place`` of an
+``Operation`` is the source line that called it). Each collective call of the user takes one place on every
+rank, whether it is made or refused. A call of several operations (a tree, a ``coalescing`` block) has *parts*
+at its place, which all ranks issue in the same order. A rank that refuses such a call states how many parts
+it had already issued; these remain valid. An *epoch* is a run of places for which all ranks make the same
+native calls in the same order. A refusal ends the epoch, by a *cut* at the refused place, in three steps:
 
-1. *Halted* at place P: this rank has refused P, or has heard that a peer did. Nothing at or above P is issued
-   from now on, except the parts of P that remain valid; calls accepted there are held. P changes only to a
-   lower place, when a lower refusal is heard of. Calls below P go on as before, since every rank makes them.
-   Any other operation issued at or above P may never be matched by the peers, and fails at once.
-2. *Stated*: everything below P, and the valid parts of P, have been accepted, issued and are over. This rank
+1. *Halted* at place P: this rank has refused P, or has learned that a peer did. From now on, nothing at or
+   above P is issued except the parts of P that remain valid; calls accepted there are held. P changes only to
+   a lower place, if this rank learns of a lower refusal. Calls below P proceed as before, since every rank
+   makes them. Any other operation already issued at or above P may never be matched by the peers, and fails
+   immediately.
+2. *Stated*: all calls below P and the valid parts of P have been accepted and issued, and are over. This rank
    states once for this epoch how far it went: the highest place that it issued (``issued``), the higher of
    that and the place that it refused itself (``reached``), and its own refusal, if it made one. It does
    nothing more on this lane until all ranks have made their statements.
 3. *Settled*: from the same statements every rank computes the same verdict. The epoch ended at the lowest
-   refused place; the next one begins above the highest place that any rank reached. The calls between fail on
-   every rank, unless they were over; this includes calls that the user has yet to make. The held calls above
-   go on, up to the next refusal among them. The communicator is kept if no rank issued anything at or above
+   refused place; the next one begins above the highest place that any rank reached. The calls in between fail
+   on every rank unless they were over, including calls that the user has yet to make. The held calls above
+   proceed, up to the next refusal among them. The communicator is kept if no rank issued anything at or above
    the refused place; otherwise some ranks may be ahead of others on it, and every rank opens another.
 
-So in every epoch all ranks begin at the same place, on communicators that are in step, and a result is given
-only if every rank made that call in that epoch.
+So in every epoch all ranks begin at the same place, on communicators that are in step, and a call returns a
+result only if every rank made that call in that epoch.
 
 If several child tasks use a lane one after another, a refused place of one child says nothing about the calls
-of the next child: those that are accepted are held too, but those already issued are not lost yet. A child
-that fails or is cancelled refuses all calls that it has not made, up to the place where the next child
-begins; a rank that opens a lane refuses those of all such children that ended before. If no rank has issued
-any of these calls, the communicator is in step, and the calls after them go on with unchanged numbers.
+of the next child: calls of that child accepted from now on are held too, but those already issued are not
+lost yet. A child that fails or is cancelled refuses all calls that it has not made, up to the place where the
+next child begins; a rank that opens a lane refuses the calls of all such children that ended before. If no
+rank has issued any of these calls, the communicator is in step, and later calls keep their numbers.
 
 Each step is one change under the lane's lock, made before any waiter is woken, so a waiter that gets the
 error of a refusal finds the lane halted. Point-to-point messages have no place, and no refusal affects them.
@@ -54,13 +55,13 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "Epochs", "Refusal", "Statement", "Verdict"]
 
 
-#: A refusal's reason is sent as text. One that begins with this says that ranks made different calls.
+#: A refusal's reason is sent as text. A reason with this prefix says that ranks made different calls.
 _MISMATCH = f"{CollectiveMismatchError.__name__}: "
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``rank`` does not make the calls from ``place`` to below ``until``; at least the one at ``place``."""
+    """A rank's refusal to make the calls from ``place`` to below ``until``, or at least the one at ``place``."""
 
     rank: int
     place: int
@@ -75,16 +76,16 @@ class Refusal:
         return max(self.until, self.place + 1)
 
     def refuses(self, place: int) -> bool:
-        """Whether the call at ``place`` is itself refused, and so lost whatever other ranks have issued."""
+        """Whether the call at ``place`` is itself refused, and so lost regardless of what others issued."""
         return self.place <= place < self.end
 
     def above(self, place: int) -> Refusal:
-        """The refusal of the remaining calls, if all calls below ``place`` are lost in any case."""
+        """Return the refusal of the remaining calls, given that all calls below ``place`` are lost anyway."""
         return self if self.place >= place else replace(self, place=place + (place % CHILD == 0), stands=0)
 
     @property
     def begins(self) -> tuple[int, int]:
-        """The last (place, part) that remains valid; all above it is lost."""
+        """The last (place, part) that remains valid; everything above it is lost."""
         return self.place, self.stands
 
     def loses(self, place: int, part: int) -> bool:
@@ -92,7 +93,7 @@ class Refusal:
         return (place, part) > self.begins
 
     def error(self, lane: object, place: int, operation: object = None) -> CollectiveError:
-        """The error for waiters of the call at ``place``, which is a refused one or was lost behind one.
+        """Return the error for waiters of the call at ``place``, which was refused or was lost behind a refusal.
 
         ``operation``: that call's operation, if it has one; its text names the call and its source line.
         """
@@ -116,7 +117,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a rank states when an epoch ends: how far it went (*Stated* above), and its refusal or None."""
+    """A rank's statement at the end of an epoch: how far it went (*Stated* above), and its refusal or None."""
 
     issued: int
     reached: int
@@ -138,8 +139,8 @@ class Statement:
 class Verdict:
     """Where an epoch ends and the next begins: a pure function of all statements, so the same on all ranks.
 
-    ``refusal`` is the lowest one, ``resumes`` the first place of the next epoch; ``in_step``: no rank had
-    issued what is lost, so the communicator is kept.
+    ``refusal`` is the lowest refusal, ``resumes`` the first place of the next epoch. ``in_step``: no rank had
+    issued any of the lost calls, so the communicator is kept.
     """
 
     refusal: Refusal
@@ -152,7 +153,7 @@ class Verdict:
 
     @classmethod
     def of(cls, statements: Sequence[Statement]) -> Verdict:
-        """The verdict of the statements of all ranks, in rank order; at least one contains a refusal."""
+        """Compute the verdict from the statements of all ranks, of which at least one has a refusal."""
         refusals = [one.refusal for one in statements if one.refusal is not None]
         first = min(refusals, key=lambda refusal: (refusal.begins, -refusal.end, refusal.rank))
         end, resumes = end_of(first), max(first.end, *(one.reached + 1 for one in statements))
@@ -163,18 +164,18 @@ class Verdict:
         return cls(first, resumes, in_step, next_child, beyond)
 
     def covers(self, place: int) -> bool:
-        """Whether the call at ``place`` was lost, or the parts of it that did not remain valid."""
+        """Whether the call at ``place`` was lost, or at least its parts that did not remain valid."""
         return self.refusal.place <= place < self.resumes
 
     def left_of(self, one: Job | Refusal) -> Job | Refusal | None:
-        """What remains in the next epoch of a held call or refusal; None if it was lost or is settled."""
+        """Return what remains in the next epoch of a held call or refusal; None if it is lost or settled."""
         if isinstance(one, Refusal):
             return one.above(self.resumes) if one.end > self.resumes else None
         return one if one.place >= self.resumes else None
 
 
 def end_of(refusal: Refusal) -> int:
-    """A bound above all places of the child tasks whose calls are refused, and below those of the next."""
+    """Return a bound above all places of the child tasks whose calls are refused, and below the next child's."""
     return -(-refusal.end // CHILD) * CHILD
 
 
@@ -201,7 +202,7 @@ class Cut:
         return self.refusal.place
 
     def state(self, issued: int, ends: Mapping[int, int]) -> None:
-        """Fix this rank's statement: all below the cut is over, and nothing above ``issued`` was issued.
+        """Fix this rank's statement: all calls below the cut are over, and none above ``issued`` was issued.
 
         Calls below the cut count as issued, even those lost in an earlier epoch. ``ends``: the last place of
         each child task that has ended, by its number.
@@ -214,8 +215,8 @@ class Cut:
     def claim(self, refusal: Refusal) -> None:
         """Make ``refusal`` the one that this rank states.
 
-        An earlier one of this rank is at a higher place. It is held like a call, as it may belong to the next
-        epoch.
+        If this rank has refused before in this epoch, that refusal is at a higher place. It is held like a
+        call, since it may belong to the next epoch.
         """
         if self.mine is not None:
             self.hold(self.mine)
@@ -234,8 +235,8 @@ def _order(one: Job | Refusal) -> tuple[int, int, bool]:
 class Epochs:
     """Which epoch a lane is in, on one rank, and the cut that ends it.
 
-    Changed with the lane's lock held. ``cut``, ``unsettled``, ``is_over`` and ``refusal_of`` may be asked
-    without it: the answer may be that of a moment ago.
+    Changed with the lane's lock held. ``cut``, ``unsettled``, ``is_over`` and ``refusal_of`` may be read
+    without it, but may then be out of date.
     """
 
     __slots__ = ("cut", "is_over", "issued", "number", "places", "settled")
@@ -257,9 +258,10 @@ class Epochs:
 
     @property
     def told(self) -> int:
-        """The place up to which peers know of this rank's calls: as made, or as refused.
+        """The place up to which peers know about this rank's calls, made or refused.
 
-        A refusal that is held for the next epoch is told when that begins; never, if this rank leaves before.
+        Peers are told of a refusal that is held for the next epoch when that epoch begins; never if this rank
+        leaves before.
         """
         cut = self.unsettled
         held = () if cut is None else (one.place - 1 for one in cut.held if isinstance(one, Refusal))
@@ -277,7 +279,7 @@ class Epochs:
         return self.refusal_at(self.places.latest) is not None
 
     def refusal_at(self, place: int) -> Refusal | None:
-        """The refusal by which ``place`` was lost in the latest verdict, which all ranks share; else None."""
+        """Return the refusal by which ``place`` was lost in the latest verdict, shared by all ranks; or None."""
         settled = self.settled
         return settled.refusal if settled is not None and settled.covers(place) else None
 
@@ -287,19 +289,19 @@ class Epochs:
         return settled is not None and settled.covers(place) and until <= settled.resumes
 
     def refusal_of(self, place: int, part: int) -> Refusal | None:
-        """The refusal by which that part was lost, as far as this rank knows; settled or not."""
+        """Return the refusal by which that part was lost, as far as this rank knows, settled or not."""
         cut = self.unsettled
         refusal = self.refusal_at(place) if cut is None else cut.refusal
         return refusal if refusal is not None and refusal.loses(place, part) else None
 
     def takes(self, job: Job) -> Refusal | bool:
-        """Decide what becomes of a call that is accepted now.
+        """Decide what happens to a call that is accepted now.
 
-        Returns True if it may be queued, and the refusal if it is lost already. Else the cut holds it until
-        there is a verdict, and False is returned.
+        Returns True if the call may be queued, and the refusal if it is already lost. Otherwise the cut holds
+        the call until there is a verdict, and False is returned.
         """
         if job.place and (given_up := self.refusal_at(job.place)) is not None:
-            return given_up  # by a verdict that the peers know too
+            return given_up  # by a verdict that the peers have as well
         cut = self.cut
         if cut is None or not cut.refusal.loses(job.place, job.part):
             return True
@@ -312,7 +314,7 @@ class Epochs:
         return True
 
     def halt(self, refusal: Refusal, peak: int, *, own: bool) -> Cut | None:
-        """Apply ``refusal``, which is this rank's if ``own``. Returns the cut if it is new or was lowered."""
+        """Apply ``refusal``, this rank's own if ``own``. Returns the cut if it is new or was lowered."""
         cut, settled = self.unsettled, self.settled
         if settled is not None and refusal.place < settled.resumes:
             if refusal.end <= settled.resumes:
@@ -332,8 +334,8 @@ class Epochs:
     def settle(self, cut: Cut, verdict: Verdict) -> list[Job]:
         """Begin the next epoch. Returns the held calls that may be queued now.
 
-        These are the ones that the verdict has not lost, below the first refusal that was held with them.
-        That refusal, if any, begins the next cut, which holds the rest.
+        These are the calls that the verdict has not lost, below the first refusal that was held with them.
+        That refusal, if any, begins the next cut, which holds the remaining calls.
         """
         self.number += 1
         cut.verdict = self.settled = verdict
@@ -357,7 +359,7 @@ class Epochs:
         return jobs
 
     def end(self) -> list[Job]:
-        """Accept no more calls. Returns the calls that were held."""
+        """Stop accepting calls. Returns the calls that were held."""
         self.is_over = True
         held = [] if self.cut is None else [one for one in self.cut.held if not isinstance(one, Refusal)]
         if self.cut is not None:

@@ -1,10 +1,10 @@
 """A lane: one order of operations on one communicator of one group.
 
 Every rank must issue the operations of a communicator in the same order. A lane keeps that order: an
-operation is accepted when the user calls the function, and issued at once if nothing is queued before it,
-else later by the lane's ``queue``. A lane is made of objects that each have one subject and share the lane's
-lock; each of them says which of its methods have to be called with the lock held. ``cut`` defines place,
-part, epoch and refusal. This module must not know what operations mean, nor which backend runs them.
+operation is accepted when the user calls the function. It is issued immediately if nothing is queued before
+it, else later by the lane's ``queue``. A lane is made of objects that each have one responsibility and share
+the lane's lock; each documents which of its methods must be called with the lock held. ``cut`` defines place,
+part, epoch and refusal. This module must not know what operations mean or which backend runs them.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ __all__ = ["BACKWARD", "DEFAULT", "Lane"]
 DEFAULT = "default"
 BACKWARD = "/backward"
 
-#: How often ``open``, while it waits, asks whether all ranks are still alive.
+#: How often ``open`` checks, while it waits, whether all ranks are still alive.
 _ASK_SECONDS = 0.5
 
 
 class Lane:
-    """An order of operations, named ``name``, among the ranks of ``group``.
+    """An order of operations called ``name`` among the ranks of ``group``.
 
     Operations on lanes of the same name and group match across ranks.
     """
@@ -78,26 +78,26 @@ class Lane:
         child: int = 0,
         rounds: int = 0,
     ) -> None:
-        """``key``: the name under which the ranks open it; a new one each time a closed name is opened again.
+        """``key``: the name under which the ranks open the lane; new each time a closed lane is reopened.
 
         ``start_order`` decides when the lane may start an operation; None if its operations may start in any
-        order relative to other lanes'. ``child``: how many child tasks that had this lane have ended so far;
-        ``rounds``: how often the ranks have joined.
+        order relative to those of other lanes. ``child``: how many child tasks that had this lane have ended
+        so far; ``rounds``: how often the ranks have joined.
         """
         self.group = group
         self.world = world
         self.name = name
         self.key: str = key or name
-        #: whether each call is compared with those of the other ranks before it is made
+        #: whether each call is compared with the other ranks' calls before it is made
         self.compares_calls: bool = world.policy.check
         self.broken: CollectiveError | None = None
         self.refusals_seen = 0  # the world's count of refusals when this lane last looked (``refusals``)
         self.routes: dict[object, Any] = {}  # plans and estimates, by kind of tensor
-        self.cost: Cost | None = None  # the cost model that its ranks have agreed on (``costs``)
+        self.cost: Cost | None = None  # the cost model agreed on by its ranks (``costs``)
         self.turns: Turns = Turns()
         self.records: Records = Records(world.recorder, group.key, self.key, name)
         self._estimates: dict[tuple[str, int], Estimate] = {}
-        self._before: Callable[[], object] | None = None  # to be called before the next call is accepted
+        self._before: Callable[[], object] | None = None  # called before the next call is accepted
         self._owners = Owners(checked=world.checks_order and not name.endswith(BACKWARD))
         self._out = Outstanding()
         lock = self._lock = host.Lock()
@@ -120,7 +120,7 @@ class Lane:
 
     @property
     def kin(self) -> str:
-        """``key`` without the backward suffix: the same for a child task's lanes in all groups."""
+        """``key`` without the backward suffix: the same for all of a child task's lanes, in every group."""
         return self.name.removesuffix(BACKWARD) + self.key.removeprefix(self.name)
 
     @property
@@ -130,7 +130,7 @@ class Lane:
 
     @property
     def has_opened(self) -> bool:
-        """Whether its first communicator has been opened, or opening it was given up."""
+        """Whether the first communicator has been opened, or the lane has given up opening it."""
         return self._connection.has_opened
 
     @property
@@ -144,7 +144,7 @@ class Lane:
         return self._epochs.number
 
     def upcoming(self, what: What) -> tuple[What, int, int, bool]:
-        """What the next operation will be if it is ``what``: see ``Places.next``."""
+        """Describe the next operation if it is ``what``: see ``Places.next``."""
         return self._places.next(what)
 
     # Accepting operations
@@ -163,11 +163,11 @@ class Lane:
     ) -> Operation:
         """Accept an operation of one native call, and issue it before returning if nothing is queued.
 
-        ``estimate`` has the operation's name, and how long such operations take. ``stream`` names a separate
+        ``estimate`` has the operation's name and how long such operations take. ``stream`` names a separate
         order within the lane (the point-to-point messages of one peer and tag), which does not queue behind
-        other streams. ``what`` describes the call, and has to be the same on all ranks; ``of`` describes its
-        data for the flight recorder; ``called`` is the time when the user called it, if not now; ``program``
-        is the program that ``start`` begins, if it begins one.
+        other streams. ``what`` describes the call and must be the same on all ranks; ``of`` describes its
+        data for the flight recorder; ``called`` is the time of the user's call, if not now; ``program`` is
+        the program that ``start`` begins, if it begins one.
         """
         line = site()
         called = host.monotonic() if called is None else called
@@ -183,7 +183,7 @@ class Lane:
             upcoming = _, place, part, _ = places.next(what)
             if not direct:
                 self._connection.open(waits=self.world.open_waits)
-            # Recorded before the native call, which may block, or end the process.
+            # Recorded before the native call, since that may block or end the process.
             ticket = self.records.note(
                 estimate, line, size_bytes, of, place, part, stream, called, begun=direct
             )
@@ -191,7 +191,7 @@ class Lane:
                 try:
                     found = None if stream else self.announcing.call(line, *upcoming)
                     completion = self._made_unless(found, start)
-                except BaseException as error:  # from the backend, which may have sent something already
+                except BaseException as error:  # from the backend, which may already have sent something
                     self.records.withdraw(ticket, places.latest, message=stream is not None)
                     self._failing.not_taken(error, estimate.name, message=stream is not None)
                     raise
@@ -233,7 +233,7 @@ class Lane:
     ) -> Operation:
         """Accept an operation of several native calls; ``what``, ``of`` and ``called`` are as for ``issue``.
 
-        ``awaited_soon``: a waiter is likely to wait for it at once, and may then drive it (``stepping``).
+        ``awaited_soon``: a waiter is likely to wait for it immediately, and may then drive it (``stepping``).
         ``sent`` returns the completions of native calls that the program has started and does not wait for.
         """
         drive = self.queue.drive if awaited_soon or waiting.get() else None
@@ -273,7 +273,7 @@ class Lane:
             self.queue.extend((job,))
 
     def _go_on(self, operation: Operation, completion: Completion | None, found: Objection) -> None:
-        """Do, without the lock, what remains to be done for an operation that was not simply issued."""
+        """Complete the acceptance of an operation that was not simply issued. Called without the lock."""
         if completion is None:
             self.queue.start()
         elif isinstance(found, CollectiveMismatchError):
@@ -282,7 +282,7 @@ class Lane:
             completion.offer()
 
     def _show(self, operation: Operation, size_bytes: int) -> None:
-        """Call the observers; without the lock, which one that observes a program's end takes itself."""
+        """Call the observers, without the lock: one that observes the end of a program takes it itself."""
         for observe in self.world.observers:
             observe(operation, size_bytes)
         if profiler._is_profiler_enabled:
@@ -290,7 +290,7 @@ class Lane:
 
     @contextmanager
     def after(self, before: Callable[[], object]) -> Iterator[None]:
-        """Call ``before`` just before the first call inside is accepted; not at all if all are refused."""
+        """Call ``before`` just before the first call in the block is accepted; not if all are refused."""
         self._before = before
         try:
             yield
@@ -306,11 +306,11 @@ class Lane:
     def together(self, place: int | None = None, what: What = None, name: str = "") -> Iterator[int]:
         """Accept the operations inside the block as parts of one call (a tree). Yields that call's place.
 
-        ``name`` is the call's name. ``what`` describes it, and has to be the same on all ranks for each part.
+        ``name`` is the call's name. ``what`` describes it, and must be the same on all ranks for each part.
         If the latest call took ``place``, the block adds parts to that call; it raises that call's
         ``PeerRefusedError`` or ``CollectiveMismatchError`` if the call has been refused since. If the block
-        fails, the rest of its call is refused, whatever parts were issued. A block inside another adds parts
-        to the outer one's call.
+        fails, the rest of its call is refused, whichever parts were issued. A nested block adds parts to the
+        outer block's call.
         """
         places = self._places
         with self._lock:
@@ -333,7 +333,7 @@ class Lane:
             raise
 
     def end_of_parts(self, place: int) -> None:
-        """Record that the call at ``place`` has no further parts, for peers that wait for another one."""
+        """Record that the call at ``place`` has no further parts, for peers that wait for another part."""
         with self._lock:
             lost = self.halting.is_halted or self._epochs.refusal_at(place) is not None
             if place == self.sequence and not lost:
@@ -352,7 +352,7 @@ class Lane:
     # Opening, breaking, closing
 
     def open(self) -> None:
-        """Open the communicator, and wait for it.
+        """Open the communicator and wait until it is open.
 
         Raises:
             PeerLostError: a rank was lost while this one waited.
@@ -368,7 +368,7 @@ class Lane:
             raise self.broken.for_waiter()
 
     def _failed_to_open(self, error: BaseException) -> None:
-        """A helper thread failed to open the communicator: break the lane off with that error."""
+        """Break the lane off after a helper thread failed to open the communicator."""
         failure = collective_error(error, f"opening {self}")
         if isinstance(failure, PeerLostError):
             self.world.find_out(self, failure)
@@ -378,20 +378,20 @@ class Lane:
     def _restart(self, in_step: bool) -> Callable[[], object] | None:
         """Begin the next epoch, on another communicator unless ``in_step``. Called with the lock held.
 
-        Returns what is to be called after the lock is released, or None.
+        Returns a function to be called after the lock is released, or None.
         """
         self.announcing.restart(self.epoch)
         if in_step:
             return None
         self.cost = None  # it is unknown whether all ranks had agreed on it
-        # The old communicator has half-matched operations.
+        # The old communicator has operations that only some ranks have issued.
         retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
         return None if retired is None else partial(self._connection.retire, retired)
 
     def next_child(self, error: BaseException | None) -> None:
-        """Note that a child task that used this lane has ended: later calls are the next child's.
+        """Note that a child task that used this lane has ended: later calls are those of the next child.
 
-        With ``error`` the child ended before it had made all of its calls, and the rest of them is refused.
+        With ``error``, the child ended before it had made all of its calls, and the rest are refused.
         """
         with self._lock:
             missed = self._places.next_child()
@@ -400,12 +400,12 @@ class Lane:
             self.world.refuse(self, error, missed, until=until)
 
     def next_round(self) -> None:
-        """Go on counting at the next multiple of ``ROUND``: ranks with fewer calls then count alike."""
+        """Continue counting at the next multiple of ``ROUND``, as do ranks that have made fewer calls."""
         with self._lock:
             self._places.next_round()
 
     def begin_round(self, rounds: int) -> None:
-        """Compare calls anew after so many rounds, once those of the round before have been made."""
+        """Restart the comparison of calls for round ``rounds``, once all calls of the last round are made."""
         with self._lock:
             self.announcing.restart(rounds * ROUND)
 
@@ -417,16 +417,16 @@ class Lane:
             self._connection.give_up()
             jobs = [*self.queue.clear(), *self._epochs.end()]
         ends = [*(job.fail for job in jobs), *(operation.fail for operation in self.outstanding())]
-        # ``drive`` passes its turn to other lanes, if it has one.
+        # If this lane has the turn to start, ``drive`` passes it on to other lanes.
         host.call_each([*(partial(end, error) for end in ends), self.queue.drive])
 
     def lose(self, error: CollectiveError) -> None:
-        """Break the lane off (a rank is gone, or calls are out of step), and tell ranks that wait for it."""
+        """Break the lane off (a rank is gone, or calls are out of step), and tell the ranks that wait."""
         self.break_off(error)
         self.world.pass_on(self)
 
     def explain_failure(self, operation: Operation, native: BaseException) -> AsyncCollError:
-        """The typed error for ``native``, with its culprit named (``Failing.explain``)."""
+        """Return the typed error for ``native``, with its culprit named (``Failing.explain``)."""
         return self._failing.explain(operation, native)
 
     def needs(self, rank: int, made: int) -> bool:
@@ -435,20 +435,20 @@ class Lane:
         return self._epochs.unsettled is not None or any(
             operation.sequence > made
             if operation.sequence
-            # That rank may have received it since the progress thread has looked last.
+            # That rank may have received it since the progress thread last polled.
             else operation.peer == index and not operation.completion.poll()
             for operation in self.outstanding()
         )
 
     def of_gradients(self) -> Lane:
-        """The lane on which backward passes send for this one; this lane itself if it is one of those."""
+        """Return the lane that backward passes use for this lane; this lane itself if it is one of those."""
         if self.name.endswith(BACKWARD):
             return self
         found: Lane = self.group.lane(self.name + BACKWARD)
         return found
 
     def estimate(self, name: str, size_bytes: int) -> Estimate:
-        """The running estimate for operations of this name whose size has as many bits."""
+        """Return the running estimate for operations of this name whose size has the same number of bits."""
         kind = (name, size_bytes.bit_length())
         known = self._estimates.get(kind)
         if known is None:
@@ -456,7 +456,7 @@ class Lane:
         return known
 
     def outstanding(self) -> list[Operation]:
-        """The operations whose memory is still in use: collectives in order, then the others."""
+        """Return the operations whose memory is still in use: collectives in order, then the others."""
         with self._lock:
             return self._out.using_memory()
 
@@ -476,7 +476,7 @@ class Lane:
         return [operation.disown(error) for operation in self._out]
 
     def close(self, *, abort: bool = False) -> None:
-        """Fail what is in flight (nothing, unless ``abort`` or another thread calls), and close it all."""
+        """Fail operations in flight (none, unless ``abort`` or another thread calls), and close the lane."""
         why = "was aborted" if abort else "was closed; its name may be used anew"
         steps: list[Callable[[], object]] = [
             partial(self.break_off, AbortedError(f"{self} {why}")),

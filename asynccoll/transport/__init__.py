@@ -1,6 +1,6 @@
-"""What a backend provides, and how to wait for it: communicators, completions, the threads that watch them.
+"""What a backend provides and how to wait for it: communicators, completions, the threads that watch them.
 
-Must not know the order of operations, nor what they mean: here they are single native calls.
+This package must not know the order of operations or what they mean: here each one is a single native call.
 """
 
 from asynccoll.transport.backend import Backend

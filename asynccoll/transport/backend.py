@@ -1,7 +1,7 @@
-"""What a backend is: flags, a row of capabilities, and a way to open communicators.
+"""The interface of a backend: flags, capabilities, and how to open communicators.
 
-Wherever backends differ, the layers above ask for an attribute of this class, named for what it means to
-them, and not for the backend's name.
+Where backends differ, the layers above read an attribute of this class, named for what it means to them.
+They never test the backend's name.
 """
 
 from __future__ import annotations
@@ -24,81 +24,81 @@ __all__ = ["Backend"]
 class Backend:
     """A backend bound to one rank's context.
 
-    It must define ``capabilities``, ``open`` and ``close``; the rest has defaults.
+    Subclasses must define ``capabilities``, ``open`` and ``close``; everything else has a default.
     """
 
     name: str
     device: torch.device
-    #: ``open`` waits for the other members, so it must not run in a caller's thread.
+    #: ``open`` blocks until the other members open theirs, so it must not run in the caller's thread.
     open_waits = True
-    #: ``initialize`` opens the first lane, so that a rank which cannot connect learns it there.
+    #: ``initialize`` opens the first lane, so that a rank that cannot connect fails there.
     opens_early = False
-    #: A rank that leaves stays until the others do, and answers although it will not call any more: where one
-    #: has ended, no group goes on, of whichever ranks.
+    #: A rank that leaves keeps running until the others leave too, and still answers although it makes no
+    #: more calls. Once one rank has ended, no group of the world can continue, with or without that rank.
     leaves_together = False
-    #: Tensors on the CPU may be sent through memory that the ranks of one host share.
+    #: CPU tensors may be sent through memory that the ranks of one host share.
     shares_memory = False
-    #: Why tensors on the CPU are not sent through shared memory, where the backend would allow it.
+    #: Why CPU tensors are not sent through shared memory although the backend would allow it; else "".
     without_memory = ""
-    #: A call may be over on one rank before its peers have made theirs: a broadcast's root on MPI, and any
-    #: call on nccl, where the host goes on and the device waits.
+    #: A call may complete on one rank before its peers have made theirs: on the root of a broadcast on MPI,
+    #: and for any call on nccl, where the device waits but the host does not.
     ends_alone = False
-    #: The members of a rank list may open it alone, without ``new_group`` on all ranks.
+    #: The members of a rank list can open a group by themselves, without ``new_group`` on all ranks.
     ad_hoc_groups = True
-    #: Communicators that start in different order on different ranks can deadlock (nccl).
+    #: Two communicators can deadlock if ranks start their operations in different orders (nccl).
     orders_lanes = False
-    #: Ranks that have run out of data can take part with zeros: its communicators have ``join``.
+    #: Ranks that have run out of data can contribute zeros: the communicators have ``join``.
     joins = False
-    #: A forked child may go on using it: it holds no connection, thread or native library.
+    #: A forked child may keep using it: it holds no connection, thread or native library.
     survives_fork = False
-    #: What training on it needs besides collectives.
+    #: What training on this backend needs in addition to collectives.
     training: Training = Training()
 
     def capabilities(self, device: str) -> Capabilities:
-        """What the backend can do with tensors on a device of this type."""
+        """Return what the backend can do with tensors on a device of this type."""
         raise NotImplementedError
 
     def capabilities_among(self, ranks: Sequence[int], device: str) -> Capabilities:
-        """The same in a group of these ranks, for backends where that makes a difference."""
+        """Return the capabilities in a group of these ranks, for backends where they depend on the group."""
         return self.capabilities(device)
 
     def way(self, ranks: Sequence[int], device: str) -> str:
-        """How data is sent among these ranks, and why, for ``explain``; "" where there is only one way."""
+        """Say how data is sent among these ranks, and why, for ``explain``; "" if there is only one way."""
         return f"{self.name}: {self.without_memory}" if self.without_memory and device == "cpu" else ""
 
     def open(self, opening: Opening) -> Communicator:
-        """Open a communicator for one lane, which shares it with no other."""
+        """Open a communicator for one lane; no other lane uses it."""
         raise NotImplementedError
 
     def close(self, *, abort: bool) -> None:
-        """Leave the world: with ``abort``, abort what is in flight; without it nothing is in flight."""
+        """Leave the world. With ``abort``, abort operations in flight; without it, none are in flight."""
         raise NotImplementedError
 
     def native_group(
         self, opening: Opening, communicator: Communicator | None
     ) -> object:  # for those that have one
-        """The native library's object for a group; ``communicator``: that of its default lane, once open."""
+        """Return the native library's group object; ``communicator``: the default lane's, once open."""
         return None
 
     def prepare_group(self, opening: Opening) -> None:
-        """Register a group, for backends where every rank has to; called by ``new_group``.
+        """Register a group, on backends where every rank has to do so; called by ``new_group``.
 
-        ``opening``: that of the group's first communicator; on a rank that is no member, ``rank`` is -1.
+        ``opening`` describes the group's first communicator; its ``rank`` is -1 on ranks outside the group.
         """
 
     def unprepared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that have yet to register the group of ``ranks``, for which its members wait."""
+        """Return the ranks that have yet to register the group of ``ranks``; its members wait for them."""
         return ()
 
     def disown(self) -> None:
-        """Drop what only the parent may use; called in a forked child."""
+        """Drop what only the parent process may use; called in a forked child."""
 
     def orphaned(self) -> bool:
         """Whether the user has destroyed or replaced the native group that this world runs on."""
         return False
 
     def serves_this_thread(self) -> bool:
-        """Whether the calling thread is autograd's own, running backward for this rank's device."""
+        """Whether the calling thread is an autograd thread that runs backward for this rank's device."""
         return False
 
     async def on_host(self, value: object) -> None:

@@ -1,8 +1,8 @@
-"""What a communicator is, and what a backend is told to open one.
+"""The interface of a communicator, and the description from which a backend opens one.
 
-A communicator has a start function for each operation. These work on contiguous tensors that the caller has
-planned, encoded and allocated; they issue the native call and return at once. They never validate, convert or
-wait.
+A communicator has a start function for each operation. These functions work on contiguous tensors that the
+caller has planned, encoded and allocated. They issue the native call and return immediately; they never
+validate, convert or wait.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ __all__ = ["Communicator", "Opening", "as_matrix"]
 class Opening:
     """A communicator to be opened: its members, its name, and how long to wait for them."""
 
-    ranks: tuple[int, ...]  # global ones, sorted
+    ranks: tuple[int, ...]  # global ranks, sorted
     rank: int  # this rank's index among them
     is_world: bool
     group: str  # the group's key, the same on each member
     lane: str
-    epoch: int  # how often the lane's ranks have come in step again after a refusal
+    epoch: int  # how often the lane's ranks have been brought back in step after a refusal
     #: None without a store: this rank is alone, or the native library connects the ranks by itself
     clients: Clients | None
-    #: seconds that a request may take
+    #: how many seconds a request may take
     timeout: float
-    #: seconds until all members must have joined
+    #: within how many seconds all members must have joined
     meeting: float
     #: whether the communicator is no longer wanted
     given_up: Callable[[], bool]
-    #: to be called, on a thread that may wait, with a place in the lane's order and an error, if ranks have
-    #: called different operations at that place and several parts of one call share it
+    #: called with a place in the lane's order and an error if ranks have called different operations at that
+    #: place and several parts of one call share it; must be called on a thread that may block
     disagreed: Callable[[int, CollectiveError], object]
     #: whether the rank that may serve the store is alive
     store_answers: Callable[[], bool]
-    #: the number of equal nodes that the members are on
+    #: the number of nodes that the members are on, with the same number of members on each
     nodes: int = 1
-    #: this rank's node, and its index there
+    #: the index of this rank's node, and this rank's index on that node
     place: tuple[int, int] = (0, 0)
-    #: the types of devices whose tensors another communicator sends: this one needs no collectives for them
+    #: device types whose tensors another communicator sends, so this one needs no collectives for them
     carried: frozenset[str] = frozenset()
-    #: opens the communicator of the ranks of this node, where that is not the backend's own
+    #: opens the communicator of this node's ranks, where the backend does not use one of its own
     within: Callable[[], Communicator] | None = None
 
     @property
@@ -62,7 +62,7 @@ class Opening:
 
     @property
     def lasting(self) -> str:
-        """The communicator's name without the epoch."""
+        """The communicator's name without the epoch: it stays the same across epochs."""
         return f"{self.group}/{self.lane}"
 
     @property
@@ -74,14 +74,15 @@ class Opening:
 class Communicator(Protocol):
     """One native communicator: a group of ranks and one order of calls. Roots are indices in the group.
 
-    Where the capabilities have ``hop_bytes``, there are also ``parts``: None, or two communicators, of this
-    node's ranks and of the ranks with this one's index on every node. ``open_parts()`` opens them and waits
-    for the other ranks. They are closed and aborted with this communicator.
+    Where the capabilities have ``hop_bytes``, there are also ``parts``: None, or two communicators. One has
+    this node's ranks, the other has the ranks with this rank's index on every node. ``open_parts()`` opens
+    both and waits for the other ranks. They are closed and aborted together with this communicator.
     """
 
-    # A communicator that itself detects ranks which call different operations also has ``announce(what, spot,
-    # place, part, shares)``: the call about to be issued, the line that made it, its place in the lane's
-    # order, which part of the call at that place it is, and whether other parts share the place.
+    # A communicator that detects by itself that ranks call different operations also has ``announce(what,
+    # spot, place, part, shares)``. The arguments are the call about to be issued, the line that made it, its
+    # place in the lane's order, which part of the call at that place it is, and whether other parts share the
+    # place.
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place.
@@ -99,7 +100,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
-        """Overwrite ``x`` with that of ``src``."""
+        """Overwrite ``x`` with the ``x`` of ``src``."""
         ...
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
@@ -133,16 +134,16 @@ class Communicator(Protocol):
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion: ...
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
-        """End the ``recv`` on ``dst`` although this rank does not ``send``, if the backend has a way."""
+        """End the ``recv`` on ``dst`` although this rank does not ``send``, if the backend can."""
         ...
 
     def barrier(self) -> Completion: ...
 
     def retire(self) -> bool:
-        """Close what carries collectives, some of which never end; returns whether nothing is left to close.
+        """Close the part that carries collectives, some of which never end. Returns whether all is closed.
 
-        On every rank the collectives that can end have ended. Messages go on, in the communicator that
-        takes them over by ``inherit``.
+        By now, every collective that can end has ended on every rank. Messages stay in flight: the next
+        communicator takes them over by ``inherit``.
         """
         ...
 
@@ -151,14 +152,14 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the communicator; nothing is in flight."""
+        """Release the communicator. No operations are in flight."""
         ...
 
     def abort(self) -> None:
-        """Make every operation in flight fail soon, here and on the peers it is connected to."""
+        """Make every operation in flight fail soon, on this rank and on the peers that it is connected to."""
         ...
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as a matrix of its rows: for libraries that need the same number of dimensions on all ranks."""
+    """View ``x`` as a matrix of its rows, for libraries that need equally many dimensions on all ranks."""
     return x if x.dim() == 2 else x.view(x.shape[0], x.shape[1:].numel())

@@ -1,8 +1,8 @@
 """What a started operation looks like to its waiters, on any backend.
 
-A ``Completion`` is the only thing that crosses from a backend to the core. It can be asked whether the
-operation is done, waited for within a bound and without the GIL, and given callbacks. Waiters (``waiting``),
-lanes and programs (calls made of several native ones) are written against it alone.
+A ``Completion`` is the only object that a backend hands to the core. It tells whether the operation is done,
+can be waited for with a time limit and without the GIL, and takes callbacks. Waiters (``waiting``), lanes and
+programs (calls made of several native calls) depend on nothing else.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from asynccoll.host.forks import renew
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
-#: Held while any promise changes, for a moment; nothing is allocated under it.
+#: Held briefly while any promise changes state; nothing is allocated under it.
 _settling = host.Lock()
 renew(_settling)
 
 
 class Completion:
-    """One started native operation. Subclasses are a backend's; the methods never raise its failure."""
+    """One started native operation. Backends subclass it; its methods never raise the operation's failure."""
 
     __slots__ = ()
 
-    #: ``wait`` really waits up to its bound, and harms nothing; else only ``add_callback`` tells of the end.
+    #: ``wait`` really blocks, up to its limit, and is harmless; if False, only ``add_callback`` reports the
+    #: end.
     blockable = True
     #: ``synchronize`` has something to do.
     stream_ordered = False
-    #: The operation is known to have succeeded, with no error to ask for and no stream to order.
+    #: The operation is known to have succeeded: there is no error to ask for and no stream to order.
     fine: bool = False
 
     def done(self) -> bool:
@@ -37,11 +38,11 @@ class Completion:
         raise NotImplementedError
 
     def poll(self) -> bool:
-        """Whether it is done, looking anew where somebody has to; if so, callbacks have been called."""
+        """Whether it is done, polling the native operation where necessary; if so, callbacks have run."""
         return self.done()
 
     def landed(self) -> bool:
-        """Whether the operation has also run on the device, where ``done`` only means that it was issued."""
+        """Whether the device has run the operation too, where ``done`` only means that it was issued."""
         return self.done()
 
     def wait(self, seconds: float) -> bool:
@@ -49,18 +50,18 @@ class Completion:
         raise NotImplementedError
 
     def add_callback(self, callback: Callback) -> None:
-        """Call ``callback`` once when done: at once if it is, else on the completing thread."""
+        """Call ``callback`` once when done: immediately if it is done, else on the completing thread."""
         raise NotImplementedError
 
     def error(self) -> BaseException | None:
-        """The native failure, or None; only meaningful once done."""
+        """Return the native failure, or None; only meaningful once done."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
         """Order the current device stream after the operation (nothing to do on the CPU)."""
 
     def abandon(self) -> None:
-        """Stop polling: the operation may never end, and its waiters have been told."""
+        """Stop polling: the operation may never end, and its waiters already have an error."""
 
     def writing(self) -> bool:
         """Whether a native operation may still write to its memory, even after its waiters got an error."""
@@ -68,7 +69,7 @@ class Completion:
 
 
 class Ready(Completion):
-    """Done from the start: for a world of one rank, and for calls that were refused while queued."""
+    """A completion that is done from the start: in a world of one rank, or of a call refused while queued."""
 
     __slots__ = ("_error", "fine")
 
@@ -93,25 +94,25 @@ READY = Ready()
 
 
 class Promise(Completion):
-    """A completion that Python code settles: a program's last step, a waiter thread, the progress thread."""
+    """A completion settled by Python code: a program's last step, a waiter thread, the progress thread."""
 
     __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
 
     def __init__(self) -> None:
-        self._event: host.Event | None = None  # made by the first to wait: most promises never need one
+        self._event: host.Event | None = None  # created by the first waiter: most promises never need one
         self._callbacks: list[Callback] = []
         self._done = False
         self._error: BaseException | None = None
         #: the native completion that this promise stands for, once known (for stream ordering)
         self.source: Completion | None = None
-        #: gives the completions of a program's other native calls, which may still use memory
+        #: returns the completions of a program's other native calls, which may still use memory
         self.sent: Callable[[], Iterable[Completion]] = tuple
 
     def done(self) -> bool:
         return self._done
 
     def poll(self) -> bool:
-        """Also whether what it waits for now is over, after which somebody goes on with it."""
+        """Whether this promise is done, or its source is, whose callbacks then settle the promise."""
         return self._done or (self.source is not None and self.source.poll())
 
     def writing(self) -> bool:
@@ -158,13 +159,13 @@ class Promise(Completion):
             self._done = True
         if self._event is not None:
             self._event.set()
-        # No lock: once the promise is done, ``add_callback`` adds none.
+        # No lock: once the promise is done, ``add_callback`` appends nothing.
         callbacks, self._callbacks = self._callbacks, []
         if callbacks:
             host.call_each(callbacks)
 
     def follow(self, completion: Completion) -> None:
-        """Complete when ``completion`` does, and with its error."""
+        """Complete when ``completion`` does, with the same error."""
         self.source = completion
         if completion.done():
             self.settle(completion.error())
@@ -173,7 +174,7 @@ class Promise(Completion):
 
 
 class AllOf(Completion):
-    """Done when every part is; fails with the first part (in order) that failed."""
+    """The completion of several parts: done when all are; fails with the first failed part, in order."""
 
     __slots__ = ("parts",)
 

@@ -1,6 +1,6 @@
 """Other libraries' handles as completions: torch's works and futures, a device's events, mpi4py's requests.
 
-They are told apart by their methods, so that no library has to be imported.
+Handles are recognized by their methods, so no library has to be imported.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from asynccoll.transport.waiters import Waiters
 
 __all__ = ["Foreign", "foreign"]
 
-#: The completion of a handle, and a function that gives its result once done.
+#: The completion of a handle, and a function that returns the handle's result once done.
 Foreign = tuple[Completion, Callable[[], object]]
 
 _waiters = Waiters("asynccoll-adopted")
 
 
 def foreign(x: Any) -> Foreign:
-    """Return the completion of ``x`` and a function that gives its result.
+    """Return the completion of ``x``, and a function that returns its result once done.
 
-    Raises ``PayloadTypeError`` if ``x`` is no handle of a known kind.
+    Raises ``PayloadTypeError`` if ``x`` is not a handle of a known kind.
     """
     if isinstance(x, dist.Work):
         return _of_work(x)
-    if isinstance(x, torch._C.Future):  # of which torch.futures.Future, and those of torch's works, are kinds
+    if isinstance(x, torch._C.Future):  # torch.futures.Future is a subclass; a torch Work's future is one too
         return _told(x), x.value
     if isinstance(x, concurrent.futures.Future):
         return _told(x), x.result
@@ -49,7 +49,7 @@ def foreign(x: Any) -> Foreign:
 
 
 def _told(future: Any) -> Completion:
-    """The completion of a future with callbacks. Its error is not here: the future's result raises it."""
+    """Return the completion of a future with callbacks. It has no error: the future's result raises that."""
     promise = Promise()
     future.add_done_callback(lambda _: promise.settle())
     return promise
@@ -66,7 +66,7 @@ def _of_work(work: dist.Work) -> Foreign:
 
     try:
         return _told(work.get_future()), result
-    except RuntimeError:  # gloo's messages have no future: a thread waits for them
+    except RuntimeError:  # gloo's point-to-point works have no future: a thread waits for them
         promise = Promise()
 
         def wait() -> None:
@@ -95,7 +95,7 @@ def _of_request(request: Any) -> Foreign:
 
 
 class Polled(Completion):
-    """A completion that the progress thread asks, again and again, whether it is over."""
+    """A completion that the progress thread polls until it is over."""
 
     attended = False
     urgent = False
@@ -108,20 +108,20 @@ class Polled(Completion):
 
     @property
     def finished(self) -> bool:
-        """Whether its end has been seen."""
+        """Whether a poll has found it over."""
         return self._promise.done()
 
     def expected(self) -> float:
-        """0: how long it takes is not known."""
+        """Return 0: how long it takes is unknown."""
         return 0.0
 
     def poll(self) -> bool:
-        """Ask whether it is over, and if so complete the promise; returns whether it is."""
+        """Ask whether it is over, and if so settle the promise. Returns whether it is over."""
         if not self._promise.done():
             try:
                 if self._ask():
                     self._promise.settle()
-            except BaseException as error:  # the other library's: raised in the waiter
+            except BaseException as error:  # raised by the other library: the waiter gets it
                 self._promise.settle(error)
         return self._promise.done()
 

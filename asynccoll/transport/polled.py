@@ -1,6 +1,6 @@
-"""What the completions of libraries that can only be polled (mpi, horovod) have in common.
+"""The base class for completions of libraries that can only be polled (mpi, horovod).
 
-Their waiter asks the library in place, else the progress thread does (``transport.progress``).
+A waiter polls the library in place; without one, the progress thread does (``transport.progress``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ __all__ = ["Polled"]
 
 
 class Polled(Completion):
-    """An operation of which a thread finds that it is ``over``, and then calls the callbacks.
+    """An operation that is polled: the thread that finds it ``over`` calls its callbacks.
 
-    Made for every operation, so what most never change is the class's, not the instance's.
+    One is created for every operation, so attributes that most never change are defaults of the class.
     """
 
     over: bool = False
@@ -23,10 +23,10 @@ class Polled(Completion):
 
     @property
     def finished(self) -> bool:
-        """Whether the thread has nothing more to do with it, callbacks included.
+        """Whether the progress thread has nothing left to do for it, callbacks included.
 
-        One that was added while ``done`` found the end is left to the thread: it may take locks that the
-        caller of ``done`` holds.
+        A callback that was added while ``done`` found the end is left to that thread: the callback may take
+        locks that the caller of ``done`` holds.
         """
         return self.over and not self._callbacks
 
@@ -34,7 +34,7 @@ class Polled(Completion):
         return self._error
 
     def _tell(self) -> None:
-        """Call the callbacks, each once, even if another thread is doing so."""
+        """Call each callback once, even if another thread is doing the same."""
         callbacks = self._callbacks or []
         while callbacks:
             try:

@@ -1,15 +1,15 @@
-"""The one progress thread of a process: it moves the operations that nobody waits for.
+"""The one progress thread of a process: it advances operations that have no waiter yet.
 
 These are operations that can only be polled (mpi, horovod), and programs: operations of several native calls,
 whose waiter would make the next call but has not begun to wait (``stepping``).
 
-An operation is *watched* from its issue on. The thread first polls it after a short grace period: so an
-operation that a waiter finishes in place costs no thread switch, and one that nobody waits for yet makes
-progress all the same. The thread polls tightly for as long as the operation is expected to take, then backs
-off. An operation in flight for long (a peer is late, or will never call) is polled now and then, so that it
-delays no other. With nothing to watch the thread sleeps.
+An operation is *watched* from the moment it is issued. The thread first polls it after a short grace period:
+an operation that a waiter finishes in place costs no thread switch, and one without a waiter still makes
+progress. The thread polls tightly for as long as the operation is expected to take, then backs off. An
+operation that has been in flight for long (a peer is late, or will never call) is polled only now and then,
+so that it does not delay others. With nothing to watch the thread sleeps.
 
-The module must not know what it polls, nor who waits for it.
+This module must not know what it polls or who waits for it.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ __all__ = ["Pollable", "Progress", "progress"]
 
 _log = logging.getLogger("asynccoll.work")
 
-#: Polls of overdue operations without sleep, before naps begin.
+#: How many rounds poll overdue operations without sleeping before naps begin.
 YIELDS = 50
-#: How long a new operation is left to its waiter.
+#: How long a new operation is left to its waiter before the thread polls it.
 GRACE_SECONDS = 2e-4
 SHORTEST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
-#: While waiters finish everything themselves, the thread naps for longer and longer, up to this: on busy
-#: cores a poll takes the GIL, and so some 100 us, from the thread that is inside the library.
+#: While waiters finish all operations themselves, naps grow up to this length. On busy cores a poll takes the
+#: GIL away from the thread that is inside the native library, which costs that thread about 100 us.
 LONGEST_CALM_SECONDS = 8e-3
-#: With nothing to watch the thread first stays awake for this long, so that a stream of operations need not
-#: wake it for each.
+#: With nothing to watch, the thread stays awake for this long before it sleeps, so that a stream of
+#: operations need not wake it for each one.
 LINGER_SECONDS = 50e-3
-#: An operation in flight for this long, and for a hundred times as long as expected, is polled only after
-#: rests of a hundredth of its time in flight, within the two bounds below.
+#: Once an operation has been in flight for this long and for a hundred times as long as expected, the thread
+#: rests between polls of it: for a hundredth of its time in flight, within the two bounds below.
 LONG_SECONDS = 0.5
 SHORTEST_REST_SECONDS = 10e-3
 LONGEST_REST_SECONDS = 100e-3
 
 
 class Pollable(Protocol):
-    """An operation that must be polled to learn whether it is over, by any thread."""
+    """An operation that has to be polled to learn whether it is over; any thread may poll it."""
 
     @property
     def finished(self) -> bool:
-        """Whether the thread need not poll it any more: it is known to be over, or is driven otherwise."""
+        """Whether the thread can stop polling it: it is known to be over, or something else drives it."""
         ...
 
     @property
@@ -65,23 +65,23 @@ class Pollable(Protocol):
 
     @property
     def urgent(self) -> bool:
-        """Whether the thread is to poll it without a grace period."""
+        """Whether the thread should poll it without a grace period."""
         ...
 
     @property
     def lateness(self) -> float | None:
-        """Naps between polls last this fraction of the time for which the operation has been watched.
+        """The length of naps between polls, as a fraction of how long the operation has been watched.
 
-        None: the thread is to notice the end as early as it can, at the price of polling often.
+        None: the thread should notice the end as early as it can, at the price of polling often.
         """
         ...
 
     def expected(self) -> float:
-        """The seconds from now for which polling again without a nap is worth it."""
+        """Return for how many seconds from now polling without naps is worthwhile."""
         ...
 
     def poll(self) -> bool:
-        """Poll it; returns whether it is over. If so, its callbacks have been called."""
+        """Poll the operation. Returns whether it is over; if so, its callbacks have been called."""
         ...
 
 
@@ -95,24 +95,24 @@ class _Watched:
         self._since = now
         self._ripe = now + GRACE_SECONDS
         expected = item.expected()
-        #: until when to poll again without a nap
+        #: until when to poll without naps
         self.tight = now + expected
-        self._long = now + max(LONG_SECONDS, 100 * expected)  # from then on it is polled only after rests
-        self._rests = -math.inf  # until when it is not polled
+        self._long = now + max(LONG_SECONDS, 100 * expected)  # from then on, rest between polls of it
+        self._rests = -math.inf  # until when not to poll it
 
     def left(self, now: float) -> float:
-        """Seconds until it is to be polled: the rest of its grace period, or of its rest."""
+        """Return the seconds until it may be polled: what remains of its rest or of its grace period."""
         if now < self._rests:
             return self._rests - now
         return 0.0 if self.item.urgent else self._ripe - now
 
     def late(self, now: float) -> float:
-        """By how many seconds the next poll may be late."""
+        """Return by how many seconds the next poll may be late."""
         part = self.item.lateness
         return 0.0 if part is None else max(SHORTEST_NAP_SECONDS, part * (now - self._since))
 
     def over(self, now: float) -> bool:
-        """Poll the operation if it is time to; returns whether it is over."""
+        """Poll the operation if a poll is due. Returns whether the operation is over."""
         item = self.item
         if item.attended or self.left(now) > 0:
             return item.finished
@@ -123,16 +123,16 @@ class _Watched:
         return False
 
     def rest(self, now: float, seconds: float) -> None:
-        """Do not poll it for so long."""
+        """Do not poll it for ``seconds``, or for the longest rest if that is shorter."""
         self._rests = now + min(seconds, LONGEST_REST_SECONDS)
 
 
 class _Pace:
-    """How soon the thread polls again, judged by what its last polls have found."""
+    """How soon the thread polls again, based on what its last polls found."""
 
     def __init__(self) -> None:
-        self._looks = 0  # rounds of polling with only overdue operations, since one was added or ended
-        self._calm = 0  # naps in a row after which no operation was due to be polled
+        self._looks = 0  # rounds that polled only overdue operations, since one was added or ended
+        self._calm = 0  # consecutive naps after which no operation was due to be polled
         self._up_until = 0.0
 
     def moved(self, now: float) -> None:
@@ -141,7 +141,7 @@ class _Pace:
         self._up_until = now + LINGER_SECONDS
 
     def nap(self, watched: Sequence[_Watched], now: float) -> float:
-        """Seconds until the next round: 0 to poll again after giving way, infinity to rest until roused."""
+        """Return the seconds until the next round: 0 to only yield the CPU, infinity to rest until roused."""
         mine = [one for one in watched if not one.item.attended]
         due = [one for one in mine if one.left(now) <= 0]
         if due:
@@ -170,7 +170,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._new: deque[Pollable] = deque()
-        self._alarm = host.Lock()  # released to wake the thread, taken to sleep
+        self._alarm = host.Lock()  # the thread sleeps by acquiring it; releasing it wakes the thread
         self._alarm.acquire()
         self._starting = host.Lock()
         self._thread: host.Thread | None = None
@@ -185,11 +185,11 @@ class Progress:
             self.rouse()
 
     def rouse(self) -> None:
-        """Have the thread poll now, as something has become urgent; starts the thread if there is none."""
+        """Make the thread poll now, because an operation became urgent; start the thread if there is none."""
         if self._thread is None:
             self._start()
         if self._alarm.locked():
-            with contextlib.suppress(RuntimeError):  # another thread has released it since
+            with contextlib.suppress(RuntimeError):  # another thread has released it in between
                 self._alarm.release()
 
     def here(self) -> bool:
@@ -232,7 +232,7 @@ class Progress:
                 self._rest()
 
     def _over(self, one: _Watched, now: float) -> bool:
-        """As ``one.over``; logs a new error in it, since other operations rely on this thread."""
+        """Call ``one.over``; log a new error rather than raise it: other operations need this thread."""
         try:
             return one.over(now)
         except Exception as error:
@@ -242,9 +242,9 @@ class Progress:
             return one.item.finished
 
     def _take(self, watched: list[_Watched], now: float) -> bool:
-        """Add the new operations that are not finished to ``watched`` (waiters have finished most).
+        """Add the new operations that are not finished to ``watched`` (waiters have finished most of them).
 
-        Returns whether any was issued.
+        Returns whether there were any new operations.
         """
         new = self._new
         came = bool(new)
@@ -257,14 +257,14 @@ class Progress:
     def _rest(self) -> None:
         """Sleep until ``rouse`` is called."""
         self._resting = True
-        # ``watch`` appends first and then reads _resting; here it is the other way round. So either the new
-        # operation is seen here, or ``watch`` sees that the thread rests, and wakes it.
+        # ``watch`` appends first and then reads _resting; here the order is reversed. So either this thread
+        # sees the new operation, or ``watch`` sees that the thread is asleep and wakes it.
         if not self._new and not self._stopped:
             self._alarm.acquire()
         self._resting = False
 
 
-#: In a forked child it is the same object, since others refer to it, but without the parent's thread and
-#: operations.
+#: A forked child keeps the same object, since others refer to it, but resets it: the parent's thread and
+#: operations are gone.
 progress: Progress = host.per_process(Progress, forked=Progress.__init__)
 atexit.register(progress.stop)

@@ -1,7 +1,7 @@
 """Device streams: how one stream is ordered after another, and how a thread issues calls on a given stream.
 
-An operation that is ordered by a stream (nccl) is ready when it has been issued, before the device has run
-it. How the host waits for the device is in ``waiting.synchronizing``.
+An operation that is ordered by a stream (nccl) is ready once it has been issued, before the device has run
+it. ``waiting.synchronizing`` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def recorded(device: torch.device) -> Any:
-    """Record an event on the current stream and return it. A host thread that waits for it sleeps."""
+    """Record an event on the current stream and return it. A host thread sleeps while it waits for it."""
     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -44,7 +44,7 @@ class Mark:
 
 
 def current() -> torch.cuda.Stream | None:
-    """The current stream of this thread; None if the process has not used a GPU yet."""
+    """Return this thread's current stream; None if the process has not used a GPU yet."""
     used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.current_stream() if used else None
 
@@ -52,7 +52,7 @@ def current() -> torch.cuda.Stream | None:
 def on_stream(
     stream: torch.cuda.Stream | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call ``function`` with ``stream`` (and its device) as the current one, if there is one."""
+    """Call ``function`` with ``stream``, and its device, current; without a stream, just call it."""
     if stream is None:
         return function(*args, **kwargs)
     with torch.cuda.stream(stream):
@@ -60,6 +60,6 @@ def on_stream(
 
 
 def carried(job: Callable[[], T]) -> Callable[[], T]:
-    """Return ``job`` bound to the stream that is current here: another thread runs it on that stream."""
+    """Bind ``job`` to the stream that is current here, so that another thread runs it on that stream."""
     stream = current()
     return job if stream is None else lambda: on_stream(stream, job)

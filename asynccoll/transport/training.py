@@ -1,6 +1,6 @@
-"""What training on a backend needs besides collectives; the ``auto`` helpers ask for it.
+"""What training on a backend needs in addition to collectives; the ``auto`` helpers read it.
 
-The defaults are for backends with which torch's ``DistributedDataParallel`` works, and averages gradients.
+The defaults suit backends on which torch's ``DistributedDataParallel`` works and averages gradients.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["Training"]
 class Training:
     """How a backend wants models to be trained."""
 
-    #: torch's DDP averages the gradients; else ``auto_optim`` has them averaged when backward returns.
+    #: torch's DDP averages the gradients; if False, ``auto_optim`` averages them when backward returns.
     ddp = True
-    #: Batches may be put into pinned memory, which a GPU reads while the host goes on.
+    #: Batches may be put into pinned memory, which a GPU reads while the host continues.
     pins_memory = True
-    #: With several ranks, ``loader`` wraps the loader in one that takes batches ahead of the training loop.
+    #: With several ranks, ``loader`` wraps the loader in one that prefetches batches for the training loop.
     wraps_loader = False
 
     def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
-        """Return what the training loop iterates: ``loader``, or a wrapper that feeds ``device`` from it.
+        """Return what the training loop iterates over: ``loader``, or a wrapper that feeds ``device``.
 
-        If the sampler has ``counting``, a wrapper iterates through that, which counts the batches taken.
+        If the sampler has ``counting``, a wrapper iterates through it, so that the batches taken are counted.
         """
         return loader
 
@@ -40,4 +40,4 @@ class Training:
         return None
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Prepare ``optimizer`` for steps whose gradients are averaged already."""
+        """Prepare ``optimizer`` for steps whose gradients have already been averaged."""

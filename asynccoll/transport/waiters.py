@@ -1,8 +1,8 @@
 """Reusable threads for native operations that can only be waited for (gloo's send and recv).
 
-Jobs of one key run in order; jobs of different keys never wait for each other, so a late message holds up
-only those with its key. A thread serves one key at a time, is reused for the next, and ends after it has been
-idle for a while: there are as many threads as keys with jobs, not as operations.
+Jobs of one key run in order; jobs of different keys never wait for each other, so a late message delays only
+jobs with its key. A thread serves one key at a time, is reused for the next key, and exits after being idle
+for a while: the number of threads is that of keys with jobs, not that of operations.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _IDLE_SECONDS = 10.0
 
 
 class Waiters:
-    """A pool of threads that run the jobs of a key one after the other, and different keys at once."""
+    """A pool of threads that run the jobs of one key one after another, and different keys concurrently."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = host.RLock()
         self._wake = host.Condition(self._lock)
-        #: the jobs of each key, those without a thread in the order in which they came
+        #: the jobs of keys that wait for a thread, in order of arrival, and of keys that a thread serves
         self._ready: dict[Hashable, deque[Callable[[], object]]] = {}
         self._served: dict[Hashable, deque[Callable[[], object]]] = {}
         self._idle = 0
         _pools[self] = None
 
     def forget_parent(self) -> None:
-        """Begin anew in a forked child, which has none of the parent's threads, nor their jobs."""
+        """Reset the pool in a forked child, which has neither the parent's threads nor their jobs."""
         self.__init__(self._name)  # type: ignore[misc]  # the same object: others refer to it
 
     def submit(self, key: Hashable, job: Callable[[], object]) -> None:
-        """Run ``job`` after those of the same ``key``. What it raises is only logged."""
-        with self._lock:  # not the condition, which an interrupt may leave locked
+        """Run ``job`` after earlier jobs of the same ``key``. If it raises, the exception is only logged."""
+        with self._lock:  # not the condition: an interrupt may leave that locked
             for of_keys in (self._served, self._ready):
                 if key in of_keys:
                     of_keys[key].append(job)
                     return
-            if self._idle > len(self._ready):  # enough idle threads for the keys without one
+            if self._idle > len(self._ready):  # more idle threads than keys that wait for one
                 self._wake.notify()
             else:
                 host.Thread(target=self._serve, name=self._name, daemon=True).start()
-            # Last, and by one store, so that an interrupt (Ctrl-C) leaves no job that nobody serves.
+            # Last, and by a single store, so that an interrupt (Ctrl-C) cannot leave a job without a thread.
             self._ready[key] = deque([job])
 
     def _serve(self) -> None:
@@ -57,7 +57,7 @@ class Waiters:
             while (job := self._next_job(key)) is not None:
                 try:
                     job()
-                except Exception:  # of a callback: later jobs of the key wait for this thread
+                except Exception:  # from a callback; this thread still has to run later jobs of the key
                     _log.exception("%r has failed", job)
 
     def _next_key(self) -> Hashable | None:
@@ -90,7 +90,7 @@ _pools: WeakKeyDictionary[Waiters, None] = host.per_process(WeakKeyDictionary, _
 
 
 class InProgress:
-    """How many threads are inside a block that must not be cut off: ``with in_progress: ...``."""
+    """A counter of the threads inside a block that must not be cut off: ``with in_progress: ...``."""
 
     def __init__(self) -> None:
         self._changed = host.Condition()
@@ -106,6 +106,6 @@ class InProgress:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no thread is inside, up to ``seconds``; returns whether that is so."""
+        """Wait up to ``seconds`` until no thread is inside; returns whether none is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._count, seconds)
