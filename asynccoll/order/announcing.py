@@ -1,6 +1,6 @@
-"""Announce a lane's collectives to other ranks before they are made, and learn of objections to them.
+"""Announce a lane's collectives to other ranks before they are made, and find out whether those object.
 
-Each call is passed to the communicator, if that has an ``announce`` method, and to the comparison of calls
+Each call is passed to the communicator, if it has an ``announce`` method, and to the comparison of calls
 (``health.compared``), if there is one. This module must not know when calls are made.
 """
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Announcing", "Objection"]
 
-#: Why a call is not made now: other ranks make another one (the error); or the comparison with them is still
-#: going on (a promise, which ends with that error or without one). None: make it.
+#: Why a call is not made now: other ranks make a different call (the error), or the comparison with them is
+#: still in progress (a promise that ends with that error or with none). None: make the call.
 Objection = CollectiveMismatchError | Promise | None
 
 
@@ -34,17 +34,17 @@ class Announcing:
     __slots__ = ("_checked", "_connection", "_in_step", "_since", "compared")
 
     def __init__(self, connection: Connection, since: int, *, checked: bool) -> None:
-        """``checked``: a collective of its own compares each call ahead (``check="full"``), so not here."""
+        """``checked``: a separate collective compares each call first (``check="full"``), so not this one."""
         self._connection = connection
         self._checked = checked
-        self.compared: Compared | None = None  # compares calls with other ranks'; None if not done here
-        self._since = since  # the number given to the last ``restart``, the same on all ranks
-        self._in_step: Compared | None = None  # the ``compared`` that has been told that number
+        self.compared: Compared | None = None  # compares calls with other ranks'; None: no comparison here
+        self._since = since  # the number passed to the last ``restart``, the same on all ranks
+        self._in_step: Compared | None = None  # the ``compared`` that was restarted with that number
 
     def call(self, spot: Spot, what: What, place: int, part: int, shares: bool) -> Objection:
-        """Announce the call that is about to be made, and return the objection to it, if there is one.
+        """Announce the call that is about to be made. Returns the objection to it, if any.
 
-        ``shares``: it is one of several native calls at its place.
+        ``shares``: the call is one of several native calls at its place.
         """
         announce = getattr(self._connection.communicator, "announce", None)
         if announce is not None:
@@ -57,9 +57,10 @@ class Announcing:
         return compared.call(what, spot, place, part)
 
     def objection(self, job: Job) -> Objection:
-        """Announce a queued call, or the next step of a program; returns the objection, if there is one.
+        """Announce a queued call, or the next step of a program. Returns the objection to it, if any.
 
-        A promise becomes the job's ``gate``, and its ``step`` so that the queue goes on once it is settled.
+        A promise becomes the job's ``gate``, and also its ``step``, so that the queue continues once the
+        promise is settled.
         """
         if job.gate is None:
             shares = job.shares or job.program is not None
@@ -75,7 +76,7 @@ class Announcing:
         return error
 
     def restart(self, since: int) -> None:
-        """Begin to compare anew, from number ``since``: ranks are in step again, whatever they called."""
+        """Restart the comparison at number ``since``: ranks are in step again, whatever they have called."""
         self._since, self._in_step = since, self.compared
         if self.compared is not None:
             self.compared.restart(since)

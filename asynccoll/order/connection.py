@@ -1,6 +1,6 @@
-"""The communicator of a lane: opened on first use, and replaced after a refusal that left calls half matched.
+"""The communicator of a lane: opened on first use, and replaced after a refusal that left calls half-matched.
 
-It must not know what is issued on it.
+This module must not know what is issued on the communicator.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
-#: How long to wait for opening threads when the lane is closed.
+#: When the lane is closed: how long to wait for threads that are still opening a communicator.
 _GIVE_UP_SECONDS = 5.0
 
 
 class Connection:
-    """A lane's communicators, one after another: each serves one or several epochs (``cut``).
+    """A lane's communicators, one after another; each serves one or more epochs (``cut``).
 
     ``open``, ``replace`` and ``give_up`` are called with the lane's lock held; ``wait``, ``retire``, ``join``
-    and ``close`` without it, as they may take long. A helper thread that has opened a communicator takes the
-    lock itself.
+    and ``close`` without it, because they may block for long. A helper thread that has opened a communicator
+    takes the lock itself.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Connection:
     ) -> None:
         """``make`` returns a communicator for an epoch.
 
-        If a helper thread runs it, that calls ``made`` or ``failed`` afterwards, without the lane's lock.
+        A helper thread that runs ``make`` calls ``made`` or ``failed`` afterwards, without the lane's lock.
         """
         self.name = name
         self.lock: host.Lock = lock
@@ -50,25 +50,25 @@ class Connection:
         self._failed = failed
         self._epoch = 0
         self._opened_once = Promise()
-        self._openers: list[host.Thread] = []  # the latest, and those before it that may still be opening
-        self._previous: Communicator | None = None  # the latest one, whose messages the next takes over
+        self._openers: list[host.Thread] = []  # the latest one, and earlier ones that may still be opening
+        self._previous: Communicator | None = None  # the latest one; the next takes over its messages
         self._retired: list[Communicator] = []  # replaced, but not closed yet
         self._begun = self._given_up = False
 
     @property
     def has_opened(self) -> bool:
-        """Whether the first communicator has been opened, or opening it was given up."""
+        """Whether the first communicator has been opened, or the lane has given up opening it."""
         return self._opened_once.done()
 
     def open(self, *, waits: bool) -> None:
-        """Open the first communicator, once; on a helper thread if that ``waits`` for the other members."""
+        """Open the first communicator, once; on a helper thread if opening ``waits`` for other members."""
         if not self._begun:
             self._open(waits=waits)
 
     def _open(self, *, waits: bool) -> None:
         if not waits:
             communicator = self._make(self._epoch)
-            self._begun = True  # not before: where it could not be made, the next call tries again
+            self._begun = True  # only now: if ``_make`` raises, the next call tries again
             self._install(communicator)
             return
         opener = host.Thread(
@@ -88,7 +88,7 @@ class Connection:
                 wanted = epoch == self._epoch and not self._given_up
                 if wanted:
                     self._install(communicator)
-        except BaseException as error:  # the lane's operations get it, not this thread
+        except BaseException as error:  # raised in the lane's operations, not in this thread
             if made:
                 self.retire(*made)
             if epoch == self._epoch:
@@ -100,47 +100,47 @@ class Connection:
             self.retire(communicator)
 
     def opened(self) -> Communicator:
-        """The communicator, for a caller that knows that it is open."""
+        """Return the communicator; the caller knows that it is open."""
         assert self.communicator is not None
         return self.communicator
 
     def _install(self, communicator: Communicator) -> None:
-        """Have operations issued on ``communicator`` from now on."""
+        """Make ``communicator`` the one that operations are issued on from now on."""
         if self._previous is not None and (inherit := getattr(communicator, "inherit", None)) is not None:
             inherit(self._previous)
         self.communicator = self._previous = communicator
         self._opened_once.settle()
 
     def replace(self, epoch: int, *, waits: bool) -> Communicator | None:
-        """Open another communicator for ``epoch``. Returns the replaced one, which is to be retired."""
+        """Open another communicator for ``epoch``. Returns the old one, for the caller to retire."""
         replaced, self.communicator = self.communicator, None
         self._epoch = epoch
         self._open(waits=waits)
         return replaced
 
     def retire(self, communicator: Communicator) -> None:
-        """Close a replaced communicator, at the latest in ``close``; its messages go on in the next one."""
+        """Close a replaced communicator, in ``close`` at the latest; the next one takes over its messages."""
         retire = getattr(communicator, "retire", None)
         if retire is None or not retire():
             self._retired.append(communicator)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the first communicator; returns whether it is open or given up."""
+        """Wait up to ``seconds`` for the first communicator. Returns whether it is open or given up."""
         return self._opened_once.wait(seconds)
 
     def give_up(self) -> None:
-        """End all waits for a communicator that is being opened; it will be retired once it is open."""
+        """End all waits for a communicator that is being opened; once open, it is retired."""
         self._given_up = True
         self._opened_once.settle()
 
     def join(self) -> None:
-        """Wait a bounded time for opening threads, lest the program ends while one is in native code."""
+        """Wait a bounded time for opening threads, lest the program end while one is in native code."""
         until = host.monotonic() + _GIVE_UP_SECONDS
         for opener in self._openers:
             opener.join(max(0.0, until - host.monotonic()))
 
     def close(self, *, abort: bool) -> None:
-        """Close all communicators. Abort all but the latest first, as they have half-matched calls.
+        """Close all communicators. First abort all but the latest, because they have half-matched calls.
 
         With ``abort``, abort the latest one as well.
         """
@@ -149,7 +149,7 @@ class Connection:
         last = self.communicator or self._previous
         communicators = [*self._retired, *([last] if last else [])]
         self._retired, self.communicator, self._previous = [], None, None
-        with ExitStack() as ends:  # all of them, whatever one raises; the last one that is added ends first
+        with ExitStack() as ends:  # closes all of them even if one raises; the last one added is closed first
             for communicator in reversed(communicators):
                 ends.callback(communicator.close)
                 if abort or communicator is not communicators[-1]:

@@ -1,8 +1,9 @@
-"""What a collective costs in a group: alpha + beta * bytes, and how large buckets should therefore be.
+"""What a collective costs in a group, alpha + beta * bytes, which determines how large buckets should be.
 
-The costs are measured once per group, on the first lane that fuses much, as part of that call: every rank
-takes part at the same place of the lane's order, and all ranks use the figures of the group's first rank.
-Any other lane gets them from that rank in its own first such call. So bucket sizes are the same on all ranks.
+The costs are measured once per group, on the first lane that fuses much data, as part of that call: every
+rank takes part at the same place in the lane's order, and all ranks use the figures of the group's first
+rank. Any other lane gets them from that rank in its own first such call. So all ranks use the same bucket
+sizes.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["agreed"]
 
-#: Two sizes to fit a line through: one dominated by latency, and one by bandwidth.
+#: The two message sizes to fit a line through: one dominated by latency, one by bandwidth.
 _SMALL_BYTES, _LARGE_BYTES = 16 << 10, 2 << 20
 _REPEATS = 3
 
 
 class Costed(Protocol):
-    """A lane with its own cost figures, and its group's."""
+    """A lane that knows its own cost figures and its group's."""
 
     group: Members
     cost: Cost | None
 
 
 def agreed(lane: Costed, communicator: Communicator) -> Generator[Completion, None, Cost | None]:
-    """The steps of a program after which all ranks of the lane have the same ``Cost``; None on one rank."""
+    """Run the steps of a program after which all ranks of the lane have the same ``Cost``.
+
+    Returns that cost; None in a group of one rank.
+    """
     group = lane.group
     if group.size == 1:
         return None
@@ -68,7 +72,7 @@ def _measured(communicator: Communicator) -> Generator[Completion, None, Cost]:
 
 
 def _packing(x: torch.Tensor) -> float:
-    """Seconds per byte of copying ``x`` into new memory."""
+    """Measure the seconds per byte of copying ``x`` into new memory."""
     best = float("inf")
     for _ in range(_REPEATS):
         start = host.perf_counter()

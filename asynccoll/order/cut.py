@@ -61,7 +61,7 @@ _MISMATCH = f"{CollectiveMismatchError.__name__}: "
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A rank's refusal to make the calls from ``place`` to below ``until``, or at least the one at ``place``."""
+    """A rank's refusal to make the calls from ``place`` to below ``until``, at least the one at ``place``."""
 
     rank: int
     place: int
@@ -93,7 +93,7 @@ class Refusal:
         return (place, part) > self.begins
 
     def error(self, lane: object, place: int, operation: object = None) -> CollectiveError:
-        """Return the error for waiters of the call at ``place``, which was refused or was lost behind a refusal.
+        """Return the error for waiters of the call at ``place``, which was refused or lost behind a refusal.
 
         ``operation``: that call's operation, if it has one; its text names the call and its source line.
         """
@@ -117,7 +117,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A rank's statement at the end of an epoch: how far it went (*Stated* above), and its refusal or None."""
+    """A rank's statement as an epoch ends: how far it went (*Stated* above), and its refusal or None."""
 
     issued: int
     reached: int
@@ -153,7 +153,7 @@ class Verdict:
 
     @classmethod
     def of(cls, statements: Sequence[Statement]) -> Verdict:
-        """Compute the verdict from the statements of all ranks, of which at least one has a refusal."""
+        """Compute the verdict of all ranks' statements, in rank order; at least one has a refusal."""
         refusals = [one.refusal for one in statements if one.refusal is not None]
         first = min(refusals, key=lambda refusal: (refusal.begins, -refusal.end, refusal.rank))
         end, resumes = end_of(first), max(first.end, *(one.reached + 1 for one in statements))
@@ -175,7 +175,7 @@ class Verdict:
 
 
 def end_of(refusal: Refusal) -> int:
-    """Return a bound above all places of the child tasks whose calls are refused, and below the next child's."""
+    """Return a bound above all places of the child tasks whose calls are refused, below the next child's."""
     return -(-refusal.end // CHILD) * CHILD
 
 
@@ -279,7 +279,7 @@ class Epochs:
         return self.refusal_at(self.places.latest) is not None
 
     def refusal_at(self, place: int) -> Refusal | None:
-        """Return the refusal by which ``place`` was lost in the latest verdict, shared by all ranks; or None."""
+        """Return the refusal that lost ``place`` by the latest verdict, which all ranks share; else None."""
         settled = self.settled
         return settled.refusal if settled is not None and settled.covers(place) else None
 
@@ -289,7 +289,7 @@ class Epochs:
         return settled is not None and settled.covers(place) and until <= settled.resumes
 
     def refusal_of(self, place: int, part: int) -> Refusal | None:
-        """Return the refusal by which that part was lost, as far as this rank knows, settled or not."""
+        """Return the refusal that lost this part, settled or not, as far as this rank knows; else None."""
         cut = self.unsettled
         refusal = self.refusal_at(place) if cut is None else cut.refusal
         return refusal if refusal is not None and refusal.loses(place, part) else None

@@ -1,8 +1,8 @@
 """Halt and resume one lane when this rank or a peer refuses a call.
 
-``cut`` defines the terms (place, part, epoch, cut, verdict) and the rules. ``health.refusals`` talks with the
-peers and calls the methods here. Each step is one change under the lane's lock, made before any waiter is
-woken.
+``cut`` defines the terms (place, part, epoch, cut, verdict) and the rules. ``health.refusals`` communicates
+with the peers and calls the methods here. Each step is one change under the lane's lock, made before any
+waiter is woken.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Lost = tuple["Operation", "CollectiveError"]
 
 
 class Halting:
-    """Carries out refusals on one lane.
+    """The effect of refusals on one lane.
 
-    Public methods and ``own`` take the lane's lock: call them without holding it. ``is_halted`` and
+    Public methods, ``own`` and ``told`` take the lane's lock: call them without holding it. ``is_halted`` and
     ``is_settling`` take no lock.
     """
 
@@ -47,7 +47,7 @@ class Halting:
     ) -> None:
         """``restart(in_step)`` begins the next epoch, and opens another communicator unless ``in_step``.
 
-        It is called with the lock held, and returns what is to be called after the lock is released, or None.
+        It is called with the lock held, and returns a function to be called after the release, or None.
         """
         self.lock: host.Lock = lock
         self._lane = lane
@@ -60,12 +60,12 @@ class Halting:
 
     @property
     def is_halted(self) -> bool:
-        """Whether the lane has a cut: one that is being settled, or whose lost calls are still to be made."""
+        """Whether the lane has a cut: it is being settled, or this rank has yet to make some lost calls."""
         return self._epochs.cut is not None
 
     @property
     def own(self) -> tuple[int, Refusal] | None:
-        """The epoch and this rank's own refusal in it, until that is settled; else None."""
+        """The epoch and this rank's own refusal in it, until the refusal is settled; else None."""
         with self.lock:
             cut = self._epochs.unsettled
             return None if cut is None or cut.mine is None else (cut.epoch, cut.mine)
@@ -78,10 +78,10 @@ class Halting:
 
     @property
     def is_settling(self) -> bool:
-        """Whether a refusal is being settled that needs no further calls of the program here.
+        """Whether a refusal is being settled that needs no further calls from the program on this rank.
 
-        False while calls below the refused one are still to be made: until then this rank cannot state how
-        far it went.
+        False while calls below the refused one have yet to be made: until then this rank cannot state how far
+        it went.
         """
         cut = self._epochs.unsettled
         if cut is None or self._epochs.is_over:
@@ -99,12 +99,12 @@ class Halting:
     ) -> Cut | None:
         """Refuse the call at ``place`` (None: this rank's next one), and halt the lane there.
 
-        Returns the cut if this refusal begins it; None if all that it refuses was lost already, or if a cut
-        that is there only moved. ``part`` is the first part of the call that is refused; None: of the latest
-        call, the part after the last one accepted, else all. The operation with the completion ``spare`` is
-        not failed here: the caller gives its waiter an error of its own. ``name`` is the call's name, if it
-        was made just now and is not recorded yet. ``until``, if not 0: all calls in [``place``, ``until``)
-        are refused (a child task that has ended).
+        Returns the cut if this refusal begins it; None if everything that it refuses was already lost, or if
+        it only moved an existing cut. ``part`` is the first refused part of the call; None: the part after
+        the last one accepted if the call is the latest one, else all parts. The operation with the completion
+        ``spare`` is not failed here: the caller gives its waiter a separate error. ``name`` is the call's
+        name, if it was made just now and is not recorded yet. ``until``, if not 0: all calls in [``place``,
+        ``until``) are refused (a child task has ended).
         """
         epochs = self._epochs
         places = epochs.places
@@ -132,20 +132,20 @@ class Halting:
             if epochs.is_over or epoch != epochs.number or (epochs.cut and epochs.cut.verdict):
                 return None
             begun, lost = self._halt(refusal, self._peak())
-            if refusal.until:  # also where a lower cut stands: that rank never makes these calls
+            if refusal.until:  # even if there is a lower cut: that rank never makes these calls
                 lost += self._lost(refusal.place, refusal.until, refusal)
         self._fail_all(lost)
         return begun
 
     def conclude(self, cut: Cut) -> bool:
-        """Fix this rank's statement once all that the cut leaves valid is over; returns whether it is."""
+        """Fix this rank's statement once all calls that the cut leaves valid are over; returns if it is."""
         with self.lock:
             if not cut.stated and self._epochs.cut is cut and self._is_quiet(cut.refusal):
                 cut.state(self._peak(), self._epochs.places.ends)
             return cut.stated
 
     def resume(self, cut: Cut, verdict: Verdict) -> Cut | None:
-        """Begin the next epoch where ``verdict`` says, now that all ranks have stated how far they went.
+        """Begin the next epoch at the place in ``verdict``, now that all ranks have made their statements.
 
         Returns the cut of the next epoch if a call in it is known to be refused already, else None.
         """
@@ -170,14 +170,14 @@ class Halting:
     # Called with the lock held
 
     def _peak(self) -> int:
-        """The highest place at which an operation may have been issued."""
+        """Return the highest place at which an operation may have been issued."""
         epochs, cut = self._epochs, self._epochs.unsettled
         return max(self._queue.reached(epochs.places.latest) if cut is None else cut.peak, epochs.issued)
 
     def _halt(self, refusal: Refusal, peak: int) -> tuple[Cut | None, list[Lost]]:
-        """Begin a cut at ``refusal``, or lower the one that is there; hold the queued calls that it loses.
+        """Begin a cut at ``refusal``, or lower the existing one; hold the queued calls that it loses.
 
-        Returns the cut if it is new, and the operations that it loses: those refused by name, and those of
+        Returns the cut if it is new, and the operations that it loses: those explicitly refused, and those of
         the same child task that may have been issued behind them.
         """
         before = self._epochs.cut
@@ -191,7 +191,7 @@ class Halting:
         return None if cut is before else cut, self._lost(refusal.place, last, refusal)
 
     def _lost(self, first: int, last: int, refusal: Refusal) -> list[Lost]:
-        """The operations from ``first`` to ``last`` that ``refusal`` loses, with the error of each."""
+        """Return the operations from ``first`` to ``last`` that ``refusal`` loses, each with its error."""
         return [
             (operation, refusal.error(self._lane, operation.sequence, operation))
             for operation in self._outstanding
@@ -199,7 +199,7 @@ class Halting:
         ]
 
     def _is_quiet(self, refusal: Refusal) -> bool:
-        """Whether all that ``refusal`` leaves valid has been accepted and issued, and is over here."""
+        """Whether all calls that ``refusal`` leaves valid were accepted and issued, and are over here."""
         places = self._epochs.places
         return (
             places.have_come_to(*refusal.begins)

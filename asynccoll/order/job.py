@@ -1,4 +1,4 @@
-"""What a lane queues: one native call, or a program of several that depend on each other."""
+"""What a lane queues: one native call, or a program of several native calls that depend on each other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "returned"]
 
 #: One native call, given the communicator.
 Start = Callable[[Communicator], Completion]
-#: Several native calls: each yielded completion is waited for; that of the last call is returned.
+#: Several native calls: each yielded completion is waited for; the completion of the last call is returned.
 Program = Callable[[Communicator], Generator[Completion, None, Completion]]
-#: The description of a call that has to be the same on all ranks, besides its native calls; shown in errors.
+#: What must be the same on all ranks about a call, in addition to its native calls; shown in errors.
 What = str | tuple[Hashable, ...] | None
-#: The description of a call that other ranks need not make: they go on with other calls (``join``).
+#: The description of a call that other ranks need not make: they make other calls instead (``join``).
 UNCOMPARED: What = ("goes with any other call",)
 
 
 def returned(completion: Completion | None) -> Completion:
-    """Check what a backend, perhaps another package's, has returned for a call, and return it."""
+    """Check that a backend, perhaps from another package, returned a completion from a call; return it."""
     if completion is None:
         raise UnsupportedOpError(
             "the backend's communicator has no such call, or returned nothing from it: what it does not have "
@@ -71,12 +71,12 @@ class Job:
         driven_by: Callable[[], object] | None = None,
         sent: Callable[[], Iterable[Completion]] = tuple,
     ) -> None:
-        #: the comparison that its first call waits for; if it ends with an error, the call is not made
+        #: the comparison that its first call waits for; if this ends with an error, the call is not made
         self.gate: Promise | None = None
         self.place: int = 0  # in the lane's order (``cut``); 0 for a message
-        self.part: int = 1  # which part of the call at its place it is
+        self.part: int = 1  # which part of the call at that place it is
         self.ticket: int = 0  # the number of its entry in the flight recorder
-        #: it shares its place with other parts of one call, some of which may have been issued
+        #: whether it shares its place with other parts of one call, some of which may have been issued
         self.shares: bool = False
         self.what: What = None
         self.called: Spot = NOWHERE
@@ -84,7 +84,7 @@ class Job:
         self.program = program
         #: the stream on which the input is ready, whichever thread issues the call
         self.stream: torch.cuda.Stream | None = current()
-        #: whether its waiter drives it, not its completions (``stepping``)
+        #: whether its waiter drives it rather than its completions (``stepping``)
         self.driven: bool = driven_by is not None
         self.promise = Promise() if driven_by is None else Stepping(self, driven_by)
         self.promise.sent = sent
@@ -92,23 +92,23 @@ class Job:
         self.step: Completion | None = None
 
     def becomes(self, operation: Operation, spot: Spot, what: What, *, shares: bool) -> None:
-        """Take over the place, part, ticket and description of ``operation``, which ends with this job."""
+        """Take the place, part and ticket of ``operation``, which ends with this job, and its description."""
         self.place, self.part, self.ticket = operation.sequence, operation.part, operation.ticket
         self.called, self.what, self.shares = spot, what, shares
 
     def abandon(self) -> None:
-        """Give the job up; its promise keeps the step in flight, which may still write to its memory."""
+        """Give the job up; its promise keeps the step in flight alive, which may still write to memory."""
         if self.step is not None:
             if not self.promise.done():
                 self.promise.source = self.promise.source or self.step
             self.step.abandon()
 
     def fail(self, error: BaseException) -> None:
-        """Give the job up, and have its waiters get ``error``."""
+        """Give the job up, and fail its promise with ``error``."""
         self.abandon()
         self.promise.settle(error)
 
     def let_go(self) -> None:
-        """Drop what the job refers to: others may keep its promise, which refers to the job."""
+        """Drop the job's references: its promise refers to the job, and others may keep the promise."""
         self.program = self.generator = None
         self.promise = _SETTLED

@@ -1,4 +1,4 @@
-"""The protocols of what a lane needs from the packages above; groups and the world implement them."""
+"""Protocols for what a lane needs from the packages above; groups and the world implement them."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = ["Blame", "Compared", "Members", "Subject", "World"]
 
 
 class Blame(Protocol):
-    """Which ranks keep an operation from ending."""
+    """Which ranks keep an operation from completing."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their global ranks."""
+        """The global ranks."""
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Why, for each of them; or what else is known."""
+        """Why, one sentence for each rank; or whatever else is known."""
 
 
 class Compared(Protocol):
-    """Compares a lane's calls with those of other ranks before they are made."""
+    """The comparison of a lane's calls with those of other ranks, before the calls are made."""
 
     def call(
         self, what: Hashable, spot: Spot, place: int, part: int
     ) -> CollectiveMismatchError | Promise | None:
         """Compare the call that is about to be made.
 
-        Returns the error to raise instead, or a promise to wait for first, which ends with that error or
-        without one; None: make the call. Also None if the same call was compared before.
+        Returns the error to raise instead; or a promise to wait for first, which ends with that error or with
+        none; or None to make the call. Also None if the same call was compared before.
         """
 
     def restart(self, epoch: int) -> None:
-        """Compare anew from here: ranks are in step again, whatever they called before."""
+        """Restart the comparison here: ranks are in step again, whatever they called before."""
 
 
 class Subject(Protocol):
@@ -58,7 +58,7 @@ class Subject(Protocol):
         """The shape of the data that is sent."""
 
     def described(self) -> str:
-        """The data in words, as in ``float32[4, 8] sum``."""
+        """Describe the data in words, as in ``float32[4, 8] sum``."""
 
 
 class Members(Protocol):
@@ -78,26 +78,26 @@ class Members(Protocol):
         """The group's name in the store, the same on each of its ranks."""
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """The node of that member, of several equal ones, and its index on that node."""
+        """Return the member's node, where all nodes have equally many members, and its index on that node."""
 
     def topology(self, device: str) -> Topology:
-        """What planning must know of the group, for tensors on a device of this type."""
+        """Return what planning must know about the group, for tensors on a device of this type."""
 
     def lane(self, name: str) -> Any:
-        """The group's lane of that name, opened on first use."""
+        """Return the group's lane of that name, opened on first use."""
 
     def lanes(self) -> list[Any]:
-        """The group's open lanes."""
+        """Return the group's open lanes."""
 
     def next_round(self) -> None:
-        """Count the calls of all its lanes anew: its ranks have joined."""
+        """Start a new round of numbers for the calls of all its lanes: its ranks have joined."""
 
     def index(self, rank: int, role: str) -> int:
-        """The index in the group of the global ``rank``, which a call names as its ``role``."""
+        """Return the index in the group of the global ``rank``, which a call uses as its ``role``."""
 
 
 class World(Protocol):
-    """This rank's world, as its lanes see it; implementations have narrower types than ``Any`` for lanes."""
+    """This rank's world as its lanes see it; implementations use narrower types than ``Any`` for lanes."""
 
     rank: int
     timeout: float
@@ -110,7 +110,7 @@ class World(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors, to which numbers are sent."""
+        """The device of this rank's tensors, where numbers are put too."""
 
     @property
     def open_waits(self) -> bool:
@@ -120,7 +120,7 @@ class World(Protocol):
         """Wait until ``value`` is computed, if the backend defers computation."""
 
     def open(self, lane: Any, epoch: int) -> Communicator:
-        """A communicator of the lane's members, for one epoch."""
+        """Open a communicator of the lane's members, for one epoch."""
 
     def refuse(
         self,
@@ -136,25 +136,25 @@ class World(Protocol):
         """Tell the peers that this rank does not make a call (``health.refusals``)."""
 
     def watch_over(self, operation: Any) -> None:
-        """Note that a waiter has begun: check from time to time whether the operation can still end."""
+        """Note that a waiter has begun: check now and then whether the operation can still complete."""
 
     def watch_no_more(self, operation: Any) -> bool:
-        """Note that one waiter has ended; returns whether another one still waits."""
+        """Note that one waiter has stopped waiting; returns whether another one still waits."""
 
     def loss(self, lane: Any) -> PeerLostError | None:
-        """The error that names the lost ranks that the lane waits for, or None if there are none."""
+        """Return the error that names the lost ranks the lane waits for, or None if there are none."""
 
     def diagnose(self, lane: Any, error: CollectiveError) -> CollectiveError:
-        """The same failure, with its culprit named."""
+        """Return the same failure, with its culprit named."""
 
     def find_out(self, lane: Any, error: CollectiveError) -> None:
-        """Have another thread find the culprit of this failure, and then lose the lane."""
+        """Make another thread find the culprit of this failure and then lose the lane."""
 
     def blame(self, operation: Any) -> Blame:
-        """Ask the ranks, within a bounded time, which of them keep an operation from ending, and why."""
+        """Ask the ranks, within a bounded time, which of them keep an operation from completing, and why."""
 
     def dump(self) -> str:
-        """Save what the ranks have recorded; returns a text to append to a failure's."""
+        """Save the ranks' records; returns text to append to the message of a failure."""
 
     def pass_on(self, lane: Any) -> None:
-        """Tell the ranks that wait for this one on the lane that it has given the lane up."""
+        """Tell the ranks that wait on the lane for this rank that it has given the lane up."""

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "Operation", "Order"]
 
-#: A waiter blocks the event loop only for operations that are expected to end within this time.
+#: A waiter blocks the event loop only for operations that are expected to complete within this time.
 INLINE_SECONDS = 1e-3
-#: A timer may fire this much early.
+#: How much too early a timer may fire.
 EARLY_SECONDS = 1e-3
 _wakers_lock = host.Lock()
 renew(_wakers_lock)
@@ -38,25 +38,25 @@ class Estimate:
 
     def __init__(self, name: str, size_bytes: int = 0) -> None:
         self.name: str = name
-        # A first guess, until a waiter has measured one: a round trip, and 1 GB/s.
+        # A first guess until a waiter has measured one: a round trip, then 1 GB/s.
         self.seconds: float = 2e-4 + size_bytes * 1e-9
 
     def took(self, seconds: float) -> None:
-        """Take into account that a waiter saw the operation end ``seconds`` after it was issued.
+        """Update the estimate: a waiter saw an operation end ``seconds`` after it was issued.
 
-        If it was late (because of a peer, or the scheduler), that says little about the next one: it counts
-        as four times the estimate at most.
+        An operation that was late (because of a peer or the scheduler) says little about the next one, so
+        it counts as at most four times the estimate.
         """
         known = self.seconds
         self.seconds = known + 0.2 * (min(seconds, 4 * known) - known)
 
     def at_most(self, seconds: float) -> None:
-        """Lower the estimate to ``seconds``: the operation was found done after that time."""
+        """Lower the estimate to ``seconds``: an operation was found done after that time."""
         self.seconds = min(self.seconds, seconds)
 
 
 class Order(Protocol):
-    """What an ``Operation`` needs of its lane."""
+    """What an ``Operation`` needs from its lane."""
 
     name: str
     key: str
@@ -73,10 +73,10 @@ class Order(Protocol):
         """The communicator that operations are issued on; None until it is open."""
 
     def explain_failure(self, operation: Operation, native: BaseException) -> AsyncCollError:
-        """The typed error for ``native``, with its culprit named."""
+        """Return the typed error for ``native``, with its culprit named."""
 
     def follow_up(self, operation: Operation, name: str, completion: Completion) -> Operation:
-        """A new operation for what remains to be done after ``operation``; it is over with ``completion``."""
+        """Return a new operation for the work that follows ``operation``; it ends with ``completion``."""
 
     def lose(self, error: CollectiveError) -> None:
         """Give the lane up: a rank of the group is gone, or calls are out of step."""
@@ -125,10 +125,10 @@ class Operation:
         self.started: float = called
         self._timeout = timeout
         self.deadline: float = called + timeout
-        #: a waiter has seen it end without an error
+        #: whether a waiter has seen it end without an error
         self.over: bool = False
         self.failure: AsyncCollError | None = None
-        self.part: int = 1  # which part of the call at its place it is, from 1 (``cut``)
+        self.part: int = 1  # which part of the call at its place in the order it is, from 1 (``cut``)
         self.peer: int = -1  # for a message: the other rank's index in the group
         self.tag: int = 0  # for a message: its tag
         self.ticket: int = ticket
@@ -141,7 +141,7 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """Its name with its place, or with its peer: ``all_reduce #41``, or ``send to rank 1 (tag 0)``."""
+        """The name with the place in the order, or with the peer, as in ``send to rank 1 (tag 0)``."""
         if self.peer < 0:
             return call_name(self.name, self.sequence)
         return message_name(self.name, self.lane.group.ranks[self.peer], self.tag)
@@ -158,15 +158,15 @@ class Operation:
         return f"{self.title} on {self.lane} from {self.place}"
 
     def done(self) -> bool:
-        """Whether waiting is over: the native operation is done, or we know that it never will be."""
+        """Whether waiting is over: the native operation is done, or is known to never complete."""
         return self.over or self.failure is not None or self.completion.done()
 
     def landed(self) -> bool:
-        """Whether its memory is no longer in use: it is ``done()``, and the device is done with it too."""
+        """Whether its memory is no longer in use: it is ``done()``, and the device has run it too."""
         return self.over or self.failure is not None or self.completion.landed()
 
     def saw_end(self, now: float) -> None:
-        """Note that a waiter found the operation over, and call the wakers before that waiter goes on."""
+        """Note that a waiter found the operation over, and call the wakers before that waiter continues."""
         self.over = self.completion.fine and self.failure is None
         self.lane.world.recorder.ended(self.ticket, now)
         if self._wakers:
@@ -183,19 +183,19 @@ class Operation:
         self.lane.world.watch_no_more(self)
 
     def give_up(self) -> None:
-        """End the wait of a cancelled waiter; record the operation as given up if nobody else waits."""
+        """End the wait of a cancelled waiter; without another waiter, record the operation as given up."""
         if not self.lane.world.watch_no_more(self):
             self.lane.world.recorder.given_up(self.ticket)
 
     def extend(self) -> None:
-        """Record a timeout, and set a new deadline, so that the next wait has the full timeout again."""
+        """Record a timeout, and set a new deadline so that the next wait has the full timeout again."""
         now = host.monotonic()
         self.lane.world.recorder.timed_out(self.ticket, now)
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
 
     def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
-        """A new operation at the same place, with the same deadline; it is over with ``completion``."""
+        """Return a new operation at the same place, with the same deadline; it ends with ``completion``."""
         follower = Operation(
             self.lane,
             estimate,
@@ -211,9 +211,10 @@ class Operation:
         return follower
 
     def add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
-        """Call ``waker`` once ``done()`` is true, at once if it is. Returns a function that cancels this.
+        """Call ``waker`` once ``done()`` is true, immediately if it is. Returns a function that cancels this.
 
-        The completion is told first: after Ctrl-C between the two the next one tells it again.
+        The callback is added to the completion first: if Ctrl-C strikes before the waker is added, the next
+        call adds the callback again.
         """
         if self._wakers is None:
             self.completion.add_callback(self._wake)
@@ -225,7 +226,7 @@ class Operation:
 
     @property
     def woke(self) -> bool:
-        """Whether it is over, and its wakers were called, or are about to be by a thread that has them."""
+        """Whether it is over and its wakers have been called, or another thread is about to call them."""
         return self._wakers is not None and not self._wakers
 
     def _forget_waker(self, waker: Callable[[], object]) -> None:
@@ -239,7 +240,7 @@ class Operation:
         host.call_each(wakers)
 
     def fail(self, error: CollectiveError) -> None:
-        """End the waiting with ``error``, although the native operation may still be in flight."""
+        """Fail all waiters with ``error``, although the native operation may still be in flight."""
         if self.failure is None and not self.completion.done():
             self._fails(error)
             self.completion.abandon()
@@ -250,9 +251,9 @@ class Operation:
         self.lane.world.recorder.refused(self.ticket, why, host.monotonic())
 
     def disown(self, error: CollectiveError) -> Completion:
-        """In a forked child, fail with ``error`` an operation of the parent.
+        """Fail an operation of the parent with ``error``, in a forked child.
 
-        Returns its native completion, which the child must neither ask for anything nor destroy.
+        Returns its native completion, which the child must neither use nor destroy.
         """
         native = self.completion
         if not self.over:
@@ -261,22 +262,22 @@ class Operation:
         return native
 
     def order(self) -> None:
-        """Order the current device stream after it. The backend may wait in this call, and may fail."""
+        """Order the current device stream after the operation. The backend may block here, and may fail."""
         try:
             self.completion.synchronize()
         except RuntimeError as error:
             self._fails(self.lane.explain_failure(self, error))
 
     def error(self) -> AsyncCollError | None:
-        """Its error, as one of ours; None if it succeeded. Call only once done; each waiter raises a copy."""
+        """Return its typed error; None if it succeeded. Call only once done; each waiter raises a copy."""
         if self.failure is None and (native := self.completion.error()) is not None:
             self._fails(self.lane.explain_failure(self, native))
         return self.failure
 
     def _fails(self, error: AsyncCollError) -> None:
-        forget_frames(error)  # the lane may keep the error, and frames would keep their variables alive
+        forget_frames(error)  # the lane may keep the error, whose frames would keep their variables alive
         self.failure = error
         if isinstance(error, CollectiveError):
-            error.operation = error.operation or self.name  # of the operations failing with it, the first
+            error.operation = error.operation or self.name  # the first of the operations that fail with it
             error.lane = error.lane or self.lane.name
         self.lane.world.recorder.failed(self.ticket, str(error), host.monotonic())

@@ -1,4 +1,4 @@
-"""The operations of a lane that are in flight: issued or queued, and perhaps still using their memory."""
+"""The operations of a lane that are in flight: issued or queued, and possibly still using their memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Outstanding"]
 class Outstanding:
     """One lane's collectives, which complete in order, and its other operations, which complete at any time.
 
-    The others are messages, and operations that have failed while native code may still write to their
-    memory. The lane holds its lock around each call.
+    The others are messages, and failed operations whose memory native code may still write to. The lane holds
+    its lock around each call.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Outstanding:
         yield from self._apart
 
     def add(self, operation: Operation) -> None:
-        """Add a collective that was accepted, and forget the earlier ones that are over."""
+        """Add an accepted collective, and forget the earlier ones that are over."""
         collectives = self.collectives
         while collectives and ((first := collectives[0]).over or first.completion.landed() or first.failure):
             collectives.popleft()
@@ -47,10 +47,10 @@ class Outstanding:
         self._apart.append(operation)
 
     def using_memory(self) -> list[Operation]:
-        """The operations whose memory may still be read or filled."""
+        """Return the operations whose memory may still be read or written."""
         return [operation for operation in self if not operation.landed()]
 
     def clear(self) -> None:
-        """Forget all operations: they refer to native works, which keep the connections open."""
+        """Forget all operations: they refer to native works, which would keep the connections open."""
         self.collectives.clear()
         self._apart.clear()

@@ -1,11 +1,11 @@
 """Which actor (task, else thread) may issue on a lane: the last one that did, or one ordered after it.
 
-Two concurrent tasks may be scheduled in different order on different ranks, and their calls on one lane would
-then be matched with the wrong ones, even if one task has ended before the other calls. So the next actor must
-have been started after its predecessor's last call here: by the predecessor, or by another actor once the
-predecessor had ended. (Or it started the predecessor and waited for it; if it did not wait, the predecessor
-cannot follow it on the ranks on which that one is late.) Messages have a separate order for each peer and
-tag: a *stream*.
+Two concurrent tasks may be scheduled in different orders on different ranks. Their calls on one lane would
+then be matched with the wrong calls, even if one task ends before the other calls. So the next actor must
+have been started after its predecessor's last call on the lane: by the predecessor, or by another actor once
+the predecessor had ended. (Or the next actor started the predecessor and waited for it. If it did not wait,
+then on ranks where the predecessor is late, the predecessor would call after it, which is refused there.)
+Messages have a separate order for each peer and tag: a *stream*.
 
 This module must not know what is issued.
 """
@@ -23,7 +23,7 @@ from asynccoll.host.call_site import NOWHERE, Spot, site
 
 __all__ = ["Owner", "Owners", "Stream"]
 
-#: The order of messages: ("send" or "recv", the peer's index in the group, the tag).
+#: An order of messages: ("send" or "recv", the peer's index in the group, the tag).
 Stream = tuple[str, int, int]
 
 _OWN_LANES = (
@@ -36,12 +36,12 @@ _OF_ONE_LINE = (
     "the next is started; or give each its own lane: start the tasks in `ac.create_task_group()`, or pass "
     "another lane= in each"
 )
-#: The owners of this many streams are kept.
+#: The owners of at most this many streams are kept.
 _MOST_STREAMS = 4096
 
 
 class Owner:
-    """The actor that issued last in one order, with the source line and the number of its call."""
+    """The last actor that issued in one order, with the source line and the number of its last call."""
 
     __slots__ = ("actor", "beside", "call", "name", "spot", "thread")
 
@@ -55,16 +55,16 @@ class Owner:
         self.beside: AbstractSet[object] = frozenset()
 
     def becomes(self, node: actors.Descent) -> None:
-        """Make the actor of ``node`` the owner from now on."""
+        """Make the actor of ``node`` the owner."""
         self.actor = weakref.ref(node.actor)
         self.name = actors.label(node.actor)
         self.thread = actors.thread_of(node.actor)
         self.beside = bystanders.beside(node)
 
     def ran_beside(self, node: actors.Descent) -> bool:
-        """Whether the actor of ``node`` already existed beside this owner, with no order between them.
+        """Whether the actor of ``node`` already existed while this owner did, with no order between them.
 
-        False if this owner's thread is alive: a pool's threads go on, and when their jobs began is unknown.
+        False if this owner's thread is alive: a pool keeps its threads, and when a job began is unknown.
         """
         if self.thread is not None and self.thread.is_alive():
             return False
@@ -72,7 +72,7 @@ class Owner:
 
 
 def _nobody() -> None:
-    """The reference to an actor, for an order in which nothing has been issued: None."""
+    """Stand in for the weak reference to an owner in an order in which nothing was issued: return None."""
 
 
 class Owners:
@@ -112,8 +112,8 @@ class Owners:
 def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane: object) -> None:
     """Check that ``node``'s actor may follow ``owner``: that it was started after the owner's last call.
 
-    ``held`` is the owner's actor; None if nothing was issued yet, or if that actor is gone. In the latter
-    case actors that ran beside it may still exist.
+    ``held`` is the owner's actor; None if nothing was issued yet or that actor is gone. If it is gone, actors
+    that ran concurrently with it may still exist.
     """
     started = None if held is None else actors.started_after(node, held)
     over = held is None or actors.ended(held) or actors.left(held, owner.spot.file)

@@ -1,8 +1,8 @@
 """The numbers of a lane's collectives: each call takes the next place, and the parts of one call share one.
 
-``cut`` says more on places and parts, ``host.call_number`` on child tasks and rounds. This module must not
-know what is issued, nor when. Places change with the lane's lock held, except by ``leave``, which
-Ctrl-C must not keep out; they may be read without it.
+``cut`` explains places and parts, ``host.call_number`` child tasks and rounds. This module must not know what
+is issued, or when. Places change with the lane's lock held, except in ``leave``, which takes no lock so that
+Ctrl-C cannot prevent it; they may be read without the lock.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ENDS = 16
 
 
 class Places:
-    """The places given out so far on one lane."""
+    """The places assigned so far on one lane."""
 
     __slots__ = ("ends", "latest", "part", "shared", "whole")
 
     def __init__(self, child: int = 0, rounds: int = 0) -> None:
         """``child``: how many child tasks that had the lane have ended; ``rounds``: how often they joined."""
         self.latest: int = child * CHILD + rounds * ROUND
-        #: the last place of each of the latest children that have ended
+        #: the last place of each of the most recent children that have ended, by the child's number
         self.ends: dict[int, int] = {one: one * CHILD for one in range(max(0, child - _ENDS), child)}
         self.part: int = 0  # the latest part at the latest place
         self.shared: bool = False  # operations accepted now are parts at the latest place
@@ -44,13 +44,13 @@ class Places:
         return latest
 
     def next(self, what: What) -> tuple[What, int, int, bool]:
-        """The next operation: its full description, place, part, and whether it shares that place."""
+        """Return the next operation's full description, place and part, and whether it shares that place."""
         if self.shared:
             return self.named(what), self.latest, self.part + 1, True
         return what, self.latest + 1, 1, False
 
     def open(self) -> int:
-        """Take a place without a part yet: for a call in parts, or for one that is refused."""
+        """Take a place that has no part yet: for a call in parts, or for a call that is refused."""
         self.latest += 1
         self.part = 0
         return self.latest
@@ -66,19 +66,19 @@ class Places:
         self.shared, self.whole = before
 
     def named(self, what: What) -> What:
-        """The description of an operation, with that of the call that it is a part of, if any."""
+        """Return an operation's description, with that of the call that it is a part of, if any."""
         return (self.whole, what) if self.shared else what
 
     def have_come_to(self, place: int, stands: int) -> bool:
-        """Whether all places below ``place`` have been given out, and ``stands`` parts at ``place``."""
+        """Whether all places below ``place`` have been assigned, and ``stands`` parts at ``place``."""
         return (self.latest, self.part) >= ((place, stands) if stands else (place - 1, 0))
 
     def next_round(self) -> None:
-        """Go on at the next multiple of ``ROUND``."""
+        """Continue at the next multiple of ``ROUND``."""
         self.latest += ROUND - self.latest % ROUND
 
     def next_child(self) -> int:
-        """Go on with the calls of the next child task. Returns the first place not used by the last one."""
+        """Continue with the next child task's calls. Returns the first place the last child did not use."""
         child = self.latest // CHILD
         self.ends[child] = self.latest
         self.ends.pop(child - _ENDS, None)

@@ -1,4 +1,4 @@
-"""Run a program's steps in the inference mode in which it was called, whichever thread runs them."""
+"""Run a program's steps in the inference mode that was on when it was called, whichever thread runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["program_as_called"]
 
 
 def program_as_called(program: Program) -> Program:
-    """``program``, with each step run in the current inference mode."""
+    """Return ``program`` with each of its steps run in the current inference mode."""
     if not torch.is_inference_mode_enabled():
         return program
 

@@ -1,6 +1,6 @@
 """What a lane writes to its rank's flight recorder: each call, the end of a call in parts, each refused call.
 
-It must not know when calls are made, nor what becomes of them.
+This module must not know when calls are made or how they end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """The records of one lane, which its ranks open under ``key``. The lane's lock need not be held."""
+    """The records of one lane, which its ranks opened under ``key``. The lane's lock need not be held."""
 
     __slots__ = ("_names", "_recorder", "number")
 
@@ -44,14 +44,15 @@ class Records:
         *,
         begun: bool,
     ) -> int:
-        """Record an operation that was called at ``spot`` and is being started; not ``begun``: queued.
+        """Record an operation called at ``spot``, which is being issued, or queued if not ``begun``.
 
-        A message has no ``place`` and ``part``, but the ``stream`` that it belongs to. Returns its ticket.
+        A message has no ``place`` and ``part``, but the ``stream`` that it belongs to. Returns the ticket of
+        the record.
         """
         recorder, peer = self._recorder, -1
         if stream is not None:
             place, (_, peer, part) = 0, stream
-        # Ids stand for objects that take longer to compare; ``learn`` keeps these alive as long as the key.
+        # Ids replace objects that take longer to compare; ``learn`` keeps those alive for as long as the key.
         key = (
             (estimate, id(spot[0]), spot[1])
             if of is None
@@ -62,7 +63,7 @@ class Records:
         return recorder.note(text, self.number, place, part, peer, size_bytes, called, begins)
 
     def _describe(self, key: Hashable, estimate: Estimate, spot: Spot, of: Subject | None) -> int:
-        """Record the text for operations of this kind; returns its number."""
+        """Record the text for operations of this kind. Returns the number of the text."""
         said = "" if of is None else of.described()
         parts = (*self._names, estimate.name, said, str(spot.place))
         return self._recorder.learn(key, parts, (estimate, spot, of and of.plan))
@@ -72,7 +73,7 @@ class Records:
         self._recorder.withdraw(ticket, -1 if message else self.number, latest)
 
     def held(self, ticket: int) -> None:
-        """Record that an operation is queued, also if it was recorded as begun."""
+        """Record that an operation is queued, even if it was recorded as begun."""
         self._recorder.begun(ticket, 0.0)
 
     def begun(self, ticket: int) -> None:
@@ -82,17 +83,17 @@ class Records:
     def ended(self, place: int, part: int) -> None:
         """Record that the call in parts at ``place`` has no ``part``, for peers that wait for that part."""
         spot, now = site(), host.monotonic()
-        key = (END, self, id(spot[0]), spot[1])  # not the row's number: a closed lane may have had that
+        key = (END, self, id(spot[0]), spot[1])  # not the row number: a closed lane may have used that
         text = self._recorder.texts.get(key) or self._describe(key, Estimate(END), spot, None)
         self._recorder.ended(self._recorder.note(text, self.number, place, part, -1, 0, now, now), now)
 
     def refused(self, name: str, place: int, part: int, peer: int, why: str) -> None:
-        """Record that the caller's call is refused and not made, for peers that wait for it and for tools."""
+        """Record that this rank refuses a call and never makes it, for tools and for peers that wait for it."""
         recorder, now = self._recorder, host.monotonic()
         text = self._describe(("refused", name), Estimate(name), site(), None)
         recorder.refused(recorder.note(text, self.number, place, part, peer, 0, now, now), why, now)
 
     def forget(self) -> None:
         """Forget the lane, which is closed."""
-        number, self.number = self.number, -1  # another lane may soon have that row
+        number, self.number = self.number, -1  # another lane may soon reuse that row
         self._recorder.forget_lane(number)

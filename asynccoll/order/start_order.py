@@ -1,19 +1,21 @@
-"""One start order for the operations of a group's lanes, where the device needs it (nccl on several GPUs).
+"""One start order for the operations of a group's lanes, where the device requires it (nccl on several GPUs).
 
-NCCL kernels of two communicators can deadlock if ranks launch them in different orders. So on nccl rank 0 of
-the group leads: it starts one operation at a time, of whichever lane asked first, and announces each start
+NCCL kernels of two communicators can deadlock if ranks launch them in different orders. So on nccl, rank 0 of
+the group leads: it starts one operation at a time, from whichever lane asked first, and announces each start
 through the store. A thread on every other rank replays the announcements: it starts the next operation of the
-same lane, and goes on to the next announcement once that operation has made its last native call. Two things
-follow for users. Calls on two lanes start in rank 0's order everywhere, so a rank that waits for its call on
-one lane before it makes the one on the other can deadlock, if rank 0 made them the other way round. And the
-default lane is left out, so that its calls never wait for the store: it is ordered among its own calls only.
+same lane, and moves on to the next announcement once that operation has made its last native call. This has
+two consequences for users. Calls on two lanes start in rank 0's order everywhere, so a rank that waits for
+its call on one lane before it makes its call on the other can deadlock if rank 0 made them in the opposite
+order. And the default lane is exempt, so that its calls never wait for the store: only its own calls are
+ordered among each other.
 
-An announcement is for one operation of one epoch of its lane (``cut``). If a refusal has cancelled that
-operation meanwhile, the lane takes its turn without starting anything: all ranks count the same turns.
+An announcement is for one operation in one epoch of its lane (``cut``). If a refusal has since cancelled that
+operation, the lane takes its turn without starting anything, so that all ranks count the same turns.
 
-Lock order: ours, then a lane's, because the leader, under its own lock, asks a lane whether anything waits.
-So a lane calls ``request`` and ``release`` without holding its lock, and ``admit`` is called without holding
-ours: the lane may issue the whole operation in that call, and call ``release`` from it.
+Lock order: the lock of the start order, then a lane's, because the leader holds its own lock while it asks a
+lane whether anything waits. So a lane calls ``request`` and ``release`` without holding its lock, and
+``admit`` is called without holding the lock here: the lane may issue the whole operation in that call, and
+call ``release`` from it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StartOrder"]
 
-#: How long a follower waits in the store before it checks whether the group has closed.
+#: How long a follower blocks in the store before it checks whether the group has closed.
 _SLICE = timedelta(seconds=1)
 _JOIN_SECONDS = 2.0  # longer than a slice: the thread must not be in the store when the interpreter ends
 _POLL_SECONDS = 0.001
@@ -46,14 +48,14 @@ class OrderedLane(Protocol):
     key: str
 
     def next_epoch_to_start(self) -> int | None:
-        """The epoch of its next operation that waits to be started; None if no operation does."""
+        """Return the epoch of the next operation that waits to be started; None if none does."""
 
     def admit(self, epoch: int) -> None:
-        """Let its next operation start, once it is queued; ``epoch``: the one in which rank 0 starts it."""
+        """Let the next operation start once it is queued; ``epoch`` is the one in which rank 0 starts it."""
 
 
 class LaneGroup(Protocol):
-    """The group whose lanes share one order."""
+    """The group whose lanes share one start order."""
 
     size: int
     rank: int
@@ -63,9 +65,9 @@ class LaneGroup(Protocol):
         """The name under which its members meet in the store."""
 
     def find_queue(self, name: str, key: str) -> OrderedLane | None:
-        """The queue of the lane ``name`` that has this ``key``; the lane is opened if this rank has yet to.
+        """Return the queue of the lane ``name`` with this ``key``; open the lane if it is not open yet.
 
-        None while this rank still has an earlier lane of that name open, or as many others as it may have.
+        None while this rank still has an earlier lane of that name open, or has as many lanes as it may have.
         """
 
 
@@ -81,9 +83,9 @@ class StartOrder:
         self._leads = group.rank == 0
         self._lock = host.Lock()
         self._requests: deque[OrderedLane] = deque()  # on the leader: one entry for each queued operation
-        #: on the leader: what is announced next, once chosen
+        #: on the leader: the lane and epoch to be announced next, once chosen
         self._next: tuple[OrderedLane, int] | None = None
-        self._starting = False  # on the leader: an operation was announced, and has calls to make
+        self._starting = False  # on the leader: an operation was announced, and still has calls to make
         self._announced = 0  # the number of the next announcement
         self._released = host.Event()  # on a follower: the operation it started has made its last call
         if not self._leads:
@@ -91,15 +93,15 @@ class StartOrder:
             self._thread.start()
 
     def request(self, lane: OrderedLane) -> None:
-        """An operation of ``lane`` is queued and wants to start. Called without the lane's lock."""
+        """Ask to start an operation of ``lane``, which is queued. Called without the lane's lock."""
         if not self._leads:
-            return  # it starts once rank 0 has announced that its own does
+            return  # it starts once rank 0 has announced the start of its own operation
         with self._lock:
             self._requests.append(lane)
         self._admit_next()
 
     def release(self) -> None:
-        """The operation that was admitted has made its last native call. Called without the lane's lock."""
+        """Note that the admitted operation has made its last native call. Called without the lane's lock."""
         if self._leads:
             with self._lock:
                 self._starting = False
@@ -115,17 +117,17 @@ class StartOrder:
                 if not self._requests:
                     return
                 lane = self._requests.popleft()
-                epoch = lane.next_epoch_to_start()  # None: an operation that asked was given up
+                epoch = lane.next_epoch_to_start()  # None: the operation that asked was given up
                 self._next = None if epoch is None else (lane, epoch)
             lane, epoch = self._next
-            # Each follower has a key of its own, so that ``close`` can end the wait of its own thread.
+            # Each follower has a separate key, so that ``close`` can end the wait of its own thread.
             keys = [self._key(self._announced, rank) for rank in range(1, self._group.size)]
             announced = json.dumps([lane.name, lane.key, epoch])
             try:
                 self._store.multi_set(keys, [announced] * len(keys))  # type: ignore[attr-defined]  # stub
             except RuntimeError:
                 # The store is gone. Nothing starts any more, and waiters learn from their operations which
-                # rank is lost. (After Ctrl-C, the next request announces the same again.)
+                # rank is lost. (After Ctrl-C, the next request repeats this announcement.)
                 return
             self._announced += 1
             self._next, self._starting = None, True
@@ -144,7 +146,10 @@ class StartOrder:
             self._released.wait()
 
     def _next_announcement(self) -> bytes | None:
-        """None once the group has closed, or the store is gone: waiters learn that from their operations."""
+        """Wait for the next announcement. None once the group has closed or the store is gone.
+
+        Waiters learn from their operations that the store is gone.
+        """
         key = self._key(self._announced, self._group.rank)
         while not self._closed:
             try:
@@ -152,18 +157,21 @@ class StartOrder:
                 announcement = self._store.get(key)
             except dist.DistNetworkError:
                 return None
-            except RuntimeError:  # nothing yet
+            except RuntimeError:  # timed out: nothing announced yet
                 continue
             if self._closed:
                 return None
             self._announced += 1
-            with contextlib.suppress(RuntimeError):  # not every store can
+            with contextlib.suppress(RuntimeError):  # not every store can delete keys
                 self._store.delete_key(key)
             return announcement
         return None
 
     def _wait_for_lane(self, name: str, key: str) -> OrderedLane | None:
-        """Wait until what is in the lane's way is closed here. None once the group has closed."""
+        """Wait until this rank has closed the lanes that are in the way of this one, and return its queue.
+
+        None once the group has closed.
+        """
         while not self._closed:
             lane = self._group.find_queue(name, key)
             if lane is not None:
@@ -172,7 +180,7 @@ class StartOrder:
         return None
 
     def close(self) -> None:
-        """End the thread. If it were still waiting in the store at exit, it would abort the interpreter."""
+        """End the thread. If it were still blocked in the store at exit, it would abort the interpreter."""
         self._closed = True
         self._released.set()
         if self._thread is not None:

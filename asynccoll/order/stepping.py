@@ -1,10 +1,10 @@
-"""Programs that are driven by their own waiter, because it waits at once.
+"""Programs that are driven by their own waiter, because it waits immediately.
 
-Normally a program's next call is issued from the completion of the one before, on the thread that completes
-it, as the user may begin to wait late. That costs wake-ups across threads at every step. If a waiter is
-likely to wait at once (an object is awaited where it is sent), or says so (``waiting``), it waits for the
-native step itself and drives the lane from there, in the lane's order. If it gives up, or does not begin to
-wait within the grace period of the progress thread, the completions take over.
+Normally a program's next call is issued by the callback of the previous one's completion, on the thread that
+completes it, since the user may begin to wait late. That costs wake-ups across threads at every step. If a
+waiter is likely to wait immediately (an object is awaited where it is sent), or says so (``waiting``), it
+waits for the native step itself and drives the lane from there, in the lane's order. If the waiter gives up,
+or does not begin to wait within the grace period of the progress thread, the completions take over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Driven(Protocol):
     step: Completion | None
 
     def let_go(self) -> None:
-        """Drop what the job refers to: it is over."""
+        """Drop the job's references: it is over."""
 
 
 class Stepping(Promise):
@@ -38,7 +38,7 @@ class Stepping(Promise):
 
     __slots__ = ("_drive", "_job", "_last", "attended")
 
-    # The progress thread polls it once, after the grace period, and then hands it over to the completions.
+    # The progress thread polls the promise once, after the grace period, which hands it to the completions.
     urgent = False
     lateness = None
 
@@ -91,7 +91,7 @@ class Stepping(Promise):
         super().add_callback(callback)
 
     def offer(self) -> None:
-        """Leave the driving to the waiter for the grace period; if it cannot block, hand over at once."""
+        """Leave the driving to the waiter for the grace period; hand over now if a waiter cannot block."""
         step = self._last or self._job.step
         if step is None or not step.blockable or step.done():
             self.hand_over()
@@ -100,20 +100,20 @@ class Stepping(Promise):
 
     @property
     def finished(self) -> bool:
-        """Whether the progress thread has nothing more to do with it."""
+        """Whether the progress thread has nothing left to do for it."""
         return self._done or not self._job.driven
 
     def expected(self) -> float:
-        """The seconds during which to poll it again and again: 0.0, as one poll is enough."""
+        """Return 0.0, the seconds of polling without naps: one poll is enough."""
         return 0.0
 
     def poll(self) -> bool:
-        """Hand over to the completions: no waiter has driven it within the grace period."""
+        """Hand over to the completions, as no waiter has driven the program within the grace period."""
         self.hand_over()
         return True
 
     def hand_over(self) -> None:
-        """Let completions drive the lane from now on, also that of the step in flight."""
+        """Let completions drive the lane from now on, including that of the step in flight."""
         if not self._job.driven:
             return
         self._job.driven = False  # first: a step that starts now either sees this, or is seen below

@@ -1,7 +1,7 @@
 """The order of receives from one source with one tag, if a message may consist of two pieces.
 
-Messages of a source and tag are matched in the order of the receives. If only the first piece of a message
-tells its size, there is a second piece, and later receives wait until that has been asked for.
+Messages of a source and tag are matched in the order of the receives. If the size of a message is known only
+from its first piece, there is a second piece, and later receives wait until the second has been requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Turns"]
 
 #: Source and tag.
 Key = tuple[int, int]
-#: Asks for a message; settles the promise once all of its pieces have been asked for.
+#: Requests a message; settles the promise once all of the message's pieces have been requested.
 Ask = Callable[[Promise], Completion]
 
 
@@ -33,7 +33,7 @@ class Turns:
         return bool(self._asked)
 
     def take(self, key: Key, ask: Ask) -> Completion:
-        """Ask for a message now, or once earlier ones have been asked for. Returns its completion."""
+        """Request a message, now or once earlier ones have been requested. Returns its completion."""
         asked, over = Promise(), Promise()
         asked.add_callback(partial(self._leave, key, asked))
         before: Promise | None = None
@@ -41,7 +41,7 @@ class Turns:
         def follow() -> None:
             try:
                 over.follow(ask(asked))
-            except BaseException as error:  # the receive's waiter gets it, not this thread
+            except BaseException as error:  # raised in the waiter of the receive, not in this thread
                 asked.settle()
                 over.settle(error)
 
@@ -52,7 +52,7 @@ class Turns:
             if before is None:
                 return ask(asked)
             before.add_callback(follow)
-        except BaseException:  # Ctrl-C among them: the turn passes to later receives, when it would have come
+        except BaseException:  # including Ctrl-C: later receives get the turn when this one would have had it
             (before or READY).add_callback(asked.settle)
             raise
         return over
