@@ -1,6 +1,6 @@
 """The process and its system: threads and clocks, forks, exits, sockets, the store, and who is calling.
 
-Must not know what a collective is: the layers above pass in functions, values and protocols.
+This package must not know what a collective is: the layers above pass in functions, values and protocols.
 """
 
 from asynccoll.host.each import call_each

@@ -1,13 +1,13 @@
-"""*Actors*, which call operations (asyncio tasks, trio tasks, plain threads), and whom each descends from.
+"""*Actors*, which call operations (asyncio tasks, trio tasks, plain threads), and their ancestors.
 
-A lane belongs to the actor that issued on it last, and another may follow only in an order that is certain.
-Calls are numbered within the process, and a context (of ``contextvars``) holds the number of the last call
-made in it. A child inherits that number: so it is known which of its parent's calls came before it.
+A lane belongs to the actor that issued on it last, and another actor may follow only if their order is
+certain. Calls are numbered within the process, and a context (``contextvars``) holds the number of the last
+call made in it. A child inherits that number, so it is known which of its parent's calls came before it.
 
-Tasks are looked up in the event loops' own tables, and held weakly: a task holds its context, so that a
-context that held the task would keep both, with the task's result, until a garbage collection. A thread is
+Tasks are looked up in the event loops' own tables, and held weakly: a task holds its context, so a context
+that held the task would keep both alive, with the task's result, until a garbage collection. A thread is
 represented by an object in its context: a pool's worker, which never ends, runs each job in a copy of the
-submitter's context, and with that copy the job's actor ends.
+submitter's context, and the job's actor ends with that copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 Actor = object  # a _TaskActor or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop
-# Before 3.12 asyncio.current_task is written in Python, and takes three times as long as the table it reads.
+# Before 3.12 asyncio.current_task is written in Python, and three times slower than the table that it reads.
 asyncio_task: Callable[[Any], asyncio.Task[object] | None] = (
     asyncio.current_task if sys.version_info >= (3, 12) else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # private, and stable there
 )
@@ -68,35 +68,35 @@ class _ThreadActor:
         self.name = thread.name
 
     def task(self) -> None:
-        """A thread is no task."""
+        """Return None: a thread is not a task."""
 
 
 class Descent(NamedTuple):
     """An actor that has issued something, and the actors that it descends from."""
 
     actor: Actor
-    #: Of the actor whose context this one inherited.
+    #: The descent of the actor whose context this one inherited.
     parent: Descent | None
-    #: The number of the last call in that context before it was inherited.
+    #: The number of the last call made in that context before it was inherited.
     after: int
 
 
 _descent: ContextVar[Descent | None] = ContextVar("asynccoll_descent", default=None)
-_calls = itertools.count(1)  # only grows, and holds nothing of a rank
+_calls = itertools.count(1)  # only grows, and has no state of a rank
 _last_call: ContextVar[int] = ContextVar("asynccoll_last_call", default=0)
-#: By task: a task may run code in several contexts.
+#: Actors by task, since a task may run code in several contexts.
 _of_tasks: weakref.WeakKeyDictionary[Any, _TaskActor] = weakref.WeakKeyDictionary()
 
 
 def called() -> int:
-    """Number a call that is made now, and return its number; actors started from here on come after it."""
+    """Assign a number to a call made now, and return it; actors started from here on come after the call."""
     number = next(_calls)
     _last_call.set(number)
     return number
 
 
 def trio_task() -> Any:
-    """The current trio task, or None; also None if nobody has imported trio."""
+    """Return the current trio task, or None; also None if trio has not been imported."""
     trio = sys.modules.get("trio")
     if trio is None:
         return None
@@ -107,7 +107,7 @@ def trio_task() -> Any:
 
 
 def current() -> Descent:
-    """Return the running actor and those it descends from; record them in the context, for its children."""
+    """Return the running actor and its ancestors, and record them in the context for the actor's children."""
     node = _descent.get()
     loop = _running_loop()
     task = asyncio_task(loop) if loop is not None else None
@@ -127,20 +127,20 @@ def current() -> Descent:
 
 
 def of_task(task: Any) -> Actor:
-    """The actor that ``task`` is."""
+    """Return the actor of ``task``."""
     found = _of_tasks.get(task)
     return found if found is not None else _of_tasks.setdefault(task, _TaskActor(task))
 
 
 def _shortened(node: Descent) -> Descent:
-    """Drop the nearest ancestors of ``node`` that have ended, so that lines do not grow for ever."""
+    """Drop the nearest ancestors of ``node`` that have ended, so that lines do not grow forever."""
     while node.parent is not None and ended(node.parent.actor):
         node = node._replace(parent=node.parent.parent, after=node.parent.after)
     return node
 
 
 def started_after(node: Descent, ancestor: Actor) -> int | None:
-    """The number of ``ancestor``'s last call before it started ``node``, or one from which ``node`` descends.
+    """Return the number of ``ancestor``'s last call before it started ``node`` or an ancestor of ``node``.
 
     None if it has started none of them.
     """
@@ -158,17 +158,17 @@ def line(node: Descent | None) -> Iterator[Descent]:
 
 
 def thread_of(actor: Actor) -> host.Thread | None:
-    """The thread that ``actor`` is, or is a job of; None for a task."""
+    """Return the thread that ``actor`` is, or is a job of; None for a task."""
     return actor.thread if isinstance(actor, _ThreadActor) else None
 
 
 def task_of(actor: Actor) -> Any:
-    """The task that ``actor`` is; None for a thread, and once the task is gone."""
+    """Return the task that ``actor`` is; None for a thread, and once the task is gone."""
     return actor.task() if isinstance(actor, _TaskActor) else None
 
 
 def ended(actor: Actor) -> bool:
-    """Whether ``actor`` can issue nothing more."""
+    """Whether ``actor`` has ended and cannot issue anything more."""
     if isinstance(actor, _ThreadActor):
         return not actor.thread.is_alive()
     task = task_of(actor)
@@ -182,7 +182,7 @@ def ended(actor: Actor) -> bool:
 def left(actor: Actor, file: str) -> bool:
     """Whether ``actor`` is a thread that no longer runs any code of ``file``, where it issued.
 
-    A pool may keep a job's context until the next job; the thread's stack tells that the job is over.
+    A pool may keep a job's context until the next job; the thread's stack shows that the job is over.
     """
     if not isinstance(actor, _ThreadActor):
         return False
@@ -193,7 +193,7 @@ def left(actor: Actor, file: str) -> bool:
 
 
 def label(actor: Actor) -> str:
-    """``task 'Task-3' (main)`` or ``thread 'MainThread'``, for messages."""
+    """Name ``actor`` for messages: ``task 'Task-3' (main)`` or ``thread 'MainThread'``."""
     if isinstance(actor, _ThreadActor):
         return f"thread {actor.name!r}"
     task = task_of(actor)

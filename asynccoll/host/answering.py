@@ -1,9 +1,9 @@
 """Short questions and answers between the ranks of a job, which share a secret.
 
-A question is a line of text, an answer one JSON object, compressed: it may have to share a link with the data
-that the ranks wait for. A client that connects is sent a nonce, and has two seconds to send the question with
-a digest of both under the secret. A client that sends anything else, too much, or nothing, is disconnected,
-and nothing of it is kept. This module must not know what is asked.
+A question is a line of text; an answer is one JSON object, compressed because it may share a link with the
+data that the ranks wait for. A client that connects is sent a nonce, and has two seconds to send the question
+with a digest of both under the secret. A client that sends anything else, too much, or nothing is
+disconnected, and nothing about it is kept. This module must not know what is asked.
 
     nonce, 16 bytes  ->
                      <-  HMAC-SHA-256 of nonce and question, 32 bytes; length, 2 bytes; question
@@ -33,21 +33,22 @@ K = TypeVar("K", bound=Hashable)
 
 #: How long one connection may take.
 PATIENCE_SECONDS = 2.0
-#: How many connections there may be at once; for a further one the oldest is closed.
+#: The most connections open at a time; for another one, the oldest is closed.
 MOST_CONNECTIONS = 256
-#: How many peers are asked at once, in any order, so that not all ranks of a large world ask the same ones.
+#: The most peers asked at a time. The order is random, so that the ranks of a large world do not all ask the
+#: same peers.
 MOST_ASKED = 512
 #: A socket is connected once it can be written to.
 _ANYTHING = selectors.EVENT_READ | selectors.EVENT_WRITE
 _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 2
-#: A longer question is not answered. The longest is a note of a call: its text, as JSON, takes a few KiB.
+#: A longer question is not answered. The longest one describes a call: its text, as JSON, takes a few KiB.
 QUESTION_BYTES = 1 << 14
-#: A longer answer counts as none, and so does one that inflates to more.
+#: A longer answer counts as none, as does one that decompresses to more.
 _ANSWER_BYTES = 1 << 22
 _STOP_SECONDS = 1.0
-#: Until the next look whether there is a descriptor for who asks.
+#: How long to wait, out of file descriptors, before accepting clients again.
 _NO_DESCRIPTOR_SECONDS = 0.1
 
 
@@ -56,7 +57,7 @@ def _digest(secret: bytes, nonce: bytes, question: bytes) -> bytes:
 
 
 class _Asker:
-    """One client's connection: what has been received, and what is still to be sent."""
+    """One client's connection: the bytes received, and those still to be sent."""
 
     def __init__(self, line: socket.socket, until: float) -> None:
         self.line = line
@@ -67,7 +68,7 @@ class _Asker:
         self.left = self.nonce
 
     def question(self, secret: bytes) -> bytes | None:
-        """The question, or None until all of it has come.
+        """Return the question, or None until it has been received completely.
 
         Raises ``ValueError`` if the client does not know the secret.
         """
@@ -86,7 +87,7 @@ class _Asker:
 
 
 class Answers:
-    """Answers questions in a thread of its own, until it is closed."""
+    """A server that answers questions in a separate thread until it is closed."""
 
     def __init__(self, address: str, secret: bytes, answer: Callable[[str], Mapping[str, object]]) -> None:
         self._secret = secret
@@ -98,7 +99,7 @@ class Answers:
         self.port: int = self._listening.getsockname()[1]
         self._wake, self._woken = socket.socketpair()
         self._askers: dict[socket.socket, _Asker] = {}
-        #: the latest answer, and how it is sent, since the same one may be given to hundreds of ranks
+        #: the latest answer and its encoding, since the same answer may be sent to hundreds of ranks
         self._latest: tuple[Mapping[str, object], bytes] = {}, b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
@@ -123,7 +124,7 @@ class Answers:
     def _accept(self) -> None:
         try:
             line, _ = self._listening.accept()
-        except OSError:  # the client has gone, or no descriptor is left: closing a connection frees one
+        except OSError:  # the client has gone, or no descriptor is free: closing a connection frees one
             if self._askers:
                 self._drop_oldest()
             else:
@@ -146,12 +147,12 @@ class Answers:
         asker.line.close()
 
     def _serve(self, asker: _Asker) -> None:
-        """Send and receive what is possible now, and close the connection once it is over or has failed."""
+        """Send and receive without blocking, and close the connection once it is over or has failed."""
         try:
             over = self._send(asker) or self._receive(asker)
         except (OSError, ValueError):
             over = True
-        except Exception:  # the function that answers has failed: other clients are still served
+        except Exception:  # the ``answer`` function has failed: other clients are still served
             over = True
         if over:
             self._drop(asker)
@@ -183,7 +184,7 @@ class Answers:
         return False
 
     def _told(self, question: str) -> bytes:
-        """The answer, as it is sent."""
+        """Return the encoded answer to ``question``."""
         answer = self._answer(question)
         if answer is not self._latest[0]:
             text = zlib.compress(json.dumps(answer).encode())
@@ -198,7 +199,7 @@ class Answers:
         self.disown()
 
     def disown(self) -> None:
-        """Close all sockets; in a forked child, which does not have the thread, there is no more to do."""
+        """Close all sockets; a forked child, which does not have the thread, needs to do no more."""
         for line in (self._listening, self._wake, self._woken, *self._askers):
             line.close()
         self._selector.close()
@@ -211,11 +212,11 @@ def ask(
     *,
     reach: float | None = None,
 ) -> dict[K, dict[str, object] | None]:
-    """Ask all of ``peers`` (address, port, the secret that it knows); return the answer of each.
+    """Ask all ``peers`` (address, port, and the secret that the peer knows). Returns the answer of each.
 
-    The answer is None for a peer that takes the connection but then sends nothing for ``seconds`` and twice
-    the time that connecting took; each part of an answer starts that time anew. Peers with which there is no
-    connection within ``reach`` seconds (by default ``seconds``) are left out. The call ends two seconds after
+    The answer is None for a peer that accepts the connection but then sends nothing for ``seconds`` plus
+    twice the time that connecting took; each part of an answer restarts that time. Peers without a connection
+    after ``reach`` seconds (by default ``seconds``) are left out. The call returns two seconds after
     ``reach`` at the latest.
     """
     with selectors.DefaultSelector() as selector:
@@ -227,12 +228,15 @@ def ask(
                 left.pop()
             if asking.look():
                 left.clear()
-    # Parsed only here, so that no answer is late because those before it took long.
+    # Parsed only here, so that parsing one answer does not delay the next.
     return {peer: None if came is None else _parsed(came) for peer, came in asking.found.items()}
 
 
 class _Asking(Generic[K]):
-    """The connections over which one question is asked. ``found``: what has come, of a peer that answered."""
+    """The connections over which one question is asked.
+
+    ``found``: by connected peer, the bytes received; None until reading them is over.
+    """
 
     def __init__(
         self, selector: selectors.BaseSelector, question: bytes, seconds: float, reach: float
@@ -243,17 +247,17 @@ class _Asking(Generic[K]):
         self._reach = reach
         self._last = host.monotonic() + reach + PATIENCE_SECONDS
         self.found: dict[K, bytearray | None] = {}
-        #: the connections, and until when each is waited for
+        #: the connections, and until when to wait for each
         self.ends: dict[socket.socket, float] = {}
         self._began: dict[socket.socket, float] = {}
         self._ways: dict[socket.socket, float] = {}
 
     def connect(self, peer: K, address: str, port: int, secret: bytes) -> bool:
-        """Begin to connect to ``peer``; returns whether it is done with, as long as descriptors are left."""
+        """Begin to connect to ``peer``. Returns False if it must be tried again once a descriptor is free."""
         try:
             line = socket.socket(lines.family(address), socket.SOCK_STREAM)
         except OSError:
-            return not self.ends  # else one that ends gives a descriptor back
+            return not self.ends  # else a connection that ends frees a descriptor
         line.setblocking(False)
         with contextlib.suppress(OSError):
             if line.connect_ex((address, port)) in lines.UNDER_WAY:
@@ -265,7 +269,7 @@ class _Asking(Generic[K]):
         return True
 
     def look(self) -> bool:
-        """Wait for what comes, and leave those that took too long; returns whether time is up for all."""
+        """Wait for data, and drop connections that took too long. Returns whether time is up for all."""
         if self.ends:
             wait = min([*self.ends.values(), self._last]) - host.monotonic()
             ready = self._selector.select(max(0.0, wait))
@@ -282,7 +286,7 @@ class _Asking(Generic[K]):
             return
         self.found.setdefault(peer, None)
         now = host.monotonic()
-        # Connecting took one round trip: that and one more are allowed for.
+        # Connecting took one round trip: allow for two of them.
         self.ends[line] = now + self._seconds + 2 * self._ways.setdefault(line, now - self._began[line])
         self._selector.modify(line, selectors.EVENT_READ, (peer, secret, came))
         if _heard(line, came, secret, self._question):
@@ -296,9 +300,9 @@ class _Asking(Generic[K]):
 
 
 def _heard(line: socket.socket, came: bytearray, secret: bytes, asked: bytes) -> bool:
-    """Read what has come, and send the question once the nonce is complete.
+    """Read what has been received, and send the question once the nonce is complete.
 
-    Returns whether nothing more is to be read: the answer is complete, too long, or the connection has ended.
+    Returns whether reading is over: the answer is complete or too long, or the connection has ended.
     """
     before = len(came)
     try:

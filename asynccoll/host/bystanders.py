@@ -1,8 +1,8 @@
 """Which tasks or threads run *beside* an actor: they already existed, and neither started it nor wait for it.
 
-Ranks may run such tasks in different order. trio and anyio tell which task started another. asyncio does not;
-but a task's callbacks tell which tasks wait for it, and the names that asyncio gives are numbered. The
-attributes read here are private; in a Python that lacks them numbers alone decide, and more is refused.
+Ranks may run such tasks in different orders. trio and anyio record which task started another. asyncio does
+not, but a task's callbacks show which tasks wait for it, and asyncio's default task names are numbered. The
+attributes read here are private; in a Python that lacks them only the numbers decide, and more is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["beside", "ran_beside"]
 
 
 def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
-    """The existing tasks, as actors, that can neither have started the task of ``node`` nor wait for it.
+    """Return the existing tasks, as actors, that can neither have started ``node``'s task nor wait for it.
 
-    If the actor of ``node`` is a thread: the threads that were started later.
+    If the actor of ``node`` is a thread, return the threads that were started later.
     """
     if (thread := actors.thread_of(node.actor)) is not None:
         return weakref.WeakSet(_younger(thread))
@@ -34,7 +34,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
     if all(id(one) in line for one in tasks):
         return weakref.WeakSet()
     waiters = _waiters(tasks)
-    # All tasks that wait for ``task``, directly or through others, and those of them for which nobody waits.
+    # All tasks that wait for ``task``, directly or through others, and those of them that no task waits for.
     above, tops = {id(task)}, []
     found = [task]
     for one in found:  # grows
@@ -45,7 +45,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
         above.update(map(id, waiting))
     known = above | line
     first = min((number for one in tasks if (number := _number(one)) is not None), default=None)
-    # No task has started the first. Of any other task that nobody waits for only the number is known.
+    # No task started the first one. Of any other task that no task waits for, only the number is known.
     tops = [top for top in tops if top is task or first is None or _number(top) != first]
     return weakref.WeakSet(
         actors.of_task(one)
@@ -56,7 +56,7 @@ def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
 
 
 def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
-    """Whether the actor of ``node`` is one of ``others``, descends from one, or only they wait for it."""
+    """Whether ``node``'s actor is one of ``others``, descends from one, or is waited for only by them."""
     if not others:
         return False
     these = {id(one) for one in others}
@@ -80,18 +80,18 @@ def ran_beside(node: actors.Descent, others: AbstractSet[Any]) -> bool:
 
 
 def _younger(thread: Any) -> list[Any]:
-    """The threads that were started after ``thread``: none of them has started it."""
+    """Return the threads that were started after ``thread``: none of them can have started it."""
     running = threading.enumerate()  # in the order in which they were started
     return running[running.index(thread) + 1 :] if thread in running else []
 
 
 def _may_start(one: Any, task: Any, first: int | None) -> bool:
-    """Whether ``one`` can have started ``task``, as far as their names tell.
+    """Whether ``one`` can have started ``task``, judging by their names.
 
-    asyncio does not tell which task started another, but it numbers those that nobody names. A numbered task
-    can have started the numbered ones that are younger, and a named one only if it is the loop's ``first``
-    task. A named task can have started any numbered one, but no named one. So where ranks run two tasks in
-    different order, the task that comes second runs beside the other on at least one of the ranks.
+    asyncio does not record which task started another, but it numbers tasks that were not given a name. A
+    numbered task can have started younger numbered tasks, and a named task only if it is the loop's ``first``
+    task. A named task can have started any numbered task, but no named one. So if ranks run two tasks in
+    different orders, the second task counts as running beside the first on at least one of the ranks.
     """
     number, other = _number(one), _number(task)
     if number is None:
@@ -104,7 +104,7 @@ def _is_of_trio(task: Any) -> bool:
 
 
 def _number(task: Any) -> int | None:
-    """The number in a name that asyncio has given; None for any other task."""
+    """Return the number in a name given by asyncio; None for any other task."""
     if not isinstance(task, asyncio.Task):
         return None
     kind, _, number = task.get_name().partition("-")
@@ -112,11 +112,11 @@ def _number(task: Any) -> int | None:
 
 
 def _waiters(tasks: list[Any]) -> Callable[[Any], list[Any]]:
-    """Return a function that gives the tasks which wait for a task, as far as that is known.
+    """Return a function that returns the tasks that wait for a task, as far as they are known.
 
-    Of anyio's task groups it knows those whose parent is in ``tasks``.
+    Of anyio's task groups it knows those whose parent task is in ``tasks``.
     """
-    ours = [one for one in tasks if not _is_of_trio(one)]  # trio tells itself
+    ours = [one for one in tasks if not _is_of_trio(one)]  # trio records the parents itself
     parents = _parents_by_anyio(ours) if ours and "anyio" in sys.modules else {}
 
     def waiters(task: Any) -> list[Any]:
@@ -130,7 +130,7 @@ def _waiters(tasks: list[Any]) -> Callable[[Any], list[Any]]:
 
 
 def _parents_by_anyio(tasks: list[Any]) -> dict[int, Any]:
-    """By a task's id the task whose task group has started it."""
+    """Map the id of each task to the task whose task group started it."""
     import anyio
 
     known = {id(one): one for one in tasks}
@@ -138,16 +138,16 @@ def _parents_by_anyio(tasks: list[Any]) -> dict[int, Any]:
 
 
 def _waiting_for(task: Any) -> list[Any]:
-    """The asyncio tasks that wait for ``task``: by await, gather, wait, wait_for, shield, or in a TaskGroup.
+    """Return the asyncio tasks that wait for ``task``: by await, gather, wait, wait_for, shield or TaskGroup.
 
-    The task's callbacks tell: each resumes a waiter, or sets a future that the waiter waits for.
+    The task's callbacks show them: each resumes a waiter, or sets a future that the waiter waits for.
     """
     found, futures = [], [task]
     for future in futures:  # grows
         for callback, _ in getattr(future, "_callbacks", None) or ():
             for one in _held_by(callback):
                 if isinstance(one, asyncio.Task):
-                    if one is not task:  # anyio's callback of a task knows this task
+                    if one is not task:  # anyio's callback of a task refers to that same task
                         found.append(one)
                 elif asyncio.isfuture(one) and one not in futures:
                     futures.append(one)
@@ -155,18 +155,18 @@ def _waiting_for(task: Any) -> list[Any]:
 
 
 def _held_by(callback: Any) -> Iterator[Any]:
-    """The objects that a callback is bound to, is passed, or closes over."""
+    """Yield the objects that a callback is bound to, is passed, or closes over."""
     bound = getattr(callback, "__self__", None)
     yield bound
     yield getattr(bound, "_parent_task", None)  # of an asyncio.TaskGroup
     yield from getattr(callback, "args", ())  # of a functools.partial
     for cell in getattr(callback, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # nothing in it yet
+        with contextlib.suppress(ValueError):  # the cell is still empty
             yield cell.cell_contents
 
 
 def _trio_tasks() -> Iterator[Any]:
-    """All tasks of the trio run in this thread."""
+    """Yield all tasks of the trio run in this thread."""
     import trio
 
     root = trio.lowlevel.current_root_task()

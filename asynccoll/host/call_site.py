@@ -1,4 +1,4 @@
-"""Where in the user's code something was called: file and line, never a frame."""
+"""The line of the user's code that made a call: file and line, never a frame."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users", "on_behalf_of", "site"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-#: torch calls back into this package (autograd, hooks); its frames are not the user's place either
+#: torch calls back into this package (autograd, hooks), so its frames are not the user's place either
 _TORCH = os.path.join("site-packages", "torch") + os.sep
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 #: These files run jobs and tasks for others: they are on the stack of every pool thread, but never the place
@@ -33,10 +33,10 @@ _RUNNERS = tuple(
 )
 
 _OURS, _RUNNER, _USERS = 1, 2, 3
-#: The kind of each file seen: looking up is cheaper than comparing. ``contextlib`` enters and leaves blocks
-#: on behalf of its callers, so it is not the place of a call either.
+#: The kind of each file seen so far: a lookup is cheaper than comparing paths. ``contextlib`` enters and
+#: leaves blocks on behalf of its callers, so it is not the place of a call either.
 _kinds: dict[str, int] = {contextlib.__file__: _OURS, threading.__file__: _RUNNER}
-#: The frames from here to the user's are at least: this one, site, Lane.issue, Call._begin, Call.begin.
+#: There are at least these frames up to the user's: this one, site, Lane.issue, Call._begin, Call.begin.
 _LEAST_DEPTH = 4
 
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """A place as every call records it; the line is worked out only when somebody asks for it."""
+    """A place as every call records it; the line number is computed only on demand."""
 
     code: CodeType | None
     instruction: int
@@ -72,16 +72,16 @@ class Spot(NamedTuple):
 
 
 NOWHERE = Spot(None, 0)
-#: The place of the public call that is being made, or that was put off and is made now.
+#: The place of the public call that is being made, or that was deferred and is being made now.
 called_at: ContextVar[Spot | None] = ContextVar("asynccoll_called_at", default=None)
-#: The user's line that a hook works for: backward may run in a thread that has none on its stack.
+#: The user's line that a hook runs for: backward may run in a thread without user code on its stack.
 _on_behalf: ContextVar[Spot | None] = ContextVar("asynccoll_on_behalf", default=None)
-_new_spot = partial(tuple.__new__, Spot)  # a named tuple's own __new__ is Python
+_new_spot = partial(tuple.__new__, Spot)  # a named tuple's own __new__ is written in Python
 
 
 @contextlib.contextmanager
 def on_behalf_of(spot: Spot) -> Iterator[None]:
-    """In this block, calls with no line of the user's on the stack count as made at ``spot``."""
+    """Attribute calls in the block to ``spot`` if the stack has no line of the user's."""
     before = _on_behalf.set(spot)
     try:
         yield
@@ -90,21 +90,21 @@ def on_behalf_of(spot: Spot) -> Iterator[None]:
 
 
 def site() -> Spot:
-    """The place of the user's call: as noted when it was made (``called_at``), else by the stack."""
+    """Return the place of the user's call: as recorded when it was made (``called_at``), or by the stack."""
     return called_at.get() or caller()
 
 
 def caller(least_depth: int = _LEAST_DEPTH) -> Spot:
-    """The innermost place outside this package, ``least_depth`` frames above this one or further.
+    """Return the innermost place outside this package, at least ``least_depth`` frames above this one.
 
     Each frame that is passed costs about as much as a call.
 
-    If all frames are of this package or torch, up to the runner of a pool or task if there is one, it is the
-    line that they work for (``on_behalf_of``), or else the outermost of those frames.
+    If all frames are in this package or torch, up to the runner of a pool or task if there is one, return the
+    line that they run for (``on_behalf_of``), or else the outermost of those frames.
     """
     try:
         frame = sys._getframe(least_depth)
-    except ValueError:  # called from the top of a thread of our own
+    except ValueError:  # called from the top of one of this library's threads
         frame = sys._getframe(1)
     inner = frame
     while (kind := _kinds.get(frame.f_code.co_filename) or _kind(frame.f_code.co_filename)) == _OURS:
@@ -126,7 +126,7 @@ def is_ours(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether ``file`` is part of the user's program, or of a library that it uses."""
+    """Whether ``file`` is part of the user's program or of a library that it uses."""
     standard = file.startswith(_STANDARD) and "site-packages" not in file
     return not standard and (_kinds.get(file) or _kind(file)) == _USERS
 

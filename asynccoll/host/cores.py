@@ -1,4 +1,4 @@
-"""How many processor cores there are for this process."""
+"""How many processor cores this process may use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["usable_cores"]
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, which a container or a launcher may have limited."""
+    """Return the number of cores that this process may run on, which a container or launcher may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

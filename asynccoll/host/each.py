@@ -1,4 +1,4 @@
-"""Several things of which none may be left out because another raises."""
+"""Call several functions, none of which may be skipped because another one raises."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["call_each"]
 
 
 def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
-    """Call ``callbacks``: where one raises, the others are called all the same.
+    """Call all of ``callbacks``, even if some of them raise.
 
-    Then the first error is raised, or what is no ``Exception`` (Ctrl-C).
+    Then the first error is raised; one that is not an ``Exception`` (Ctrl-C) takes precedence.
     """
     left = iter(callbacks)
     first: BaseException | None = None
@@ -27,4 +27,4 @@ def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
         try:
             raise first
         finally:
-            del first  # whose traceback has this frame
+            del first  # its traceback refers to this frame: a reference cycle

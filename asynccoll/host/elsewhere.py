@@ -1,7 +1,7 @@
-"""Names from torch.distributed, Horovod and ignite, and what to write here instead.
+"""Names from torch.distributed, Horovod and ignite, and what to write with this library instead.
 
-For the error about a name that does not exist here; docs/coming-from.md has the full list, with what differs.
-Must not import anything: ``hasattr`` looks names up, too.
+Used by the error about a name that this library lacks; docs/coming-from.md has the full list, with the
+differences. This module must not import anything: ``hasattr`` looks names up as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _IGNITE = {
     "one_rank_only": "ac.is_main()",
     "show_config": "ac.backend(), ac.get_rank(), ac.get_world_size() ...",
 }
-#: Names that one might guess from the others.
+#: Names that a user might guess from other names.
 _GUESSED = {
     "get_size": "ac.get_world_size()",
     "init_process": "ac.initialize()",
@@ -98,5 +98,5 @@ _HERE = _TORCH | _HOROVOD | _IGNITE | _GUESSED
 
 
 def called_here(name: str) -> str:
-    """What to write here for what other libraries call ``name``; "" if the name is not known."""
+    """Return this library's counterpart of what other libraries call ``name``; "" if the name is unknown."""
     return _HERE.get(name, "")

@@ -1,4 +1,4 @@
-"""How a process, or a program, ended, in words."""
+"""How a process or a program ended, in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["in_a_line", "in_words", "is_failure", "is_new"]
 
 
 def in_words(code: int) -> str:
-    """``exit code 3``, ``killed by SIGKILL``: ``code`` as ``subprocess`` has it, negative for a signal."""
+    """Describe an exit code: ``exit code 3``, ``killed by SIGKILL``. ``code`` is as in ``subprocess``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -19,14 +19,14 @@ def in_words(code: int) -> str:
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Whether a program that ends with ``error`` has failed, as it has not with ``sys.exit(0)``."""
+    """Whether a program that ends with ``error`` has failed; ``sys.exit(0)`` is no failure."""
     return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def is_new(error: BaseException, known: set[object]) -> bool:
-    """Whether ``known`` lacks this kind of error (its type, and the line that raised it), which it then has.
+    """Whether ``known`` lacks this kind of error (its type and the line that raised it); add the kind to it.
 
-    For the log of a thread that goes on after errors, and may meet the same one again and again.
+    For the log of a thread that continues after errors and may get the same one again and again.
     """
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     kind = type(error), frame.f_code, line
@@ -36,8 +36,8 @@ def is_new(error: BaseException, known: set[object]) -> bool:
 
 
 def in_a_line(error: BaseException) -> str:
-    """``ValueError: no such file``, as in the last line of a traceback; for a group, the errors in it."""
-    inside = getattr(error, "exceptions", ())  # by its attribute: Python 3.10 has no such class
+    """Return ``ValueError: no such file``, as in the last line of a traceback; for a group, its errors."""
+    inside = getattr(error, "exceptions", ())  # by attribute: Python 3.10 has no ``ExceptionGroup``
     if isinstance(inside, tuple) and inside and all(isinstance(one, BaseException) for one in inside):
         return f"{'; '.join(map(in_a_line, inside))} (in {type(error).__name__})"
     return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0].rstrip(":")

@@ -1,9 +1,10 @@
 """How a program that ends leaves its worlds: no process stays behind because a script ended or died.
 
-Python ends in two steps. First the main thread ends, and every other thread that is not a daemon is joined,
-those of pools among them: a thread that waits for a peer which never calls would hold the process for the
-whole timeout. Only then the exit hooks run. So a thread of ours watches from the first step on: other threads
-go on, but each of their operations gets only ``EXIT_SECONDS``, like work in flight when a script ends.
+Python exits in two steps. First the main thread ends, and every other non-daemon thread is joined, including
+those of pools: a thread that waits for a peer that never calls would keep the process alive for the whole
+timeout. Only then do the exit hooks run. So a thread of this library watches from the first step on: other
+threads continue, but each of their operations gets only ``EXIT_SECONDS``, like work in flight when a script
+ends.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from asynccoll.host.words import plural
 
 __all__ = ["EXIT_SECONDS", "died_of", "dies_of", "in_main_thread", "install"]
 
-#: How long a script that ends with work in flight may take to let it finish.
+#: How long a script that ends with work in flight may wait for that work to finish.
 EXIT_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
-#: Of more that are in flight at the end, their number is told.
+#: How many operations in flight at the end are listed; the rest are only counted.
 _MOST_TOLD = 3
 
 
@@ -43,13 +44,13 @@ class Open(Protocol):
     rank: int
 
     def say_ended(self, how: str, why: str, code: int | None) -> None:
-        """Write down, where its peers can read it, that its program ends."""
+        """Record, where its peers can read it, that its program ends."""
 
     def outstanding(self) -> Sequence[Stuck]:
         """The operations that are not done."""
 
     def drain(self, seconds: float) -> Sequence[Stuck]:
-        """Wait up to ``seconds`` for the operations in flight; returns those that are not done then."""
+        """Wait up to ``seconds`` for the operations in flight. Returns those that are not done by then."""
 
     def close(self, *, abort: bool, patience: float) -> None:
         """Leave the world."""
@@ -59,9 +60,9 @@ W = TypeVar("W", bound=Open)
 
 
 class _Ending(Generic[W]):
-    """Leaves this process's worlds when it ends.
+    """The end of this process, at which it leaves its worlds.
 
-    ``worlds`` gives those that are open; ``forget`` is called with each one after it was left.
+    ``worlds`` returns the open worlds; ``forget`` is called with each world after it was left.
     """
 
     def __init__(self, worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:
@@ -69,10 +70,10 @@ class _Ending(Generic[W]):
         self._forget = forget
         self._over = threading.Event()
         self._guard: threading.Thread | None = None
-        self.died_of = ""  # as text: the exception would keep what its frames hold
+        self.died_of = ""  # as text: the exception would keep alive what its frames hold
 
     def main_thread_ended(self) -> None:
-        """Called before other threads are joined: leave at once if the program died, else watch over them."""
+        """Leave now if the program died; else watch the other threads. Called before they are joined."""
         if (error := _uncaught()) is not None:
             self.died_of = in_a_line(error)
             self.leave()
@@ -81,7 +82,7 @@ class _Ending(Generic[W]):
             self._guard.start()
 
     def _watch(self) -> None:
-        """Abort each world that has had an operation in flight for ``EXIT_SECONDS`` since the end began."""
+        """Abort each world that has had an operation in flight for ``EXIT_SECONDS`` of the exit."""
         began = monotonic()
         while not self._over.wait(_LOOK_SECONDS):
             late = monotonic() - EXIT_SECONDS
@@ -91,16 +92,16 @@ class _Ending(Generic[W]):
                     self._abort(context, stuck)
 
     def leave(self) -> None:
-        """Let work in flight finish, or abort it if it does not or the program died, and leave all worlds."""
+        """Leave all worlds: let work in flight finish, or abort it if it does not or the program died."""
         self._over.set()
         if self._guard is not None:
-            self._guard.join()  # what it does is bounded in time, and Python must not end while it runs
+            self._guard.join()  # takes a bounded time, and Python must not end while the thread runs
         call_each(partial(self._leave, context) for context in self._worlds())
 
     def _leave(self, context: W) -> None:
         out, abort = context.outstanding(), True  # also if Ctrl-C ends the wait
         try:
-            if not _died():  # also with nothing in flight: peers may have to hear of a call that was refused
+            if not _died():  # even with nothing in flight: peers may still have to learn of a refused call
                 out = context.drain(EXIT_SECONDS)
                 abort = bool(out)
         finally:
@@ -113,7 +114,7 @@ class _Ending(Generic[W]):
         if out:
             told = "; ".join(repr(one) for one in out[:_MOST_TOLD])
             more = f"; and {len(out) - _MOST_TOLD} more" if len(out) > _MOST_TOLD else ""
-            print(  # noqa: T201  # the program is over: there is nobody left to raise to
+            print(  # noqa: T201  # the program is over: there is no caller left to raise to
                 f"asynccoll: rank {context.rank} ends with {plural(len(out), 'operation')} in flight, "
                 f"aborted: {told}{more}",
                 file=sys.stderr,
@@ -131,7 +132,7 @@ class _Ending(Generic[W]):
 
 
 def _died() -> bool:
-    """Whether an uncaught exception ends the program."""
+    """Whether the program ends with an uncaught exception."""
     return _uncaught() is not None
 
 
@@ -140,44 +141,44 @@ def _uncaught() -> BaseException | None:
 
 
 def _how() -> tuple[str, str, int | None]:
-    """How the program ends, the error that it ends with, and its exit code, as far as known from inside."""
+    """Return how the program ends, its error, and its exit code, as far as the process itself knows."""
     error = _uncaught()
     if error is not None:
         return "died", in_a_line(error), 1
     return "ended", "", exit_code
 
 
-#: The code that this process ends with, once known: ``launch.child``, which runs the program and catches
+#: The exit code of this process, once known. ``launch.child``, which runs the program and catches
 #: ``SystemExit``, sets it.
 exit_code: int | None = None
 
 _endings: list[_Ending[Any]] = []
-_register: Any = getattr(threading, "_register_atexit", None)  # what concurrent.futures uses, by this name
+_register: Any = getattr(threading, "_register_atexit", None)  # private; concurrent.futures uses it too
 
 
 def died_of() -> str:
-    """The uncaught exception that ends this process, in a line, once its main thread has ended; else ""."""
+    """Return, in one line, the uncaught exception that ended the main thread; "" while there is none."""
     return _endings[0].died_of if _endings else ""
 
 
 def dies_of(error: BaseException) -> None:
-    """This process is about to end on account of ``error``: to who runs the program and catches it."""
+    """Note that this process is about to end with ``error``, which the code that runs the program catches."""
     for ending in _endings:
         ending.died_of = in_a_line(error)
 
 
 def install(worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:
-    """Leave the worlds when this process ends; called again, do so before exit hooks registered since."""
+    """Leave the worlds when this process ends. Call again to run before exit hooks registered since."""
     if not _endings:
         _endings.append(_Ending(worlds, forget))
         if _register is not None:
             _register(_endings[0].main_thread_ended)
-    # Registered anew each time: hooks run last in, first out, and this one must run before those of the
+    # Registered again each time: hooks run last in, first out, and this one must run before those of the
     # libraries that it closes.
     atexit.unregister(_endings[0].leave)
     atexit.register(_endings[0].leave)
 
 
 def in_main_thread() -> bool:
-    """Whether the caller runs in the main thread, in which handlers of signals raise."""
+    """Whether the caller runs in the main thread, where signal handlers raise."""
     return threading.current_thread() is threading.main_thread()

@@ -1,12 +1,12 @@
 """What happens in a forked child to locks and native objects that only the parent can use.
 
-A fork copies the memory of a process, but of its threads only the one that forks. So a lock that another
-thread held stays locked for ever in the child, and a native object whose destructor joins its threads, or
-writes to a socket that parent and child share, must never be destroyed there. Objects that the parent still
-uses are kept (``keep``). Those that it has dropped, but that are in a reference cycle, would be destroyed by
+A fork copies the memory of a process, but only the thread that forks. So a lock that another thread held
+stays locked forever in the child, and a native object whose destructor joins its threads, or writes to a
+socket that parent and child share, must never be destroyed there. Objects that the parent still uses are kept
+alive (``keep``). Objects that the parent has dropped but that are in a reference cycle would be destroyed by
 the child's first garbage collection, so the child's collector ignores all objects from before the fork.
 
-The module must not know whose locks and objects these are.
+This module must not know whose locks and objects these are.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 __all__ = ["in_child", "keep", "renew", "renewed"]
 
 in_child: Any = getattr(os, "register_at_fork", lambda **_: None)
-in_child(after_in_child=gc.freeze)  # registered first: the others make objects, which may start a collection
+in_child(after_in_child=gc.freeze)  # registered first: later hooks make objects, which may start a collection
 _keep = ctypes.pythonapi.Py_IncRef
 _keep.argtypes = [ctypes.py_object]
 
 
-#: The locks that were made when their modules were imported.
+#: The locks that were created when their modules were imported.
 renewed: list[object] = []
 
 
 def renew(lock: Any) -> None:
-    """Unlock ``lock``, a global of a module, in forked children, as the standard library does its own."""
+    """Unlock ``lock``, a module global, in forked children, as the standard library does with its locks."""
     renewed.append(lock)
     in_child(after_in_child=lock._at_fork_reinit)
 
 
 def keep(*things: object) -> None:
-    """Never destroy ``things``, nor what they hold, not even when the interpreter ends."""
+    """Never destroy ``things`` or anything that they hold, not even when the interpreter ends."""
     for thing in things:
         _keep(thing)

@@ -1,4 +1,4 @@
-"""Leaves this library's frames out of tracebacks of its errors, whose texts say what to do."""
+"""Leave this library's frames out of the tracebacks of its errors, whose messages say what to do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def are_shown() -> bool:
-    """Whether the environment variable asks for all frames."""
+    """Whether the environment variable requests all frames."""
     return os.environ.get(FULL_VARIABLE, "0") not in ("", "0")
 
 
 def without_ours(error: Error) -> Error:
-    """Return ``error``, without its traceback if that has no frame of the user's (as of a codec)."""
+    """Return ``error``, without its traceback unless that has a frame of the user's (such as a codec's)."""
     passed = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     return error if are_shown() or any(map(is_users, passed)) else error.with_traceback(None)

@@ -1,7 +1,7 @@
-"""Memory that a rank hands to its launcher as it joins its world, which keeps it however the rank ends.
+"""Memory that a rank hands over to its launcher when it joins its world; it survives however the rank ends.
 
-The launcher listens at a socket in the job directory. What was sent there is the launcher's at once, also if
-the rank dies before the launcher looks.
+The launcher listens on a socket in the job directory. Memory sent there belongs to the launcher immediately,
+even if the rank dies before the launcher receives it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 __all__ = ["hand_over", "handed", "listen", "received"]
 
 _SOCKET = "memory"
-#: For a launcher that is behind, or stopped; then it never learns what this rank has recorded.
+#: How long to wait for a launcher that is behind or stopped; after that it never gets this rank's records.
 _SEND_SECONDS = 1.0
 
 
 def listen(directory: Path) -> socket.socket | None:
-    """A socket at which ranks hand their memory over; None where there is no such thing."""
+    """Return a socket to which ranks hand over their memory; None where that is not possible."""
     try:
         with _within(directory) as name:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
             made.bind(name)
-    except (AttributeError, OSError):  # not on this system, or no descriptors are left
+    except (AttributeError, OSError):  # not supported on this system, or no descriptors are left
         return None
     return made
 
 
 def hand_over(directory: str, rank: int, descriptor: int) -> None:
-    """Send the memory at ``descriptor``; do nothing if nobody listens in ``directory``, or it is ""."""
+    """Send the memory at ``descriptor``; do nothing if no launcher listens in ``directory``, or it is ""."""
     if not directory or descriptor < 0:
         return
     with (
@@ -45,22 +45,22 @@ def hand_over(directory: str, rank: int, descriptor: int) -> None:
 
 
 def received(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """Receive a message with descriptors, which programs that this process executes do not inherit."""
-    data, found, _, _ = socket.recv_fds(line, size, most)  # ignores its flags, also MSG_CMSG_CLOEXEC
+    """Receive a message with descriptors, which programs executed by this process do not inherit."""
+    data, found, _, _ = socket.recv_fds(line, size, most)  # ignores its flags, even MSG_CMSG_CLOEXEC
     for descriptor in found:
         os.set_inheritable(descriptor, False)
     return data, found
 
 
 def handed(listening: socket.socket) -> Iterator[tuple[int, int, int]]:
-    """What has been sent so far: ranks, their processes, and descriptors, which the caller closes.
+    """Yield what has been sent so far: rank, process and descriptor; the caller closes the descriptors.
 
-    A process that is numbered otherwise than this one's, as in another container, has a negative number.
+    A process in another PID namespace than this one's, as in another container, is given a negative number.
     """
     while True:
         try:
             said, descriptors = received(listening, 64, 1)
-        except OSError:  # that was all
+        except OSError:  # nothing more has been sent
             return
         rank, pid, numbering = map(int, said.split())
         if numbering != _numbering():
@@ -70,13 +70,13 @@ def handed(listening: socket.socket) -> Iterator[tuple[int, int, int]]:
 
 
 def _numbering() -> int:
-    """Equal for processes that number processes alike."""
+    """Return a number that is equal for processes in the same PID namespace."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 @contextlib.contextmanager
 def _within(directory: Path) -> Iterator[str]:
-    """A name of the socket in ``directory`` that is short enough for a socket, however long that one's is."""
+    """Yield a path to the socket in ``directory`` that fits a socket address, however long the real one."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{opened}/{_SOCKET}"

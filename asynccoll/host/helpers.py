@@ -1,4 +1,4 @@
-"""Starting threads: once, or again and again for one thing each, which a world waits for when it ends."""
+"""Starting threads: one that must be started only once, or short-lived ones that a world joins at its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Helpers", "start_once"]
 
 
 def start_once(thread: host.Thread, keep: Callable[[host.Thread | None], object]) -> None:
-    """Start ``thread`` after ``keep(thread)``: in a start, Ctrl-C can strike once the thread runs.
+    """Start ``thread``, after ``keep(thread)``: Ctrl-C can interrupt the start when the thread already runs.
 
-    A second one must not follow. If there are too many threads, ``keep(None)``, so that the next call tries
-    again.
+    In that case a second thread must not be started. If there are too many threads, call ``keep(None)``, so
+    that the next call tries again.
     """
     keep(thread)
     try:
@@ -24,14 +24,14 @@ def start_once(thread: host.Thread, keep: Callable[[host.Thread | None], object]
 
 
 class Helpers:
-    """Those that run. One that is in native code while the interpreter ends would abort the process."""
+    """The running helper threads. One in native code while the interpreter ends would abort the process."""
 
     def __init__(self) -> None:
         self._lock = host.Lock()
         self._running: dict[host.Thread, None] = {}
 
     def start(self, name: str, action: Callable[[], object]) -> None:
-        """Run ``action`` on a thread of this name."""
+        """Run ``action`` on a new thread of this name."""
 
         def run() -> None:
             try:
@@ -41,12 +41,12 @@ class Helpers:
                     self._running.pop(host.current_thread(), None)
 
         thread = host.Thread(target=run, name=name, daemon=True)
-        with self._lock:  # until it has started: a thread that has not cannot be joined
+        with self._lock:  # held until the thread has started: before that it cannot be joined
             thread.start()
             self._running[thread] = None
 
     def join(self, seconds: float) -> None:
-        """Wait for each that runs, for so long at most."""
+        """Wait for each running thread, up to ``seconds`` each."""
         with self._lock:
             running = list(self._running)
         for thread in running:

@@ -1,4 +1,4 @@
-"""Which frames are of this library or of an event loop: how a task is run is the same in every program."""
+"""Which frames belong to this library or an event loop: how a task is run is the same in every program."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _TOLD = re.compile(r"\((asyncio|concurrent\.futures|anyio|trio|outcome)/[^/]+:\d
 
 
 def library_of(file: str) -> str:
-    """The library whose frames are folded that ``file`` belongs to; "" for the program's, and all others'."""
+    """Return the library of ``file`` if its frames are folded; "" for the program and all other libraries."""
     for folder, name in _FOLDERS.items():
         if file.startswith(folder + os.sep):
             return name
-    if file == contextlib.__file__:  # it leaves blocks for others: by itself its frames say nothing
+    if file == contextlib.__file__:  # it leaves blocks for other code: its frames alone say nothing
         return "contextlib"
     found = _INSTALLED.search(file)
     return found[1] if found is not None else ""
 
 
 def is_installed(file: str) -> bool:
-    """Whether ``file`` comes with Python or with an installed package, so that it is hardly the program's."""
+    """Whether ``file`` comes with Python or an installed package, and so is hardly part of the program."""
     return file.startswith(_STANDARD) or _ANY_INSTALLED.search(file) is not None
 
 
 def with_library(file: str) -> str:
-    """``asyncio/events.py`` of a loop's file, ``loaders/__init__.py`` of a package, else the file's name."""
+    """Return ``asyncio/events.py`` for a loop, ``loaders/__init__.py`` for a package, or the file's name."""
     path, library = Path(file), library_of(file)
     if library in ("", "asynccoll", "contextlib"):
         return f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
@@ -48,12 +48,12 @@ def with_library(file: str) -> str:
 
 
 def line_for(libraries: Iterable[str]) -> str:
-    """The line in place of successive frames, of these libraries: ``[... 3 frames in asyncio]``."""
+    """Return the line that replaces successive frames of ``libraries``: ``[... 3 frames in asyncio]``."""
     each = list(libraries)
     return f"[... {len(each)} frames in {', '.join(dict.fromkeys(each))}]"
 
 
 def library_in(frame: str) -> str:
-    """The event loop or pool that a frame, as "function (asyncio/events.py:80)", is of; "" for all others."""
+    """Return the event loop or pool of a frame like "function (asyncio/events.py:80)"; "" for any other."""
     found = _TOLD.search(frame)
     return found[1] if found is not None else ""

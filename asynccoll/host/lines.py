@@ -1,7 +1,7 @@
 """Connections that carry no data: while one is open, the process at the other end is alive.
 
-The kernel accepts connections on behalf of a process that lives, even a stopped one, and closes those of a
-dead one. This module must not know who asks, nor why.
+The kernel accepts connections on behalf of a live process, even a stopped one, and closes those of a dead
+one. This module must not know who uses the connections, or why.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ __all__ = ["UNDER_WAY", "Line", "connect", "family", "is_open", "listen"]
 K = TypeVar("K", bound=Hashable)
 Line = socket.socket
 
-#: How many connections may be open without being accepted, one of each peer; the system may allow fewer.
+#: How many connections may be open without being accepted, one from each peer; the system may allow fewer.
 _PEERS = 1 << 16
-#: Seconds of silence before the first probe, seconds between probes, and their number; set where possible.
+#: Seconds of silence before the first probe, seconds between probes, and number of probes; set if possible.
 _KEEPALIVE = {
     getattr(socket, name): value
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
-#: The answers to a connection of which the socket will tell. After any other (no way there, no port left) it
-#: has no error, and looks connected.
+#: The results of ``connect_ex`` after which the socket will report the outcome. After any other (no route, no
+#: port left), the socket has no error and looks connected.
 UNDER_WAY = frozenset({0, errno.EINPROGRESS})
 
 
 def listen(address: str) -> tuple[Line, int]:
-    """Return a socket that listens at ``address`` and never accepts, and its port."""
+    """Return a socket that listens on ``address`` and never accepts, and its port."""
     beacon = socket.socket(family(address), socket.SOCK_STREAM)
     beacon.bind((address, 0))
     beacon.listen(_PEERS)
@@ -41,12 +41,12 @@ def listen(address: str) -> tuple[Line, int]:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """The family of a numeric ``address``."""
+    """Return the family of a numeric ``address``."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_open(line: Line) -> bool:
-    """Whether the process at the other end still has the connection open; neither end ever sends anything."""
+    """Whether the process at the other end still has the connection open; neither end ever sends data."""
     try:
         return bool(line.recv(1))
     except BlockingIOError:
@@ -56,10 +56,10 @@ def is_open(line: Line) -> bool:
 
 
 def connect(peers: Mapping[K, tuple[str, int]], seconds: float) -> tuple[dict[K, Line], list[K]]:
-    """Connect to all of ``peers`` (address, port) at once, for up to ``seconds``.
+    """Connect to all of ``peers`` (address, port) concurrently, for up to ``seconds``.
 
-    Returns a line to each peer whose kernel accepts, and the peers that have not answered; one that refuses
-    is in neither.
+    Returns a connection to each peer whose kernel accepts, and the peers that have not answered. A peer that
+    refuses is in neither.
     """
     lines: dict[K, Line] = {}
     unreachable: list[K] = []

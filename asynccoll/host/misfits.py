@@ -1,7 +1,7 @@
-"""Errors for arguments that do not fit a function's signature, or have a wrong type.
+"""Errors for arguments that do not fit a function's signature or have the wrong type.
 
 Python's own error only says how many arguments it expected, or which attribute an object deep inside lacks,
-and is not one of our types. This module must not know what a call does.
+and is not one of this library's types. This module must not know what a call does.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-#: How users write the names of public packages, where it is not ``ac``.
+#: How users write the names of public packages other than ``ac``.
 _WRITTEN = {"overlap": "ac.overlap", "trace": "ac.trace", "testing": "asynccoll.testing"}
-#: Raises the error for a call that Python refused: its function, its arguments, and Python's ``TypeError``.
+#: Raises the error for a call that Python rejected: its function, its arguments, and Python's ``TypeError``.
 Refuse = Callable[[Callable[..., object], Sequence[object], Mapping[str, object], TypeError], NoReturn]
 
 
 def fitting(
     function: Function, refuse: Refuse | None = None, *, left_out: Mapping[str, str] | None = None
 ) -> Function:
-    """Wrap ``function``, or a constructor: arguments that do not fit raise an error that says which do.
+    """Wrap a function or constructor: arguments that do not fit raise an error that says which ones do.
 
-    ``left_out``: keywords that other libraries' functions take, and why this one does not.
+    ``left_out``: keywords that other libraries' functions take, and why this one does not take them.
     """
 
     @wraps(function)
@@ -72,7 +72,7 @@ def check_count(name: str, given: object, least: int = 1) -> None:
 
 
 def misfit(name: str, expected: str, given: object, instead: str = "") -> InvalidCallError:
-    """Build the error for the argument ``name``; ``instead``: what to write in its place."""
+    """Build the error for the argument ``name``; ``instead``: what to write instead of it."""
     short = given is None or isinstance(given, (bool, int, float, str))
     told = f"{given!r:.80}" if short else named_type(given)
     return InvalidCallError(f"{name} must be {expected}, got {told}{f': {instead}' if instead else ''}")
@@ -85,7 +85,7 @@ def check_function(name: str, given: object, expected: str = "a function", inste
 
 
 def check_options(called: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raise an error for keywords in ``given`` that ``called``, which gets them, does not take."""
+    """Raise an error for keywords in ``given`` that ``called``, to which they are passed, does not take."""
     if unknown := sorted({*given} - {*known}):
         meant = {one: near(one, sorted(known)) for one in unknown}
         what = f"{called} takes no {', '.join(f'{one}=' for one in unknown)}"
@@ -94,7 +94,7 @@ def check_options(called: str, given: Collection[str], known: Collection[str]) -
 
 
 def named_type(given: object) -> str:
-    """``given`` in words by its type: ``a Tensor``, ``a list of int``, ``the class Adam``."""
+    """Describe the type of ``given`` in words: ``a Tensor``, ``a list of int``, ``the class Adam``."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     if isinstance(given, (list, tuple)) and given:
@@ -103,7 +103,7 @@ def named_type(given: object) -> str:
 
 
 def near(name: str, names: Sequence[str]) -> str:
-    """The one of ``names`` that is spelled most like ``name``; "" if none is close."""
+    """Return the one of ``names`` that is spelled most like ``name``; "" if none is close."""
     return next(iter(difflib.get_close_matches(name, names, 1)), "")
 
 
@@ -116,7 +116,7 @@ def _refuse(
 ) -> NoReturn:
     parameters = list(inspect.signature(function).parameters.values())
     name, text = function.__name__, str(said)
-    if name == "__init__":  # Python counts ``self``, and calls it by a name that no user writes
+    if name == "__init__":  # Python counts ``self``, and uses a name that no user writes
         name, parameters = function.__qualname__.split(".")[-2], parameters[1:]
         text = f"{name}() {_by_binding(inspect.Signature(parameters), args[1:], given)}"
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -128,7 +128,7 @@ def _refuse(
         f"did you mean {right}=?" if right else f"by name there {_are(named)}" for right in meant.values()
     ]
     text = "; ".join([text, *dict.fromkeys(advice)])
-    if all(meant.values()):  # else what was written here would mean something else
+    if all(meant.values()):  # otherwise the suggested call would mean something else
         written = _written(parameters, {meant.get(one, one) for one in given if one not in left_out})
         package = function.__module__.split(".")[1:2]
         text += f": write {_WRITTEN.get(''.join(package), 'ac')}.{name}({written})"
@@ -136,7 +136,7 @@ def _refuse(
 
 
 def _written(parameters: Sequence[inspect.Parameter], by_name: Collection[str]) -> str:
-    """The arguments as to be written: those that are required, and those that were passed ``by_name``."""
+    """Write out the arguments to pass: those that are required, and those that were passed ``by_name``."""
     needed = [one for one in parameters if one.default is one.empty and one.kind not in _VARIABLE]
     first = [one.name for one in needed if one.kind is not one.KEYWORD_ONLY]
     named = [one.name for one in needed if one.kind is one.KEYWORD_ONLY]
@@ -151,7 +151,7 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _by_binding(signature: inspect.Signature, args: Sequence[object], given: Mapping[str, object]) -> str:
-    """What ``inspect`` says of arguments that do not fit."""
+    """Return what ``inspect`` says about arguments that do not fit."""
     try:
         signature.bind(*args, **given)
     except TypeError as error:

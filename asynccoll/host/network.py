@@ -1,8 +1,8 @@
-"""The address of this host by which the other hosts of a job reach it.
+"""The address by which the other hosts of a job reach this host.
 
-gloo tells every peer one address of each rank. torch takes the one that the host's own name resolves to: on
-many hosts that is a loopback address, which to every other host means itself. Here it is the address from
-which this host talks to the host where the ranks meet, which is reachable by definition.
+gloo gives every peer one address for each rank. torch uses the one that the host's own name resolves to; on
+many hosts that is a loopback address, by which every other host means itself. This module uses the address
+from which this host talks to the host where the ranks meet, which is reachable by definition.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["VARIABLE", "interface_of", "own_address", "take_back", "use_for_torc
 #: The variable that tells gloo, and so torch's own groups, which interface to use.
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
-#: Addresses that are reserved for documentation: the route to them is the route to any other host.
+#: Addresses reserved for documentation: the route to them is the route to any other host.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _SIOCGIFADDR = 0x8915
 
 
 def own_address(meeting_host: str | None) -> str | None:
-    """This host's address as seen by the other ranks, who meet at ``meeting_host``; None if it has none.
+    """Return this host's address as seen by the other ranks, which meet at ``meeting_host``; or None.
 
-    If that is a loopback address, all ranks are on this host. On the meeting host itself its *name* may also
-    resolve to a loopback address; then it is the address used towards any other host, and without a route
-    there the first address that is no loopback address.
+    If ``meeting_host`` is a loopback address, all ranks are on this host. On the meeting host itself, its
+    *name* may also resolve to a loopback address. In that case return the address used towards any other
+    host, or without a route there, the first address that is not a loopback address.
     """
     if meeting_host and _is_loopback(meeting_host):
         return _address_towards(meeting_host)
@@ -43,14 +43,14 @@ def own_address(meeting_host: str | None) -> str | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether this is a loopback address; a host's name is not."""
+    """Whether ``address`` is a loopback address; a host name is not."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
 
 
 def _address_towards(host: str) -> str | None:
-    """The address that packets to ``host`` leave from, or None; no packet is sent."""
+    """Return the address that packets to ``host`` leave from, or None; no packet is sent."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -60,20 +60,20 @@ def _address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has ``address``, where the system tells (Linux)."""
+    """Return the name of the interface that has ``address``, where the system reports it (Linux)."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     return next((name for name, found in _addresses() if ipaddress.ip_address(found) == wanted), None)
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """The names of the interfaces, each with an address; none where the system is not Linux."""
+    """Yield the names of the interfaces, each with an address; nothing if the system is not Linux."""
     if sys.platform != "linux":
         return
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # has no IPv4 address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 asked = struct.pack("256s", name.encode()[:15])
                 yield name, socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
     with contextlib.suppress(OSError):
@@ -83,9 +83,9 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def use_for_torch(address: str) -> str | None:
-    """Have torch's own gloo groups use ``address`` too, unless the user has set the variable.
+    """Make torch's own gloo groups use ``address`` too, unless the user has set the variable.
 
-    Returns what to pass to ``take_back``: the interface's name, or None if nothing was changed.
+    Returns the argument for ``take_back``: the interface's name, or None if nothing was changed.
     """
     name = interface_of(address)
     if name is None or os.environ.get(VARIABLE):

@@ -1,9 +1,9 @@
-"""Threads, locks, clocks and sleep, under the names that the standard library has for them.
+"""Threads, locks, clocks and sleep, under their names in the standard library.
 
 All code between a user's call and a backend uses them as attributes of the package (``host.Lock()``,
-``host.monotonic()``), and never keeps one under another name. So a simulation can replace each of them in one
-place, and the same code runs in simulated time. Backends and launchers use the standard library directly:
-they are the edge, and a simulation has others.
+``host.monotonic()``), and never binds one to another name. So a simulation can replace each of them in one
+place, and the same code then runs in simulated time. Backends and launchers use the standard library
+directly: they are at the edge, and a simulation has its own.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def _give_way() -> None:
     sleep(0)
 
 
-#: Let another thread run, if one wants to.
+#: Yield the CPU to another thread, if one is ready to run.
 give_way: Callable[[], None] = getattr(os, "sched_yield", _give_way)

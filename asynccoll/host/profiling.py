@@ -1,10 +1,10 @@
-"""Shows operations and spans by name in torch.profiler, while it is running.
+"""Show operations and spans by name in torch.profiler, while it is running.
 
 An operation is shown from the call to its end, which another thread may notice, and a span until its block is
-left, which another task may do. torch writes the time of an end into the memory of the profiler, even if that
-has been stopped since and its memory belongs to somebody else: the program then crashes anywhere, or computes
-with a wrong number (torch 2.13). So all that is shown ends at the latest when a profiler stops. torch has no
-hook for that, so ``_stop`` takes the place of its function that stops one.
+left, possibly by another task. torch writes the time of an end into the profiler's memory, even if the
+profiler has been stopped since and its memory has been reused: the program then crashes at some random place,
+or computes with a wrong number (torch 2.13). So everything shown ends at the latest when a profiler stops.
+torch has no hook for that, so ``_stop`` replaces its function that stops a profiler.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from asynccoll.host.state import per_process
 
 __all__ = ["annotation", "begin"]
 
-#: Held while something begins or ends. A finalizer may complete an operation in the midst of that.
+#: Held while a record begins or ends. Reentrant: a finalizer may complete an operation while it is held.
 _lock = RLock()
 renew(_lock)
 
 
 class _Shown:
-    """What has begun, and has not ended."""
+    """The records that have begun but not ended."""
 
     def __init__(self) -> None:
         self.records: dict[torchs.record_function, None] = {}
-        self.stopping = 0  # threads that stop a profiler now: nothing may begin meanwhile
+        self.stopping = 0  # how many threads are stopping a profiler: no record may begin meanwhile
 
     def end(self, record: torchs.record_function) -> None:
-        # Looked up without the lock first: what is over does not wait for others.
+        # First checked without the lock: a record that has ended need not wait for others.
         if record in self.records:
             with _lock:
                 if record in self.records:
@@ -61,7 +61,7 @@ def _block(name: str) -> Iterator[None]:
 
 
 def begin(name: str) -> Callable[[], None]:
-    """Show ``name`` from now until the returned function is called, by any thread, or a profiler stops."""
+    """Show ``name`` from now until any thread calls the returned function, or a profiler stops."""
     _take_place()
     record = torchs.record_function(name)
     with _lock:

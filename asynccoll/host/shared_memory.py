@@ -1,8 +1,8 @@
-"""Memory that other processes of this host can read, also when its owner cannot answer.
+"""Memory that other processes on this host can read, even when its owner cannot answer.
 
-The owner may be stopped, be stuck in native code with the interpreter's lock held, or have just died: the
-kernel shares its descriptor all the same, through ``/proc/PID/fd``, with any process that may inspect it (one
-of the same user). This module must not know what is written there.
+The owner may be stopped, be stuck in native code with the GIL held, or have just died: the kernel still
+shares its descriptor, through ``/proc/PID/fd``, with any process that may inspect it (one of the same user).
+This module must not know what is written to the memory.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _PROC = Path("/proc")
 
 
 class Memory:
-    """``size`` bytes in ``buffer``, zero at first. Others open it by ``descriptor``; -1 where they cannot."""
+    """``size`` bytes in ``buffer``, initially zero. Others open it by ``descriptor``; -1 if they cannot."""
 
     def __init__(self, size: int, name: str = "") -> None:
-        """``name``: the name by which others find it; without one the memory is this process's alone."""
+        """``name``: the name by which others find it; without one the memory is private to this process."""
         self.descriptor: int = -1
         if name and hasattr(os, "memfd_create"):
             self.descriptor = _file(name, size)
         self.buffer: mmap.mmap = mmap.mmap(self.descriptor, size)
 
     def close(self) -> None:
-        """Let nobody open the memory from now on; a process that has opened it can still read it."""
+        """Prevent other processes from opening the memory; a process that has opened it can still read it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-        with contextlib.suppress(BufferError):  # views are in use: the memory is freed with the last of them
+        with contextlib.suppress(BufferError):  # views are in use: the last of them frees the memory
             self.buffer.close()
 
 
 def _file(name: str, size: int) -> int:
-    """Open a file of that size that is in no directory; -1 if no descriptors are left or it is too large."""
+    """Open a file of that size that is in no directory; -1 if no descriptor is left or it is too large."""
     try:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError:
@@ -52,7 +52,7 @@ def _file(name: str, size: int) -> int:
 
 
 def look(pid: int, descriptor: int) -> memoryview | None:
-    """Map the file that process ``pid`` has at ``descriptor``, to read it; None if that fails."""
+    """Map the file that process ``pid`` has at ``descriptor``, read-only; None if that fails."""
     try:
         opened = os.open(_PROC / str(pid) / "fd" / str(descriptor), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -61,9 +61,9 @@ def look(pid: int, descriptor: int) -> memoryview | None:
 
 
 def taken(descriptor: int, *, write: bool = False) -> memoryview | None:
-    """Map the file at ``descriptor``, which is closed; None if it cannot be mapped.
+    """Map the file at ``descriptor``, and close the descriptor; None if the file cannot be mapped.
 
-    It can only be read, except with ``write``: the launcher of the process writes there how it ended.
+    The mapping is read-only, except with ``write``: a process's launcher writes there how the process ended.
     """
     try:
         return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ))
@@ -74,7 +74,7 @@ def taken(descriptor: int, *, write: bool = False) -> memoryview | None:
 
 
 def find(pid: int, name: str) -> Iterator[int]:
-    """The descriptors by which process ``pid`` of this host has memory called ``name``."""
+    """Yield the descriptors by which process ``pid`` of this host has memory called ``name``."""
     with contextlib.suppress(OSError):
         for link in (_PROC / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):
@@ -83,9 +83,9 @@ def find(pid: int, name: str) -> Iterator[int]:
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of process ``pid``: R, S, D, T or Z (see ``man proc``); "" if it is gone.
+    """Return the kernel's state of process ``pid``: R, S, D, T or Z (see ``man proc``); "" if it is gone.
 
-    "?" if that cannot be found out just now, as without descriptors.
+    "?" if the state cannot be read right now, for example because no descriptor is left.
     """
     try:
         status = (_PROC / str(pid) / "stat").read_text(errors="replace")
@@ -97,7 +97,7 @@ def process_state(pid: int) -> str:
 
 
 def exit_code(pid: int) -> int | None:
-    """The exit code of process ``pid`` of this host, as in ``subprocess``; None if it runs, or was reaped."""
+    """Return the exit code of process ``pid``, as in ``subprocess``; None if it is running or was reaped."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,8 @@
-"""Where a program stands: in its main thread, or, while that sleeps in an event loop, in its tasks.
+"""Where a program currently is: in its main thread, or, while that sleeps in an event loop, in its tasks.
 
-The stack of a sleeping loop says nothing: what the program waits for is at the end of each task's awaits. Any
-thread may ask, and no code of the program runs for it. This module must not know who asks, nor why.
+The stack of a sleeping loop says nothing: what the program waits for is at the end of each task's chain of
+awaits. Any thread may look, and no code of the program runs for it. This module must not know who looks, or
+why.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _FRAMES = 30
 _TASKS = 50
 _TOLD = 3
 _TRIO_RUN = "trio/_core/_run.py"
-#: Event loops: their frames are neither the user's nor of a library that does the user's work.
+#: Event loops: their frames are neither the user's nor those of a library that does the user's work.
 _LOOPS = ("asyncio", "anyio", "trio")
 
-#: The files of a simulated host, whose frames are left out: they stand for the kernel.
+#: The files of a simulated host, whose frames are omitted: they represent the kernel.
 _SIMULATED = f"{Path(__file__).parent.parent / 'testing'}/"
 
-#: The files of the import system, whose frames are left out: they say nothing of what is imported.
+#: The files of the import system, whose frames are omitted: they say nothing about what is imported.
 _IMPORTS = "<frozen importlib"
 
 _Line = tuple[CodeType, int]
@@ -37,8 +38,8 @@ _Line = tuple[CodeType, int]
 class Stack(NamedTuple):
     """Frames of a thread or a task, innermost first, as "function (file:line)"; ``at``: the user's innermost.
 
-    ``who`` is "task 'name'", or "" for the main thread. ``in_call``: whether it waits in a call of this
-    library, or for the tasks of a task group of this library.
+    ``who`` is "task 'name'", or "" for the main thread. ``in_call``: whether the thread or task waits in a
+    call of this library, or for the tasks of a task group of this library.
     """
 
     who: str
@@ -48,19 +49,19 @@ class Stack(NamedTuple):
 
 
 def stacks(thread: int) -> list[Stack]:
-    """The stacks of ``thread``'s tasks, if it sleeps in an event loop that has any; else its own stack."""
+    """Return the stacks of ``thread``'s tasks if it sleeps in an event loop that has any; else its own."""
     frames = list(_frames(sys._current_frames().get(thread)))
     tasks = _tasks(frames) if _asleep(frames) else []
     return tasks or [_stack("", [(frame.f_code, frame.f_lineno) for frame in frames])]
 
 
 def summary(found: Iterable[Stack]) -> str:
-    """In a few words where the program is: "load (data.py:17)"; of several tasks, where each is.
+    """Say in a few words where the program is: "load (data.py:17)"; for several tasks, where each one is.
 
     "" if none of the stacks has code of the program.
     """
     users = [one for one in found if one.at]
-    told = [one for one in users if not one.in_call] or users  # calls are known from what was recorded
+    told = [one for one in users if not one.in_call] or users  # calls are known from the records
     if len(told) <= 1:
         return "".join(one.at for one in told)
     more = f", and {len(told) - _TOLD} more tasks" if len(told) > _TOLD else ""
@@ -68,7 +69,7 @@ def summary(found: Iterable[Stack]) -> str:
 
 
 def awaits(coroutine: Any) -> list[_Line]:
-    """The lines at which a suspended coroutine and those that it awaits are, innermost last."""
+    """Return the lines at which a suspended coroutine and those that it awaits are, innermost last."""
     lines: list[_Line] = []
     while (frame := _of(coroutine, "cr_frame", "gi_frame", "ag_frame")) is not None and len(lines) < 1000:
         lines.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))
@@ -92,7 +93,7 @@ def _is_loops(file: str) -> bool:
 
 
 def _is_imported(line: _Line) -> bool:
-    """Whether it is one of an installed module, or Python's, that is just being imported."""
+    """Whether ``line`` is in an installed module, or one of Python's, that is being imported."""
     return line[0].co_name == "<module>" and is_installed(line[0].co_filename)
 
 
@@ -101,7 +102,7 @@ def _is_programs(file: str) -> bool:
 
 
 def _asleep(frames: list[FrameType]) -> bool:
-    """Whether ``frames`` are those of an event loop that runs no code of the program just now."""
+    """Whether ``frames`` are those of an event loop that is running no code of the program right now."""
     for frame in frames:
         file = frame.f_code.co_filename
         if _is_programs(file) or is_ours(file):
@@ -112,7 +113,7 @@ def _asleep(frames: list[FrameType]) -> bool:
 
 
 def _tasks(frames: Iterable[FrameType]) -> list[Stack]:
-    """The stacks of those tasks of the loop in ``frames`` that run code of the program; in a call: last."""
+    """Return the stacks of the tasks of the loop in ``frames`` that run the program; those in calls last."""
     named = _asyncio_tasks(frames) or _trio_tasks(frames)
     found = [_stack(f"task {name!r}", awaits(coroutine)[::-1]) for name, coroutine in named[:_TASKS]]
     return sorted((one for one in found if one.at), key=lambda one: (one.in_call, len(one.who), one.who))
@@ -121,7 +122,7 @@ def _tasks(frames: Iterable[FrameType]) -> list[Stack]:
 def _asyncio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
     for frame in frames:
         if library_of(frame.f_code.co_filename) == "asyncio":
-            owner = frame.f_locals.get("self")  # the loop, or the runner of one that has no frames (uvloop)
+            owner = frame.f_locals.get("self")  # the loop, or the runner of a loop without frames (uvloop)
             loop = owner if isinstance(owner, asyncio.AbstractEventLoop) else getattr(owner, "_loop", None)
             if isinstance(loop, asyncio.AbstractEventLoop):
                 return [(task.get_name(), task.get_coro()) for task in asyncio.all_tasks(loop)]
@@ -137,21 +138,21 @@ def _trio_tasks(frames: Iterable[FrameType]) -> list[tuple[str, Any]]:
 
 
 def _stack(who: str, lines: list[_Line]) -> Stack:
-    """A stack of ``lines``, innermost first, without those inside this library or below the program."""
+    """Build a stack of ``lines``, innermost first, without those inside this library or below the program."""
     programs = [line for line in lines if _is_programs(line[0].co_filename)]
     own = next((line for line in programs if not _is_imported(line)), programs[0] if programs else None)
-    while own and not _is_programs(lines[-1][0].co_filename):  # of a launcher, a loop or a task group
+    while own and not _is_programs(lines[-1][0].co_filename):  # in a launcher, a loop or a task group
         lines = lines[:-1]
     inner = next((file for line in lines if not _is_loops(file := line[0].co_filename)), "")
     return Stack(who, tuple(_frames_told(lines, own)), "" if own is None else _said(*own), is_ours(inner))
 
 
 def _frames_told(lines: list[_Line], own: _Line | None) -> list[str]:
-    """The frames as text, those of most use if there are many: the innermost, and the program's ``own``.
+    """Return the frames as text, the most useful ones if there are many: the innermost, and ``own``.
 
-    Of successive lines of this library only the outermost is kept, which the program has called; none if it
-    awaits that, as its own line says. Of installed modules that import each other the first is kept, and the
-    last.
+    ``own`` is the program's innermost line. Of successive lines in this library, only the outermost is kept,
+    which the program called; none is kept if the program awaits it, as the program's own line shows. Of
+    installed modules that import each other, the first and the last are kept.
     """
     told = [
         line

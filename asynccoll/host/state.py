@@ -1,9 +1,9 @@
-"""State that a process has once: its progress thread, the world it has joined, memory that is being filled.
+"""State that exists once per process: its progress thread, the world it has joined, memory being filled.
 
-A module does not assign such state to a global of its own. It gets an object from ``per_process``, and
-changes only what is in that object: so all state is found in one place, can be made anew in a forked child,
-and can be exchanged for a simulated rank's. State that is keyed by the object it is about (a model's lanes, a
-loop's turns) is not state of the process.
+A module does not rebind a global of its own for such state. It gets an object from ``per_process`` and
+changes only the contents of that object. So all state is registered in one place, can be recreated in a
+forked child, and can be swapped for a simulated rank's. State that is keyed by the object it belongs to (a
+model's lanes, a loop's turns) is not state of the process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["kept", "per_process"]
 
 T = TypeVar("T")
 
-#: All objects that were made, in that order, each with the function that made it.
+#: All objects made so far, in order, each with the function that made it.
 kept: list[tuple[object, Callable[[], object]]] = []
 
 
 def per_process(make: Callable[[], T], forked: Callable[[T], object] | None = None) -> T:
-    """Make the process's one object by ``make`` and return it; ``forked`` gets it in a forked child."""
+    """Make the process's one object with ``make`` and return it; a forked child passes it to ``forked``."""
     one = make()
     kept.append((one, make))
     if forked is not None:

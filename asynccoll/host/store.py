@@ -1,12 +1,11 @@
 """A rank's one connection to the store, shared by all of its lanes and lent for one request at a time.
 
 A connection serves one request at a time, and a new one is expensive: it costs a descriptor at both ends, and
-at both a reverse look-up of the other end's name, on the server's side in the only thread that serves. Where
-a name server loses one packet, that takes five seconds.
+at both ends a reverse lookup of the other end's name, on the server in its only serving thread. If a name
+server loses one packet, that lookup takes five seconds.
 
-Nobody waits inside the store. A native wait would keep the connection, it cannot be canceled, and a thread
-that returns from one while the interpreter ends aborts the process. So waiting is asking again and again, and
-can be given up.
+No thread waits inside the store. A native wait would occupy the connection, cannot be canceled, and aborts
+the process if it returns while the interpreter ends. So waiting is polling, and can be given up.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LONGEST_PAUSE_SECONDS = 0.02
 
 
 def host_of(store: dist.Store) -> str | None:
-    """The host that serves ``store``; None if it is not a store that a host serves."""
+    """Return the host that serves ``store``; None if it is not a store that a host serves."""
     served = _served(store)
     return None if served is None else served.host
 
@@ -47,7 +46,7 @@ class Clients:
     """The connection of one rank to one store."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = store  # the user's or the rendezvous' own; others may block on it
+        self._store = store  # the user's or the rendezvous' own connection; other code may block on it
         served = _served(store)
         self.host: str | None = None if served is None else served.host
         #: ``host:port``; "" if it is not a store that a host serves.
@@ -57,8 +56,8 @@ class Clients:
         self._lock = host.RLock()
 
     def take(self) -> dist.Store:
-        """Open a new connection, for a library that goes on using it; raises once the store is gone."""
-        if self._gone is not None:  # a new one would try to connect until the timeout
+        """Open a new connection for a library that keeps using it; raises once the store is gone."""
+        if self._gone is not None:  # a new connection would be attempted until the timeout
             raise self._gone.with_traceback(None)
         made: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in the stub
         return made
@@ -91,11 +90,11 @@ class Clients:
             del self._store
 
     def meet(self, name: str, index: int, size: int, seconds: float, given_up: Callable[[], bool]) -> None:
-        """Wait until all ``size`` members have called this with ``name``; this one is number ``index``.
+        """Wait until all ``size`` members have called this with ``name``; this member is number ``index``.
 
         Raises:
-            CollectiveTimeoutError: a member did not call within ``seconds``; says which.
-            AbortedError: ``given_up()`` turned true.
+            CollectiveTimeoutError: a member did not call within ``seconds``; the message says which.
+            AbortedError: ``given_up()`` became true.
         """
         keys = [f"{name}/here/{member}" for member in range(size)]
         with self.borrow() as client:
@@ -108,7 +107,7 @@ class Clients:
             raise CollectiveTimeoutError(f"after {seconds} s member {absent} of {size} had not joined {name}")
 
     def await_keys(self, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
-        """Wait up to ``seconds``, or until ``given_up()``, for ``keys`` to be set; returns those missing."""
+        """Wait up to ``seconds``, or until ``given_up()``, for ``keys`` to be set. Returns those missing."""
         deadline = host.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -122,7 +121,7 @@ class Clients:
 
 
 class Waiting(dist.Store):
-    """The store for a library that waits in it: waits use the shared connection, and can be given up."""
+    """The store for a library that waits in it: waits use the shared connection and can be given up."""
 
     def __init__(self, clients: Clients, seconds: float, given_up: Callable[[], bool]) -> None:
         super().__init__()
@@ -159,10 +158,10 @@ class Waiting(dist.Store):
 
 
 class Exchange(Waiting):
-    """The store for gloo while a group's members exchange addresses, each set once, under a member's number.
+    """The store for gloo while a group's members exchange addresses, each set once under a member's number.
 
-    gloo asks for one after the other, twice: a thousand requests in a row for a world of some hundreds. So
-    all are fetched together, as soon as all are set.
+    gloo requests them one by one, twice: a thousand sequential requests in a world of some hundred ranks. So
+    all addresses are fetched together as soon as all of them are set.
     """
 
     def __init__(self, clients: Clients, seconds: float, given_up: Callable[[], bool], size: int) -> None:
@@ -185,14 +184,14 @@ class Exchange(Waiting):
 
 
 def values(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """The values of ``keys``, in one request if the store can, since it serves a whole world."""
+    """Return the values of ``keys``, in one request if the store can, since it serves a whole world."""
     if keys and store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
         return store.multi_get(keys)
     return [store.get(key) for key in keys]
 
 
 def enlist(store: dist.Store, key: str, rank: int) -> None:
-    """Add ``rank`` to the list under ``key``: of those that have written what ``values_of_listed`` reads."""
+    """Add ``rank`` to the list under ``key`` of ranks that have written a value for ``values_of_listed``."""
     if store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
         store.append(key, f"{rank} ")  # type: ignore[attr-defined]  # missing in the stub
     else:
@@ -200,9 +199,10 @@ def enlist(store: dist.Store, key: str, rank: int) -> None:
 
 
 def values_of_listed(store: dist.Store, key: str, keys: Mapping[int, str]) -> list[bytes]:
-    """The values of those of ``keys`` (by rank) that are written, which nearly always are few or none.
+    """Return the values of those of ``keys`` (by rank) that are written, which are nearly always few or none.
 
-    ``key``: that of their list. Without it each rank of a large world would ask for the key of every other.
+    ``key`` is the key of the list of ranks (``enlist``). Without that list, each rank of a large world would
+    ask for the key of every other rank.
     """
     if not store.check([key]):
         return []

@@ -1,4 +1,4 @@
-"""What may be passed as ``timeout=``: to a call, and to a wait."""
+"""What may be passed as ``timeout=`` to a call and to a wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asynccoll.host.misfits import misfit
 
 __all__ = ["NEVER_SECONDS", "check_patience", "check_timeout"]
 
-#: In effect no timeout: ten years. Clocks of native libraries and threads do not take infinity.
+#: Effectively no timeout: ten years. The clocks of native libraries and threads do not accept infinity.
 NEVER_SECONDS = 3650 * 86_400.0
 
 
@@ -25,7 +25,7 @@ def check_timeout(timeout: object, *, optional: bool = True) -> None:
 
 
 def check_patience(timeout: object) -> None:
-    """Raise unless ``timeout`` is None or a number of seconds to wait; with 0 or less, a wait only looks."""
+    """Raise unless ``timeout`` is None or a number of seconds to wait; with 0 or less, a wait only polls."""
     if not (timeout is None or (isinstance(timeout, (int, float)) and timeout == timeout)):  # noqa: PLR0124  # nan
         seconds = f"write timeout={timeout.total_seconds():g}" if isinstance(timeout, timedelta) else ""
         raise misfit("timeout", "None or a number of seconds", timeout, seconds)

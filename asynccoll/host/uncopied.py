@@ -1,4 +1,4 @@
-"""The base of objects that belong to certain tensors in one process, and are neither copied nor pickled."""
+"""The base class of objects tied to certain tensors in one process, which cannot be copied or pickled."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Uncopied"]
 
 
 class Uncopied:
-    """Refuses ``copy``, ``deepcopy`` and ``pickle``: a copy would send the same memory, or hold a lock."""
+    """An object that cannot be copied or pickled: a copy would send the same memory, or hold a lock."""
 
     __slots__ = ()
 
-    #: for errors: what it belongs to, and what to do instead
+    #: for errors: what the object belongs to, and what to do instead
     _belongs = "to its model and process"
     _instead = "make another one for the copy of the model"
 

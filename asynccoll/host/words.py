@@ -1,4 +1,4 @@
-"""Times, sizes, counts, ranks and lanes as text for people."""
+"""Times, sizes, counts, ranks and lanes as readable text."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ __all__ = [
     "size",
 ]
 
-#: Of more ranks than this, those in a row are told by the first and the last, and at most so many rows.
+#: More ranks than this are shown as ranges, of which at most this many are shown.
 _MOST_NUMBERS = 8
 
 
 def duration(seconds: float) -> str:
-    """``1.50 s``, ``12.3 ms`` or ``45 us``."""
+    """Return ``1.50 s``, ``12.3 ms`` or ``45 us``."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def lane_name(lane: str, group: str) -> str:
-    """``lane 'default'``, or ``lane 'default' of ranks [0, 2]`` where ``group`` is ``0-2`` and not ``world``.
+    """Return ``lane 'default'`` if ``group`` is ``world``; ``lane 'default' of ranks [0, 2]`` if ``0-2``.
 
-    Of a long group ``group`` may have only the end, after two dots.
+    For a long group, ``group`` may have only the end of its name, after two dots.
     """
     return f"lane {lane!r}" if group == "world" else f"lane {lane!r} of ranks [{ranks_of(group)}]"
 
 
 def ranks_of(group: str) -> str:
-    """``0, 2`` where ``group`` is ``0-2``; ``..., 30, 31`` if it was cut."""
+    """Return ``0, 2`` if ``group`` is ``0-2``; ``..., 30, 31`` if ``group`` was cut."""
     _, cut, known = group.rpartition("..")
-    if cut:  # perhaps in the middle of a number
+    if cut:  # possibly in the middle of a number
         known = f"...{known[known.index('-') :]}"
     return known.replace("-", ", ")
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``; of many, ``ranks 0-511, 600``."""
+    """Return ``rank 1`` or ``ranks 0, 2``; for many ranks, ``ranks 0-511, 600``."""
     return f"rank{'s' * (len(ranks) != 1)} {enumerated(ranks)}"
 
 
 def enumerated(ranks: Sequence[int]) -> str:
-    """``0, 2``; of many, those in a row as ``0-511``, and of many rows the first."""
+    """Return ``0, 2``; for many ranks, ranges such as ``0-511``, and of many ranges only the first ones."""
     if len(ranks) <= _MOST_NUMBERS:
         return ", ".join(map(str, ranks))
     rows: list[list[int]] = []
@@ -67,7 +67,7 @@ def enumerated(ranks: Sequence[int]) -> str:
 
 
 def by_text(ranks: Iterable[int], texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of ranks in words and text, one for each different text: ``("ranks 0, 2", "train.py:8")``."""
+    """Return pairs of ranks in words and text, one for each text: ``("ranks 0, 2", "train.py:8")``."""
     found: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         found.setdefault(text, []).append(rank)
@@ -75,12 +75,12 @@ def by_text(ranks: Iterable[int], texts: Iterable[str]) -> list[tuple[str, str]]
 
 
 def encoded(text: str) -> bytes:
-    """``text`` in UTF-8; what that lacks, as in names of files that are not Unicode, with backslashes."""
+    """Encode ``text`` in UTF-8; escape what UTF-8 lacks (in non-Unicode file names) with backslashes."""
     return text.encode(errors="backslashreplace")
 
 
 def shortened(text: str, most: int) -> str:
-    """``text`` in at most ``most`` characters: the rest is cut off after a clause, or a word."""
+    """Return ``text`` in at most ``most`` characters: the rest is cut off, after a clause or a word."""
     if len(text) <= most:
         return text
     kept = text[: most - 4]
@@ -91,7 +91,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def size(size_bytes: float) -> str:
-    """``1.5 MiB``."""
+    """Return ``1.5 MiB``."""
     amount, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
     while round(amount) >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
@@ -99,5 +99,5 @@ def size(size_bytes: float) -> str:
 
 
 def plural(count: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank`` or ``2 ranks``."""
     return f"{count} {what}{'s' * (count != 1)}"

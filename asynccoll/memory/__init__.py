@@ -1,7 +1,7 @@
-"""Which tensors may be sent or filled, which share memory, and which an earlier call still fills.
+"""Which tensors may be sent or filled, which share memory, and which an earlier call is still filling.
 
 Also new memory for results, and reductions with torch. This package knows tensors and the calls that fill
-them, but not how they are filled, nor over which backend.
+them, but not how they are filled or by which backend.
 """
 
 from asynccoll.memory.aliasing import Claim, has_memory, may_overlap

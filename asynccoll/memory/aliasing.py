@@ -1,7 +1,7 @@
-"""Which tensors have memory with an address, which share it, and which of it is claimed.
+"""Which tensors have memory with an address, which ones share memory, and which memory is claimed.
 
-A *claim* is an object (mostly a ``Work``) that reserves memory until the claim is over. This module knows
-nothing of what is done with the memory meanwhile.
+A *claim* is an object (usually a ``Work``) that reserves memory until the claim is over. This module must not
+know what is done with the memory in the meantime.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from asynccoll.plan.trees import flatten
 
 __all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory", "span_bytes"]
 
-#: Two spread tensors are compared byte by byte if they span at most this; else they count as overlapping.
+#: Two non-contiguous tensors are compared byte by byte if they span at most this; else they count as
+#: overlapping.
 _MOST_COMPARED_BYTES = 256 << 20
-#: Claims that are over are looked for only once there are this many stretches.
+#: Claims that are over are removed only once there are this many stretches.
 _FEW = 64
 _is_xla: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
@@ -33,15 +34,15 @@ def has_memory(x: torch.Tensor) -> bool:
 
 
 def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors begin at one address. False for lazy tensors, which have none."""
+    """Whether two tensors begin at the same address. False for lazy tensors, which have none."""
     return x.data_ptr() == y.data_ptr() and has_memory(x)
 
 
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the address ranges of two tensors overlap, each from its first to its last byte.
 
-    As ``numpy.may_share_memory``: it never misses shared memory, but is also True for, say, different columns
-    of one matrix, which share none. It is False for lazy tensors (XLA), which have no memory.
+    Like ``numpy.may_share_memory``, it never misses shared memory, but is also True for, say, different
+    columns of one matrix, which share none. It is False for lazy tensors (XLA), which have no memory.
     """
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         raise misfit("x and y of may_overlap", "tensors", (x, y))
@@ -60,7 +61,7 @@ def span_bytes(x: torch.Tensor) -> int:
 
 
 class _Spread(NamedTuple):
-    """The layout of a tensor that is not contiguous: strides in elements, ``size`` in bytes of an element."""
+    """The layout of a non-contiguous tensor: strides in elements; ``size``: the bytes of an element."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -93,7 +94,7 @@ class _Extent(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> _Extent:
-        """Return the extent of ``x``. A lazy or sparse tensor, which has no range, meets only itself."""
+        """Return the extent of ``x``. A lazy or sparse tensor has no address range, and meets only itself."""
         if x.layout is not torch.strided or not has_memory(x):
             return cls(id(x), id(x) + 1, None)
         start = x.data_ptr()
@@ -105,7 +106,7 @@ class _Extent(NamedTuple):
         return max(self.start, other.start) >= min(self.end, other.end)
 
     def meets(self, other: _Extent) -> bool:
-        """Whether the two have bytes in common. Columns of one matrix have overlapping ranges, but do not."""
+        """Whether the two tensors share bytes. Columns of one matrix do not, though their ranges overlap."""
         if self.is_apart_from(other):
             return False
         if self == other or not (self.spread or other.spread):
@@ -120,7 +121,7 @@ class _Extent(NamedTuple):
         return bool((self._mark(first, last) & other._mark(first, last)).any())
 
     def _mark(self, first: int, last: int) -> torch.Tensor:
-        """Return a mask of the bytes from ``first`` to ``last``, true for those of this tensor."""
+        """Return a mask of the bytes from ``first`` to ``last``, true for the bytes of this tensor."""
         mask = torch.zeros(last - first, dtype=torch.bool, device="cpu")
         if self.spread is None:
             mask[self.start - first : self.end - first] = True
@@ -138,7 +139,7 @@ class Claim(Protocol):
 
     @property
     def claims(self) -> bool:
-        """Whether the claim is not over."""
+        """Whether the claim still holds."""
 
     @property
     def out(self) -> object:
@@ -149,7 +150,7 @@ _Ref = Callable[[], Claim | None]
 
 
 class _Stretch:
-    """An address range, and the claims in it. There is more than one claim only if their ranges overlap."""
+    """An address range and the claims in it. There are several claims only if their ranges overlap."""
 
     __slots__ = ("claims", "end", "start")
 
@@ -162,7 +163,7 @@ class _Stretch:
         self.claims += other.claims
 
     def is_claimed(self) -> bool:
-        """Forget the claims that are over; return whether one is left."""
+        """Forget the claims that are over. Returns whether any are left."""
         self.claims = [one for one in self.claims if _holds(one[1])]
         return bool(self.claims)
 
@@ -182,7 +183,7 @@ def _holds(ref: _Ref) -> bool:
 class _Memory:
     """The claims on one device's memory: stretches sorted by address, none of which overlap.
 
-    They are kept by address, not by storage: memory from NumPy or DLPack has a storage for each view of it.
+    They are kept by address, not by storage: memory from NumPy or DLPack has a storage for each of its views.
     """
 
     def __init__(self) -> None:
@@ -206,16 +207,16 @@ class _Memory:
         self._stretches[across] = [added]
 
     def find(self, extent: _Extent, but: Claim | None) -> Claim | None:
-        """Return a claim other than ``but`` that is not over and is on bytes of ``extent``, or None."""
+        """Return a claim other than ``but`` that still holds bytes of ``extent``, or None."""
         for stretch in self._stretches[self._across(extent)]:
             if (found := stretch.find(extent, but)) is not None:
                 return found
         return None
 
     def is_claimed(self) -> bool:
-        """Forget the stretches without claims at the end of the list; return whether any stretch is left.
+        """Forget the stretches without claims at the end of the list. Returns whether any stretch is left.
 
-        Each call looks only at the end. That is enough for the memory to be dropped once all claims are over.
+        Each call checks only the end. That is enough to drop this object once all claims are over.
         """
         while self._stretches and not self._stretches[-1].is_claimed():
             self._stretches.pop()
@@ -226,21 +227,21 @@ _START, _END = attrgetter("start"), attrgetter("end")
 
 
 class Claims:
-    """All claims, by the memory that is claimed. The claims are weakly referenced.
+    """All claims, by the memory that they claim. The claims are weakly referenced.
 
-    Most claims are over before ``find`` is called. So ``add`` only notes a claim, ``is_over`` strikes it out
-    again, and ``find`` looks up the addresses of those that are left.
+    Most claims are over before ``find`` is called. So ``add`` only records a claim, ``is_over`` removes it
+    again, and ``find`` determines the addresses of those that are left.
     """
 
     def __init__(self) -> None:
-        # Claims whose addresses were not looked up yet, by ``id``. Changed without the lock, since garbage
-        # collection may add one (for a work that was dropped) in a thread that holds any lock.
+        # Claims whose addresses have not been determined yet, by ``id``. Changed without the lock, since
+        # garbage collection may add one (for a dropped work) in a thread that holds any lock.
         self._new: dict[int, _Ref] = {}
         self._memories: dict[torch.device, _Memory] = {}
         self._lock = host.Lock()
 
     def unlock(self) -> None:
-        """Replace the lock in a forked child, where the thread that held it does not exist."""
+        """Replace the lock in a forked child, where a thread that held it does not exist."""
         self._lock = host.Lock()
 
     def add(self, claim: Claim) -> None:
@@ -248,15 +249,15 @@ class Claims:
         self._new[id(claim)] = weakref.ref(claim)
 
     def is_over(self, claim: Claim) -> None:
-        """Strike out ``claim``, which is over, if its addresses were not looked up yet."""
+        """Remove ``claim``, which is over, if its addresses have not been determined yet."""
         self._new.pop(id(claim), None)
 
     def _look(self) -> None:
-        """Look up the addresses of the new claims that are not over. Called with the lock held."""
+        """Determine the addresses of the new claims that are not over. Called with the lock held."""
         while self._new:
             try:
                 _, ref = self._new.popitem()
-            except KeyError:  # another thread has struck out the last one
+            except KeyError:  # another thread has removed the last one
                 return
             claim = ref()
             if claim is None or not claim.claims:
@@ -267,7 +268,7 @@ class Claims:
                     self._memories.setdefault(x.device, _Memory()).add(extent, ref)
 
     def find(self, xs: Iterable[torch.Tensor], but: Claim | None = None) -> Claim | None:
-        """Return a claim other than ``but`` that is not over and is on bytes of ``xs``, or None."""
+        """Return a claim other than ``but`` that still holds bytes of ``xs``, or None."""
         if not (self._new or self._memories):
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""Reductions of tensors from several ranks, with torch and in rank order, so that all get the same bits."""
+"""Reductions of several ranks' tensors with torch, in rank order, so that all ranks get the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asynccoll.plan.spec import HALF, ReduceOp
 
 __all__ = ["reduce_chunks"]
 
-#: ``f(a, b, out=)``; ``out`` may be one of the two
+#: ``f(a, b, out=)``, where ``out`` may be ``a`` or ``b``
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,

@@ -1,7 +1,7 @@
-"""New memory for results: for large ones it asks the kernel for large pages.
+"""New memory for results; for large results, the kernel is asked for huge pages.
 
-The kernel clears pages one by one as they are first written. For 64 MiB in pages of 4 KiB that takes longer
-than the collective that writes them.
+The kernel clears pages one by one when they are first written. For 64 MiB in pages of 4 KiB, that takes
+longer than the collective that writes to them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 __all__ = ["fresh"]
 
-#: Asking pays from this size on: smaller tensors come from memory that the process has used before.
+#: Huge pages pay off from this size on: smaller tensors come from memory that the process has used before.
 _LARGE_BYTES = 4 << 20
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
 
 _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -29,5 +29,5 @@ def fresh(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     if _ADVICE is not None and made.device.type == "cpu" and made.nbytes >= _LARGE_BYTES:
         start = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (made.data_ptr() + made.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _ADVICE)  # may be refused: no harm
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _ADVICE)  # may fail, harmlessly
     return made

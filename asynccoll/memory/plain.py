@@ -1,4 +1,4 @@
-"""Which tensors may be sent or filled: plain memory that no earlier call still fills."""
+"""Which tensors may be sent or filled: plain memory that no earlier call is still filling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "writable_together",
 ]
 
-#: The types of tensors that are plain memory, and never wrap others.
+#: The tensor types that are plain memory and never wrap other tensors.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr
 _is_inference = torch.Tensor.is_inference
@@ -34,11 +34,11 @@ _is_nested = attrgetter("is_nested")
 
 
 def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` as a ``torch.Tensor`` that native code may read: a harmless subclass becomes a plain one.
+    """Return ``x`` as a ``torch.Tensor`` that native code may read; a harmless subclass becomes a plain one.
 
-    Wrappers (``DTensor``, fake and functorch tensors, duals), nested and quantized ones, and tensors whose
-    storage was freed have no such memory: ``PayloadTypeError``, with the cure. Memory that an earlier call
-    still fills is refused with ``InvalidArgumentError``.
+    Wrappers (``DTensor``, fake and functorch tensors, duals), nested and quantized tensors, and tensors whose
+    storage was freed have no such memory: they raise ``PayloadTypeError``, which says what to do. Memory that
+    an earlier call is still filling is refused with ``InvalidArgumentError``.
     """
     try:
         plain = type(x) in ORDINARY and x.data_ptr() and not x.is_nested
@@ -52,7 +52,7 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``plain_tensor`` of each, quickly if all are of ordinary types."""
+    """Return ``plain_tensor`` of each of ``xs``, quickly if all are of ordinary types."""
     if ORDINARY.issuperset(map(type, xs)):
         try:
             duals = forward_ad._current_level >= 0 and any(map(_is_dual, xs))
@@ -65,7 +65,7 @@ def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return as ``plain_tensor``, or refuse with the reason, a tensor that failed its quick test."""
+    """Return ``x``, which failed the quick test, as ``plain_tensor`` does, or refuse it with the reason."""
     if is_lazy(x):
         raise PayloadTypeError(
             f"{name} got an {type(x).__name__}, which has no shape yet; run the module once "
@@ -73,7 +73,7 @@ def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
         )
     wrapped = _is_wrapper(x)
     if not wrapped and (x.layout is not torch.strided or x.device.type in ("meta", "xla")):
-        return x  # has no address; later code refuses this layout or device by name, or supports it
+        return x  # it has no address; later code refuses this layout or device by name, or supports it
     if not wrapped and not x.is_nested and (x.data_ptr() or not x.numel()):
         # ``as_subclass`` shares memory and autograd history, and calls no ``__torch_function__``.
         return x if type(x) in ORDINARY else torch.Tensor.as_subclass(x, torch.Tensor)
@@ -89,7 +89,7 @@ def _is_dual(x: torch.Tensor) -> bool:
 
 
 def _is_wrapper(x: torch.Tensor) -> bool:
-    """Whether ``x`` only stands for other tensors."""
+    """Whether ``x`` only represents other tensors."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or _is_dual(x):
         return True
     own = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -131,7 +131,7 @@ def _what(x: torch.Tensor) -> str:
 def writable(name: str, out: torch.Tensor) -> None:
     """Refuse an ``out=`` of plain memory that cannot be filled, before anything is sent.
 
-    Otherwise tell autograd that it is being filled, as ``overwritten`` does.
+    Otherwise tell autograd that ``out`` is being filled, as ``overwritten`` does.
     """
     inference = out.is_inference()
     if inference and not torch.is_inference_mode_enabled():
@@ -151,7 +151,7 @@ def writable(name: str, out: torch.Tensor) -> None:
 def overwritten(*outs: torch.Tensor) -> None:
     """Tell autograd that ``outs`` are being filled, which it cannot see.
 
-    A backward that needs the previous values of one of them then raises, as after any operation in place.
+    A backward that needs the previous values of one of them then raises, as after any in-place operation.
     """
     for out in outs:
         if not out.is_inference():
@@ -161,7 +161,7 @@ def overwritten(*outs: torch.Tensor) -> None:
 def raw(x: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor as a flat uint8 tensor.
 
-    ``x.view(torch.uint8)`` alone would depend on the stride even of a dimension with a single element.
+    ``x.view(torch.uint8)`` alone would depend on the strides even of dimensions with a single element.
     """
     if not x.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -169,7 +169,7 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 
 def _folded(x: torch.Tensor) -> bool:
-    """Whether two elements may have one address: a stride is shorter than what the smaller strides span."""
+    """Whether two elements may share an address: a stride is no longer than what smaller strides span."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -180,7 +180,7 @@ def _folded(x: torch.Tensor) -> bool:
 
 
 def _all_apart(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
-    """Whether no two of ``outs``, and of those of ``xs`` that are not their own ``out``, share an address.
+    """Whether ``outs``, and those of ``xs`` that are not their own ``out``, have disjoint address ranges.
 
     This is the quick check: it is also False in cases that have to be checked leaf by leaf.
     """
@@ -194,16 +194,16 @@ def _all_apart(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool
 
 @dataclass(frozen=True, eq=False)
 class _Leaf:
-    """The memory of one leaf's input and result, as a claim."""
+    """A claim on the memory of one leaf's input and result."""
 
     out: list[torch.Tensor]
     claims: bool = True
 
 
 def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """Refuse ``outs`` if filling one would change another, or one of ``xs`` that is yet to be sent.
+    """Refuse ``outs`` if filling one of them would change another, or one of ``xs`` that is yet to be sent.
 
-    For each of ``outs`` it also does what ``writable`` does.
+    Each of ``outs`` is also checked and marked as ``writable`` does.
     """
     sent, of_this_mode = set(xs), torch.is_inference_mode_enabled() or not any(map(_is_inference, outs))
     for out in outs:

@@ -1,7 +1,7 @@
-"""Memory that a call fills (``out=``). No other call may use it before somebody has waited for the first.
+"""Memory that a call fills (``out=``). No other call may use it before the first one has been waited for.
 
-Native operations on the same memory may run at the same time (gloo has several threads). And if the received
-bytes are not yet the result (a packed tree, strides, an average), the waiter does the rest. A call that read
+Native operations on the same memory may run concurrently (gloo has several threads). And if the received
+bytes are not yet the result (a packed tree, strides, an average), the waiter finishes it. A call that read
 such memory too early would silently send wrong data.
 """
 
@@ -48,7 +48,7 @@ class Filling(Protocol):
         """The line that called it."""
 
     def done(self) -> bool:
-        """Whether it is over for its waiters."""
+        """Whether the operation is over for its waiters."""
 
 
 class Filler(Claim, Protocol):
@@ -60,7 +60,7 @@ class Filler(Claim, Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether nobody has waited for it yet."""
+        """Whether the work has not been waited for yet."""
 
 
 #: The works whose ``out`` no other call may use.
@@ -68,7 +68,7 @@ claims: Claims = host.per_process(Claims, forked=Claims.unlock)
 
 
 class _Dropped:
-    """The claim that replaces a work which its user dropped while its operations were in flight."""
+    """The claim that replaces a work that its user dropped while its operations were in flight."""
 
     __slots__ = ("__weakref__", "operations", "out")
 
@@ -93,7 +93,7 @@ def let_go(out: object, operations: tuple[Filling, ...]) -> None:
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
-    """Refuse to read or fill memory that an earlier call, other than ``but``, still fills."""
+    """Refuse to read or fill memory that an earlier call, other than ``but``, is still filling."""
     claim = claims.find(xs, but)
     if claim is None:
         return

@@ -1,8 +1,8 @@
 """Whether the input of a call was written to before the call was waited for.
 
-Some transports copy an input at the call, others read it later, so that such a write silently gives different
+Some transports copy the input when called, others read it later, so such a write silently gives different
 results on different backends. Torch counts the writes to a tensor; all views of one memory share a count. So
-writes cannot be detected for a view of a part of its base, nor for tensors made in inference mode, which have
+writes cannot be detected for a view of a part of its base, or for tensors made in inference mode, which have
 no count.
 """
 
@@ -26,10 +26,10 @@ _version = attrgetter("_version")
 
 
 def counted(x: Any, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Return ``x`` if torch counts the writes to it and to nothing else; else None.
+    """Return ``x`` if torch counts exactly the writes to it; else None.
 
-    None also if ``out`` overlaps ``x``, since the call itself writes there, and for a lazy tensor, since a
-    call on it uses the value that it had then.
+    Also None if ``out`` overlaps ``x``, since the call itself writes there, and for a lazy tensor, since a
+    call uses the value that the tensor has at the time of the call.
     """
     if type(x) not in ORDINARY or x.is_xla or (x._is_view() and _is_a_part(x)):
         return None
@@ -45,7 +45,7 @@ def _is_a_part(view: torch.Tensor) -> bool:
 
 
 def counted_of(xs: Iterable[object]) -> list[torch.Tensor] | None:
-    """Return those of ``xs`` whose writes are counted (``counted``) and that have elements; None if none."""
+    """Return those of ``xs`` whose writes are counted (``counted``) and that are not empty; None if none."""
     return [x for x in map(counted, xs) if x is not None and x.numel() and not x.is_inference()] or None
 
 
@@ -55,10 +55,10 @@ def beside(xs: Iterable[torch.Tensor], outs: Iterable[torch.Tensor]) -> list[tor
 
 
 def writes_to(read: Read) -> int:
-    """Return how often ``read`` was written to so far."""
+    """Return how often ``read`` has been written to so far."""
     try:
         count: int = sum(map(_version, read)) if type(read) is list else _version(read)
-    except RuntimeError:  # made in inference mode: never
+    except RuntimeError:  # made in inference mode: writes are not counted
         return 0
     return count
 

@@ -141,7 +141,7 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """The name with the place in the order, or with the peer, as in ``send to rank 1 (tag 0)``."""
+        """The name with its place, or with its peer: ``all_reduce #41``, or ``send to rank 1 (tag 0)``."""
         if self.peer < 0:
             return call_name(self.name, self.sequence)
         return message_name(self.name, self.lane.group.ranks[self.peer], self.tag)

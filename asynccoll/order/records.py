@@ -88,7 +88,7 @@ class Records:
         self._recorder.ended(self._recorder.note(text, self.number, place, part, -1, 0, now, now), now)
 
     def refused(self, name: str, place: int, part: int, peer: int, why: str) -> None:
-        """Record that this rank refuses a call and never makes it, for tools and for peers that wait for it."""
+        """Record that this rank refuses a call and never makes it, for tools and for peers that wait."""
         recorder, now = self._recorder, host.monotonic()
         text = self._describe(("refused", name), Estimate(name), site(), None)
         recorder.refused(recorder.note(text, self.number, place, part, peer, 0, now, now), why, now)

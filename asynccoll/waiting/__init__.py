@@ -1,6 +1,7 @@
 """The ``Work`` that a user holds, and how waiters sleep until it is done: on asyncio, on trio, in a thread.
 
-Knows operations and the memory that they fill; not what they mean or which backend runs them.
+This package knows operations and the memory that they fill. It must not know what operations mean or which
+backend runs them.
 """
 
 from asynccoll.waiting.started import Started

@@ -1,4 +1,4 @@
-"""``as_completed``: works one by one, in the order in which they become done."""
+"""``as_completed``: yield works one by one, in the order in which they become done."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 @fitting
 async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None) -> AsyncIterator[Work[T]]:
-    """Each of ``works`` as it becomes done, the fastest first; those of one lane in the lane's order.
+    """Yield each of ``works`` as it becomes done, the fastest first; works of one lane in the lane's order.
 
     ``async for work in ac.as_completed(works): x = work.result()``. After ``timeout`` seconds in total, or
-    the timeout of a work in flight, ``CollectiveTimeoutError`` is raised; the works stay awaitable.
+    the timeout of a work in flight, ``CollectiveTimeoutError`` is raised; the works remain awaitable.
     """
     check_patience(timeout)
     arrivals = _Arrivals(listed_works("as_completed", works))
@@ -40,7 +40,7 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
 class _Attending:
     """An awaitable that waits for ``work`` in place if that is likely to be enough.
 
-    It gives whether the work is done, without suspending the task until it is.
+    Awaiting it returns whether the work is done; it does not suspend the task until then.
     """
 
     __slots__ = ("_work",)
@@ -59,40 +59,40 @@ class _Attending:
 
 
 def _line_of(work: Work[Any]) -> object:
-    """A key that works share if they end one after the other: for a collective its lane.
+    """Return a key that works share if they end one after another: for a collective, its lane.
 
-    A message, and a work of several operations, shares it with no other work: the key is the work itself.
+    For a message, and for a work of several operations, the key is the work itself: no other work shares it.
     """
     operations = work._operations
     return operations[0].lane if len(operations) == 1 and operations[0].sequence else work
 
 
 def _rank_in_line(work: Work[Any]) -> list[tuple[int, int]]:
-    """What the works of one line are sorted by, to stand in the order in which they end."""
+    """Return the key that sorts the works of one line into the order in which they end."""
     return [(operation.sequence, operation.part) for operation in work._operations]
 
 
 class _Line:
-    """The indices of works that end one after the other, without those that were taken."""
+    """The indices of works that end one after another, without those that were taken."""
 
     __slots__ = ("places", "watched")
 
     def __init__(self) -> None:
         self.places: deque[int] = deque()
-        self.watched = False  # whether the first of them has a callback that tells when it is done
+        self.watched = False  # whether the first of these works has a callback that reports when it is done
 
 
 class _Arrivals(Generic[T]):
     """Works in the order in which they became done, for one task.
 
-    Works of one lane end in their order. So only the first of them is checked, and only it gets a callback:
-    callbacks cost the completing thread time, and works behind the first may be done when it has run.
+    Works of one lane end in order. So only the first of them is checked and given a callback: callbacks cost
+    the completing thread time, and later works may be done by the time the callback has run.
     """
 
     def __init__(self, works: list[Work[T]]) -> None:
-        self._works: list[Work[T] | None] = [*works]  # None: taken, so that it is not kept in memory
+        self._works: list[Work[T] | None] = [*works]  # None: taken, and no longer kept in memory
         self.left = len(self._works)
-        self._first = 0  # no work before this index is left
+        self._first = 0  # all works before this index have been taken
         self._arrived: deque[Work[T]] = deque()
         lines: dict[object, _Line] = {}
         self._line_at: list[_Line] = []
@@ -119,22 +119,22 @@ class _Arrivals(Generic[T]):
 
     async def _next(self, deadline: float) -> Work[T]:
         if self._take():
-            await _Attending(self._arrived[0])  # only to yield to the loop, if its turn is over
+            await _Attending(self._arrived[0])  # only to yield to the loop if its turn is over
         while not self._take():
-            # Most often the work listed first ends first, and soon: waiting in place then saves a wake-up.
+            # Usually the work listed first ends first, and soon: waiting in place then saves a wake-up.
             if await self._oldest_ends():
                 continue
-            self._signal = Signal()  # before _told is read below: what ends after that sets this signal
+            self._signal = Signal()  # before _told is read below: works that end after that set this signal
             self._watch()
             if self._told or await self._signal.wait(min(deadline, self._due) - host.monotonic()):
                 continue
-            self._due = self._deadline()  # the operation whose deadline it was may have ended since
+            self._due = self._deadline()  # the operation with the earliest deadline may have ended since
             if host.monotonic() >= min(deadline, self._due) and (out := list(self._out())):
                 _give_up(out)
         return self._arrived.popleft()
 
     def _take(self) -> bool:
-        """Move the works that are done to ``_arrived``; returns whether any is there."""
+        """Move the works that are done to ``_arrived``. Returns whether there are any."""
         while self._told:
             line = self._told.popleft()
             while line.places and (work := self._at(line.places[0])).done():
@@ -151,7 +151,7 @@ class _Arrivals(Generic[T]):
         return work
 
     async def _oldest_ends(self) -> bool:
-        """Wait in place for the first work that is left; returns whether it is done."""
+        """Wait in place for the first work in the line of the first remaining work; returns if it is done."""
         while self._works[self._first] is None:
             self._first += 1
         line = self._line_at[self._first]
@@ -161,7 +161,7 @@ class _Arrivals(Generic[T]):
         return False
 
     def _watch(self) -> None:
-        """Have the first work of each line call ``_tell`` when it is done."""
+        """Make the first work of each line call ``_tell`` when it is done."""
         while self._unwatched:
             line = self._unwatched.popleft()
             if line.places:
@@ -183,12 +183,12 @@ class _Arrivals(Generic[T]):
         )
 
     def _deadline(self) -> float:
-        """The earliest deadline of the operations in flight; infinity if there are none."""
+        """Return the earliest deadline of the operations in flight; infinity if there are none."""
         return min((operation.deadline for operation in self._out()), default=math.inf)
 
 
 def _give_up(out: list[Operation]) -> NoReturn:
-    """Raise the timeout error of the first operation in flight, ``out[0]``; extend the deadlines of all."""
+    """Raise the timeout error of the first operation in flight, ``out[0]``, and extend all deadlines."""
     oldest, *others = out
     for operation in others:
         operation.extend()

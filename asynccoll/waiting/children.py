@@ -1,27 +1,27 @@
 """Which lanes of ended child tasks are closed: the ``TaskGroup``'s rule, which is the same on every rank.
 
-A child task's lane is named after the child. Ranks match lanes by name, so ranks must close a lane equally
-often, and at the same place among its calls; but they may start and end the children of different names in
-any order, and in several tasks at a time. So what is done with a lane depends only on what happened to its
-own name, and on what the one task does that leaves the groups:
+A child task's lane is named after the child. Ranks match lanes by name, so all ranks must close a lane
+equally often and at the same place among its calls. But they may start and end children of different names in
+any order, and in several tasks at a time. So what happens to a lane depends only on the history of its own
+name, and on the one task that leaves the groups:
 
-- When the first child of a name ends, its lane is closed, as it may well be the only one.
-- From the second child on the lane is kept: opening it again at every step would cost milliseconds each time.
-  When so many have ended that there are no numbers for another's places (``MOST_CHILDREN``), it is closed,
-  and the name counts as new.
+- When the first child of a name ends, its lane is closed, since it may well be the only one of that name.
+- From the second child on, the lane is kept: reopening it at every step would cost milliseconds each time.
+  When so many children have ended that there are no numbers left for another one's places
+  (``MOST_CHILDREN``), the lane is closed, and the name counts as new.
 - When a task leaves a group, and the groups that it has left had many names in total, the lanes of all these
   names are closed, and the names count as new.
 
-A group inside another group of the same task counts as left when the outer one is, as the outer group's
-children may still run. The lanes of a child's own children are closed when the child ends, as on another rank
-it may have ended before it had any. So the key of a lane (``times``) never depends on which calls a child has
-made, if any.
+A group inside another group of the same task counts as left when the outer group is left, since the outer
+group's children may still run. The lanes of a child's own children are closed when the child ends, since on
+another rank it may have ended before it had any. So the key of a lane (``times``) never depends on which
+calls a child has made, if any.
 
-The child's number is a part of each call's place, as on another rank the child before it may have made fewer
-calls, or more. A child that fails or is cancelled makes no more calls: its lanes refuse the rest, which ends
-those calls on the ranks whose child goes on; the lane is in step again for the next child (``order.cut``).
-What it has not called on lanes that this rank has not opened is kept (``Unmade``): the lane refuses it when
-this rank opens it.
+The child's number is part of each call's place, since on another rank the previous child may have made fewer
+or more calls. A child that fails or is cancelled makes no more calls: its lanes refuse the remaining ones,
+which ends those calls on ranks whose child continues. The lane is then in step again for the next child
+(``order.cut``). Calls not made on lanes that this rank has not opened are recorded (``Unmade``): such a lane
+refuses them when this rank opens it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Children", "Unmade"]
 
-#: Lanes of names used again are kept while the groups that a task has left have at most this many names.
+#: Lanes of reused names are kept as long as the groups that a task has left have at most this many names.
 MANY_NAMES = 8
 #: A name counts as new after this many children: a place has 63 bits (``backends.memory.engine``).
 MOST_CHILDREN = (1 << 62) // CHILD
@@ -53,7 +53,7 @@ MOST_CHILDREN = (1 << 62) // CHILD
 class Unmade:
     """Calls that children of one name have not made, on lanes that this rank has not opened.
 
-    They are those of children ``first`` to below ``end``; the last of these ended for the reason ``why``.
+    They are the calls of children ``first`` to below ``end``; the last of these ended for the reason ``why``.
     """
 
     first: int
@@ -72,7 +72,7 @@ class Unmade:
 
 
 class Children:
-    """How often children of each name have ended in one rank's world, and what that closes and refuses."""
+    """How often children of each name have ended in one rank's world, and the effect on their lanes."""
 
     def __init__(
         self,
@@ -82,15 +82,15 @@ class Children:
     ) -> None:
         """``lanes`` returns the lanes of a name in all groups; ``close`` closes those of a name for a reason.
 
-        ``note`` tells other ranks of calls that are not made on lanes that are not among the given ones; its
-        first argument is the key that the lanes of that name share.
+        ``note`` tells other ranks about calls that are not made on lanes other than the given ones; its first
+        argument is the key that the lanes of that name share.
         """
         self._lanes = lanes
         self._close = close
         self._note = note
         self._unmade: dict[str, Unmade] = {}
-        #: by name: how many children have ended since the name counted as new, and in all; and how often its
-        #: lanes were closed
+        #: by name: how many children have ended since the name counted as new, how many in total, and how
+        #: often its lanes were closed
         self._ended: Counter[str] = Counter()
         self._in_all: Counter[str] = Counter()
         self._closed: Counter[str] = Counter()
@@ -99,15 +99,15 @@ class Children:
         self._lock = host.Lock()
 
     def ended_on(self, name: str) -> int:
-        """How many children named ``name`` have ended since the name counted as new."""
+        """Return how many children named ``name`` have ended since the name counted as new."""
         return self._ended[name]
 
     def unmade(self, name: str) -> Unmade | None:
-        """The calls that ended children of that name have not made on lanes that this rank has not opened."""
+        """Return the calls that ended children of that name never made, on lanes this rank has not opened."""
         return self._unmade.get(name)
 
     def times(self, name: str) -> str:
-        """A suffix for the key of the name's lane now; it differs each time that the lane was closed.
+        """Return the current suffix for the key of the name's lane; it changes each time the lane is closed.
 
         It is the same on all ranks, whether or not they have used all of the name's lanes. "" at first.
         """
@@ -120,7 +120,7 @@ class Children:
     def ended(self, name: str, error: BaseException | None = None) -> None:
         """Note that a child named ``name`` has ended; with ``error``, before it had made all of its calls.
 
-        Closes the lanes that this closes, and has the others refuse the calls that were not made.
+        Closes the lanes that must now be closed; the name's other lanes refuse the calls that were not made.
         """
         why = _not_called(name, error)
         lanes = list(self._lanes(name))
@@ -153,7 +153,7 @@ class Children:
     def left(self, actor: Actor, names: Iterable[str]) -> None:
         """Note that ``actor`` has left its outermost task group, whose children had these ``names``.
 
-        Closes the lanes of all names that its groups had, if these are too many.
+        Closes the lanes of all names that its groups have had, if there are too many of them.
         """
         with self._lock:
             known = self._left.setdefault(actor, {})
@@ -166,7 +166,7 @@ class Children:
             self._close(each, "")
 
     def _forget(self, name: str) -> list[str]:
-        """Let ``name`` and the names below it count as new. Returns them: the caller closes their lanes.
+        """Make ``name`` and the names below it count as new. Returns them: the caller closes their lanes.
 
         Called with ``_lock`` held.
         """
@@ -179,9 +179,9 @@ class Children:
 
 
 def _not_called(name: str, error: BaseException | None) -> str:
-    """Why the child makes no more calls on its lane, for ranks that wait for them; "" if it has made all.
+    """Say why the child makes no more calls on its lane, for ranks that wait for them; "" if it has made all.
 
-    "" also if the program ends, which other ranks learn in any case.
+    Also "" if the program ends, which other ranks learn in any case.
     """
     if error is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return ""

@@ -1,6 +1,6 @@
-"""Whether a call's result is thrown away: ``await all_reduce(x)``, as if ``x`` itself were reduced.
+"""Detect that a call's result is thrown away: ``await all_reduce(x)``, as if ``x`` itself were reduced.
 
-The bytecode behind the call tells, and is read once for each call in the source.
+The bytecode after the call shows this; it is read once for each call in the source.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from asynccoll.host.call_site import is_users
 
 __all__ = ["discarded_by", "thrown_away_by"]
 
-#: How each call that was looked at throws its result away, by the id of its code and the instruction. The
-#: code itself is kept so that no other code gets its id.
+#: How each call seen so far throws its result away, by the id of its code object and the instruction. The
+#: code object is kept alive so that no other one gets its id.
 _known: dict[tuple[int, int], tuple[str, CodeType]] = {}
-#: Instructions that leave the value of a call alone, or are part of the ``await`` behind it.
+#: Instructions that leave the value of a call alone, or are part of the ``await`` after it.
 _AWAIT = frozenset(["CACHE", "NOP", "RESUME", "GET_AWAITABLE", "LOAD_CONST", "END_SEND", "YIELD_FROM"])
 #: Instructions between the name ``wait`` and its call in ``.wait(timeout=...)``, in any version of Python.
 _ARGUMENTS = frozenset(
@@ -38,9 +38,9 @@ _CALLS = frozenset(["CALL", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION", "CALL_FUN
 
 
 def thrown_away_by(depth: int) -> str:
-    """By which wait the user's call ``depth`` frames above throws its result away (0.3 us once known).
+    """Return by which wait the user's call ``depth`` frames above throws its result away (0.3 us once known).
 
-    "await", "wait", or "" if it does not.
+    That is "await" or "wait", or "" if it does not.
     """
     frame = sys._getframe(depth + 1)
     code, instruction = frame.f_code, frame.f_lasti
@@ -52,13 +52,13 @@ def thrown_away_by(depth: int) -> str:
 
 
 def discarded_by(code: CodeType, instruction: int) -> str:
-    """By which wait the result of the call at ``instruction`` is thrown away: "await", "wait" or ""."""
+    """Return by which wait the result of the call at ``instruction`` is discarded: "await", "wait" or ""."""
     steps = [step for step in dis.get_instructions(code) if step.offset > instruction]
     first = next((step for step in steps if step.opname not in ("CACHE", "NOP")), None)
     if first is None:
         return ""
     if first.opname == "GET_AWAITABLE":
-        # An await is a loop of instructions, whose SEND names the one behind the loop.
+        # An await is a loop of instructions, whose SEND names the instruction after the loop.
         ends = next((step.argval for step in steps if step.opname == "SEND"), 0)
         rest = [step for step in steps if step.offset >= ends]
         passed = _AWAIT

@@ -1,13 +1,13 @@
-"""Errors and warnings for a user who forgot to await a work, and used it as its result or dropped it.
+"""Errors and warnings for a user who forgot to await a work and used it as its result, or dropped it.
 
 Arithmetic, indexing, ``float(work)``, ``work.shape`` and ``torch.relu(work)`` raise an error that names
-the call which made the work, and how to get its result. Type checkers do not see these methods, so they
+the call that made the work, and says how to get its result. Type checkers do not see these methods, so they
 still report ``work + 1`` as a mistake.
 
-Dropping a work warns. If an uncaught exception has ended the program, whose frames held the work, it warns
-only of an error that the work has and that was not reported yet. Where warnings are errors (``python -W
-error``), Python prints one raised in a finalizer and goes on, as with a coroutine that was never awaited; so
-the first is kept here, and ``finalize`` raises it (``raised``).
+Dropping a work warns. If an uncaught exception, whose frames held the work, has ended the program, a work
+warns only if it has an error that was not reported yet. If warnings are errors (``python -W error``), Python
+prints one that is raised in a finalizer and continues, as for a coroutine that was never awaited; so the
+first one is kept here, and ``finalize`` raises it (``raised``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["NotItsResult", "raised", "warn"]
 
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
-#: The methods of operators, whose signs follow in the same order.
+#: The methods of operators; ``_AS_SIGNS`` has their symbols in the same order.
 _SIGNED = (
     "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor neg pos invert lt le gt ge getitem"
 )
@@ -35,10 +35,11 @@ _SIGNS = dict(zip(_SIGNED.split(), _AS_SIGNS.split(), strict=True))
 
 
 class _Raised:
-    """``first``: the first warning of a dropped work that was raised as an error, or "".
+    """What has been reported about dropped works.
 
-    ``told``: the errors of works dropped as the program ended, each of which was reported once. ``shown``: by
-    file, which warnings were shown, for the ``warnings`` module, which shows each once unless told otherwise.
+    ``first``: the first warning about a dropped work that was raised as an error, or "". ``told``: the errors
+    of works dropped as the program ended, each reported once. ``shown``: for each file, the registry of
+    warnings that were shown, for the ``warnings`` module, which by default shows each of them once.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ _raised = host.per_process(_Raised)
 
 
 def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
-    """Warn of a work that was created at ``place`` and dropped. Called by its finalizer.
+    """Warn about a work that was created at ``place`` and dropped. Called by its finalizer.
 
     ``failure``: the error of the work, if it has failed.
     """
@@ -60,7 +61,7 @@ def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
     try:
         shown = _raised.shown[place.file]
         warnings.warn_explicit(text, UnawaitedWorkWarning, place.file, place.line, registry=shown)
-    except BaseException as error:  # warnings turned into errors, or an interpreter that is shutting down
+    except BaseException as error:  # warnings turned into errors, or the interpreter is shutting down
         import sys
 
         if sys is not None and sys.unraisablehook is not None:
@@ -70,7 +71,7 @@ def warn(text: str, place: Place, failure: BaseException | None = None) -> None:
 
 
 def _is_news(failure: BaseException | None, end: str) -> bool:
-    """Whether ``failure`` was not reported yet, as the program's ``end`` or here; notes it as reported."""
+    """Whether ``failure`` was not reported yet, in the program's ``end`` or here; record it as reported."""
     text = str(failure).partition("\n")[0]
     if failure is None or isinstance(failure, AbortedError) or text in end or text in _raised.told:
         return False
@@ -79,7 +80,7 @@ def _is_news(failure: BaseException | None, end: str) -> bool:
 
 
 def raised() -> UnawaitedWorkWarning | None:
-    """Return the first warning that was raised as an error, which no caller has received; None after that."""
+    """Return the first warning raised as an error, which no caller has received; None from then on."""
     text, _raised.first = _raised.first, ""
     return UnawaitedWorkWarning(text) if text else None
 
@@ -102,17 +103,17 @@ def _refusing(name: str, told: str) -> Callable[..., NoReturn]:
 
 
 class NotItsResult:
-    """A handle whose operators and attributes raise: the error says that the result has to be awaited."""
+    """A handle whose operators and attributes raise an error that says to await the result."""
 
     __slots__ = ()
 
     def _told(self) -> None:
-        """Called when an error says that this was not awaited: then dropping it need not warn as well."""
+        """Note that an error said that this was not awaited, so that dropping it need not warn as well."""
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            # A protocol that the caller looks for; or an own attribute, unset since the constructor failed.
+            # A protocol that the caller looks for, or an own attribute that a failed constructor left unset.
             if name.startswith("__") or hasattr(type(self), name):
                 raise AttributeError(name)
             raise AttributeError(str(_refuse(self, f"attribute {name!r}")), name=name, obj=self)

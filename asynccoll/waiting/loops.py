@@ -1,9 +1,9 @@
 """An event loop as a waiter sees it: whether its turn is over, how to yield to it, how to sleep in it.
 
-A *turn* is the time between two times that the loop runs its other tasks. Waits in place (``suspending``) may
-hold a turn for a millisecond; after that the waiter yields to the loop. asyncio's own selector loop can be
-asked what it has to do: the waiter yields as soon as a timer is due, and while the loop has nothing to do,
-the turn is prolonged a millisecond at a time.
+A *turn* is the interval between two times that the loop runs its other tasks. Waits in place (``suspending``)
+may hold a turn for a millisecond; after that the waiter yields to the loop. asyncio's own selector loop can
+be asked what it has to do: the waiter yields as soon as a timer is due, and while the loop has nothing to do,
+the turn is prolonged by a millisecond at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asynccoll.order.operation import INLINE_SECONDS
 
 __all__ = ["AddWaker", "Loop", "here", "is_cancelled", "on_asyncio"]
 
-#: Registers a waker; returns a function that forgets it, so that a waiter which has stopped waiting is not
+#: Registers a waker. Returns a function that unregisters it, so that a waiter that has stopped waiting is not
 #: kept in memory until the operation ends.
 AddWaker = Callable[[Callable[[], object]], Callable[[], object]]
 
@@ -33,27 +33,27 @@ _running_loop = asyncio._get_running_loop
 class Loop:
     """An asyncio loop that cannot be asked what it has to do (uvloop; Windows' proactor).
 
-    All that is known is when its present turn began.
+    All that is known is when its current turn began.
     """
 
     __slots__ = ("ends",)
 
-    #: How often the loop has to go round to run the callbacks that were due, and the tasks they woke.
+    #: How many iterations the loop needs to run the callbacks that were due, and the tasks that they woke.
     rounds = 2
 
     def __init__(self) -> None:
-        self.ends: float = -math.inf  # until when waits in place may hold the present turn
+        self.ends: float = -math.inf  # until when waits in place may hold the current turn
 
     def over(self, now: float) -> bool:
         """Whether to yield now: a timer is due, or the turn's time is up and other tasks may be ready."""
         return now >= self.ends
 
     def due(self, now: float) -> float:
-        """Seconds until the loop's next timer is due; infinity if none is known."""
+        """Return the seconds until the loop's next timer is due; infinity if no timer is known."""
         return math.inf
 
     def may_last(self, now: float) -> bool:
-        """Prolong the turn if the loop is known to be idle for another millisecond; returns whether it is."""
+        """Prolong the turn if the loop is known to be idle for another millisecond. Returns whether it is."""
         return False
 
     def others_ready(self) -> bool:
@@ -65,7 +65,7 @@ class Loop:
         self.ends = host.monotonic() + INLINE_SECONDS
 
     def give_turn(self) -> Generator[Any, object, None]:
-        """Yield to the loop if its turn is over, or if the task was cancelled, which a yield tells it."""
+        """Yield to the loop if its turn is over, or if the task was cancelled: the yield raises that."""
         if self.over(host.monotonic()) or is_cancelled(_running_loop()):
             for _ in range(self.rounds):
                 yield
@@ -79,7 +79,7 @@ class Loop:
         future = loop.create_future()
 
         def wake() -> None:
-            # The loop may be closed while the operation is in flight: then no task is left to wake.
+            # The loop may be closed while the operation is in flight; then there is no task left to wake.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_resolve, future)
 
@@ -106,13 +106,13 @@ def is_cancelled(loop: object) -> bool:
 class _SelectorLoop(Loop):
     """asyncio's own loop, which can be asked what it has to do.
 
-    The attributes of asyncio read here are private, and the same in every version from 3.4 on. With a loop
-    that is not asked, a 1 ms heartbeat beside a stream of small calls comes a millisecond later.
+    The attributes of asyncio read here are private, and the same in every version since 3.4. On a loop that
+    is not asked, a 1 ms heartbeat next to a stream of small calls is a millisecond late.
     """
 
     __slots__ = ("_loop",)
 
-    #: The callback of a timer or socket that is ready runs in the second round, its task in the third.
+    #: The callback of a ready timer or socket runs in the second iteration, the task it wakes in the third.
     rounds = 3
 
     def __init__(self, loop: Any) -> None:
@@ -137,7 +137,7 @@ class _SelectorLoop(Loop):
     def _prolong(self, now: float, until: float) -> bool:
         """Prolong the turn unless a callback or file descriptor is ready, or a timer is due by ``until``.
 
-        Returns whether the turn was prolonged. Letting the loop go round costs ten times more than asking it.
+        Returns whether the turn was prolonged. An iteration of the loop costs ten times more than asking it.
         """
         loop = self._loop()
         if loop is None or loop._ready or self.due(until) <= 0.0 or loop._selector.select(0):
@@ -147,7 +147,7 @@ class _SelectorLoop(Loop):
 
 
 class _TrioLoop(Loop):
-    """A run of trio, which cannot be asked what it has to do either."""
+    """A trio run, which cannot be asked what it has to do either."""
 
     __slots__ = ()
 
@@ -155,7 +155,7 @@ class _TrioLoop(Loop):
         import trio
 
         if self.over(host.monotonic()):
-            for _ in range(self.rounds):  # tasks of one round run in any order
+            for _ in range(self.rounds):  # trio runs the tasks of one batch in random order
                 yield from trio.lowlevel.checkpoint().__await__()
             self.begin_turn()
         else:
@@ -167,7 +167,7 @@ class _TrioLoop(Loop):
         token, task = trio.lowlevel.current_trio_token(), trio.lowlevel.current_task()
         parked = True
 
-        def resume() -> None:  # in the loop's thread, so that the flag needs no lock
+        def resume() -> None:  # runs in the loop's thread, so the flag needs no lock
             nonlocal parked
             if parked:
                 parked = False
@@ -197,7 +197,7 @@ def _seen(loop: object) -> Loop:
 
 
 _seen_loops: WeakKeyDictionary[object, Loop] = WeakKeyDictionary()
-#: The loop that was looked up last, which is nearly always the next one, too.
+#: The loop that was looked up last, which is nearly always the next one as well.
 _latest: tuple[Any, Loop] = (lambda: None, Loop())
 
 
@@ -212,7 +212,7 @@ def _known(loop: object) -> Loop:
 
 
 def here() -> Loop | None:
-    """The event loop that the caller runs in, or None."""
+    """Return the event loop that the caller runs in, or None."""
     # trio first: under its guest mode an asyncio loop runs in the same thread.
     if "trio" in sys.modules and trio_task() is not None:
         return _known(sys.modules["trio"].lowlevel.current_trio_token())
@@ -221,9 +221,9 @@ def here() -> Loop | None:
 
 
 def on_asyncio() -> tuple[object, Loop] | None:
-    """The running asyncio loop, as itself and as a ``Loop``.
+    """Return the running asyncio loop, as itself and as a ``Loop``.
 
-    None if no asyncio loop runs here, or if trio is imported: the caller may then run in trio.
+    None if no asyncio loop is running here, or if trio is imported: the caller may then be running in trio.
     """
     loop = _running_loop()
     if loop is None or "trio" in sys.modules:

@@ -1,9 +1,9 @@
 """What a call has started, before its user gets a ``Work`` for it.
 
-A call is made of parts: the buckets of a tree, a comparison of signatures, a number beside tensors. Inside
-the library each part is a ``Started``: its operations, and the function that makes their result. It cannot
-be awaited, no scope tracks it, and dropping it loses nothing; only the public call makes a ``Work``, of all
-parts together.
+A call is made of parts: the buckets of a tree, a comparison of signatures, a number sent along with tensors.
+Inside the library each part is a ``Started``: its operations, and the function that makes their result. It
+cannot be awaited, no scope tracks it, and dropping it loses nothing. Only the public call makes a ``Work``,
+for all parts together.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ U = TypeVar("U")
 
 
 class Started(Generic[T]):
-    """Operations in flight, and their result: what ``finish`` returns, or without one ``value``, once filled.
+    """Operations in flight, and their result: what ``finish`` returns, or else ``value``, once filled.
 
-    ``leaves``: those of a tree, or the parts of a list, that the operations read.
+    ``leaves``: the leaves of a tree, or the elements of a list, that the operations read.
     """
 
     __slots__ = ("finish", "leaves", "operations", "value")
@@ -39,17 +39,17 @@ class Started(Generic[T]):
         self.leaves: Sequence[object] = ()
 
     def outcome(self) -> T:
-        """The result, once all operations are over. Call it only once: it runs ``finish``."""
+        """Return the result, once all operations are over. Call only once: it runs ``finish``."""
         return self.value if self.finish is None else self.finish()
 
     def then(self, function: Callable[[T], U]) -> Started[U]:
-        """A ``Started`` of the same operations, whose result is ``function`` of this one's."""
+        """Return a ``Started`` of the same operations whose result is ``function`` of this one's."""
         derived = Started(self.operations, lambda: function(self.outcome()))
         derived.leaves = self.leaves
         return derived
 
 
 def together(parts: Sequence[Started[Any]], finish: Callable[[list[object]], T]) -> Started[T]:
-    """One ``Started`` for all ``parts``; ``finish`` makes its result from the list of theirs."""
+    """Return one ``Started`` for all ``parts``; ``finish`` makes its result from the list of theirs."""
     operations = tuple(operation for part in parts for operation in part.operations)
     return Started(operations, lambda: finish([part.outcome() for part in parts]))

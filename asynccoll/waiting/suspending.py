@@ -1,13 +1,14 @@
 """How a waiter sleeps: on asyncio, on trio, or as a plain thread.
 
-Waiting is adaptive. A waiter that finds the operation done returns. If the operation is expected to end
+Waiting is adaptive. If the operation is done, the waiter returns. If the operation is expected to complete
 soon, the waiter waits *in place*: it blocks its thread with the GIL released, which costs no wake-up across
-threads. Else it suspends, and the completing thread wakes it.
+threads. Otherwise it suspends, and the completing thread wakes it.
 
-Waiting in place keeps the event loop from running other tasks. The time between two times that it runs them
-is a *turn* (``loops``), and lasts a millisecond, however many operations are awaited in it. After that the
-await yields, if another task may be ready, so that a stream of small operations does not starve the others.
-While the loop is known to have nothing else to do, the turn goes on, a few milliseconds for one operation.
+Waiting in place keeps the event loop from running other tasks. The interval between two times that the loop
+runs them is a *turn* (``loops``). A turn lasts a millisecond, however many operations are awaited in it.
+After that the await yields if another task may be ready, so that a stream of small operations does not starve
+other tasks. While the loop is known to have nothing else to do, the turn is prolonged, by a few milliseconds
+for one operation.
 
 Cancelling a waiter stops the waiting, never the operation.
 """
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Signal", "attend", "block", "in_loop", "late", "pause", "quick", "suspend"]
 
-#: The longest wait in place for one operation, in an idle loop.
+#: The longest wait in place for one operation, when the loop is idle.
 _PATIENCE_SECONDS = 4e-3
 #: A thread in a native wait cannot handle signals; Ctrl-C takes effect after this long at the latest.
 _SLICE_SECONDS = 0.1
 
 
-#: Added to the timeout error of a wait that blocked an event loop whose other tasks were ready to run: what
-#: those would have called may be what the other ranks wait for.
+#: Added to the timeout error of a wait that blocked an event loop whose other tasks were ready to run: the
+#: other ranks may be waiting for calls of those tasks.
 _HELD = (
     ". This rank waited without await (by wait(), or asynccoll.sync), so that no other task of its event "
     "loop could call anything meanwhile: await it there"
@@ -50,7 +51,7 @@ def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
     """
     waited = host.monotonic() - operation.started
     blame = operation.lane.world.blame(operation)
-    operation.extend()  # only now: ``blame`` asks other ranks, which may take as long as the timeout
+    operation.extend()  # only now: ``blame`` asks other ranks, which may take as long as the timeout itself
     who = ":" + "\n ".join(f" {sentence}" for sentence in blame.sentences) if blame.sentences else ""
     # A message has no place in its lane's order (its sequence is 0): nothing waits behind it.
     behind = ", and later calls on its lane wait behind it" if operation.sequence else ""
@@ -67,12 +68,12 @@ def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
 def block(operation: Operation, seconds: float | None) -> None:
     """Wait without a loop, until ``seconds`` from now or the operation's own deadline, whichever is earlier.
 
-    Raises ``CollectiveTimeoutError`` then. Returns when the operation is done, even if it has failed.
+    Raises ``CollectiveTimeoutError`` at that time. Returns when the operation is done, even if it failed.
     """
     now = host.monotonic()
     deadline = operation.deadline if seconds is None else min(operation.deadline, now + seconds)
     completion = operation.completion
-    # A wait that ends in the first slice is not watched over (``attend``).
+    # A wait that ends within the first slice is not registered with the watchdog (``attend``).
     if deadline - now > _SLICE_SECONDS and completion.wait(_SLICE_SECONDS):
         operation.saw_end(host.monotonic())
         return
@@ -92,10 +93,10 @@ def block(operation: Operation, seconds: float | None) -> None:
 
 
 def quick(operation: Operation) -> bool:
-    """Wait in place if that is likely to be enough; returns whether the operation is done.
+    """Wait in place if that is likely to be enough. Returns whether the operation is done.
 
-    This is the whole await in the common case, in one call without a generator. It also returns False where
-    the loop has to be yielded to first (trio, a turn that is over, a cancelled task): ``suspend`` does that.
+    In the common case this is the entire await, in one call without a generator. It also returns False if the
+    waiter must first yield to the loop (trio, a turn that is over, a cancelled task): ``suspend`` does that.
     """
     found = on_asyncio()
     if found is None:
@@ -108,7 +109,7 @@ def quick(operation: Operation) -> bool:
 
 
 def suspend(operation: Operation) -> Generator[object, object, None]:
-    """Wait as a coroutine on the running event loop; raises ``CollectiveTimeoutError`` past the deadline."""
+    """Wait as a coroutine on the running event loop; raise ``CollectiveTimeoutError`` after the deadline."""
     loop = here()
     if loop is None:
         if not operation.done():
@@ -137,7 +138,7 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
 def attend(operation: Operation) -> Generator[object, object, bool]:
     """Yield to the loop if its turn is over, then wait in place if that is likely to be enough.
 
-    Returns whether the operation is done, without suspending the task until it is.
+    Returns whether the operation is done; it does not suspend the task until then.
     """
     loop = _required()
     yield from loop.give_turn()
@@ -145,7 +146,7 @@ def attend(operation: Operation) -> Generator[object, object, bool]:
 
 
 def pause() -> Generator[object, object, None]:
-    """Yield to the loop if its turn is over: for awaits of works that are done already."""
+    """Yield to the loop if its turn is over: for awaits of works that are already done."""
     loop = here()
     if loop is not None:
         yield from loop.give_turn()
@@ -157,7 +158,7 @@ def in_loop() -> bool:
 
 
 class Signal:
-    """A one-shot event that any thread may set and one task may await."""
+    """A one-shot event that any thread may set and a single task may await."""
 
     __slots__ = ("_set", "_waker")
 
@@ -173,7 +174,7 @@ class Signal:
 
     def _add_waker(self, waker: Callable[[], object]) -> Callable[[], object]:
         self._waker = waker
-        # ``set`` writes _set first and then reads _waker, so that one of the two sees the other's write.
+        # ``set`` writes _set first and then reads _waker, so one of the two sees the other's write.
         if self._set:
             waker()
         return self._forget_waker
@@ -182,13 +183,13 @@ class Signal:
         self._waker = None
 
     async def wait(self, seconds: float = math.inf) -> bool:
-        """Wait until the signal is set or ``seconds`` have passed; returns whether it is set."""
+        """Wait until the signal is set or ``seconds`` have passed. Returns whether it is set."""
         await _Parked(self._add_waker, seconds)
         return self._set
 
 
 class _Parked:
-    """``Loop.park`` of the running loop, as an awaitable."""
+    """An awaitable that calls ``Loop.park`` of the running loop."""
 
     __slots__ = ("_add_waker", "_seconds")
 
@@ -208,15 +209,15 @@ def _required() -> Loop:
 
 
 def _inline(operation: Operation, loop: Loop, now: float) -> bool:
-    """Wait in place if that is likely to be enough; returns whether the operation is done."""
+    """Wait in place if that is likely to be enough. Returns whether the operation is done."""
     completion = operation.completion
     estimate = operation.estimate
     elapsed = now - operation.started
     left = estimate.seconds - elapsed
     lasts = left if left > 0.0 else INLINE_SECONDS  # an overdue operation may take any time
     if left < 0.0 and completion.done():
-        estimate.at_most(elapsed)  # when it ended is not known
-        completion.wait(INLINE_SECONDS)  # does not block: it has the completion note whether it ended well
+        estimate.at_most(elapsed)  # it is unknown when the operation ended
+        completion.wait(INLINE_SECONDS)  # does not block: makes the completion record whether it succeeded
     elif (
         not completion.blockable
         or left > _PATIENCE_SECONDS
@@ -235,7 +236,7 @@ def _inline(operation: Operation, loop: Loop, now: float) -> bool:
 
 
 def _hold(completion: Completion, loop: Loop, now: float) -> bool:
-    """Wait in place for as long as the turn may last; returns whether the completion is done."""
+    """Wait in place for as long as the turn may last. Returns whether the completion is done."""
     until = now + _PATIENCE_SECONDS
     while not completion.wait(INLINE_SECONDS):
         now = host.monotonic()

@@ -1,7 +1,7 @@
-"""How the host waits for a device stream: ``stream.synchronize()``, as an operation that can be awaited.
+"""How the host waits for a device stream: ``stream.synchronize()`` as an operation that can be awaited.
 
-The wait blocks a thread of its own, so it holds up no event loop. Being an operation, it has a time limit and
-ends if a peer is lost, for whose data a kernel might wait for ever.
+The wait blocks a separate thread, so it does not block an event loop. As an operation, it has a timeout, and
+ends if a peer is lost whose data a kernel would otherwise wait for forever.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _waiters = host.per_process(lambda: Waiters("asynccoll-stream"))
 
 
 def synchronized(operations: Sequence[Operation], device: torch.device) -> Operation | None:
-    """Return an operation that ends when the device has done all work now on its current stream.
+    """Return an operation that ends when the device has completed all work now on its current stream.
 
-    Returns None if the device has done so already. The time limit is that of the last of ``operations``, and
-    what ends that one's lane ends the new operation as well.
+    Returns None if that work is already complete. The new operation has the time limit of the last of
+    ``operations``, and whatever ends that operation's lane also ends the new operation.
     """
     event = streams.recorded(device)
     done = Promise()
     try:
         if event.query():
             return None
-    except RuntimeError as error:  # from an earlier kernel: CUDA reports its errors at a later call
+    except RuntimeError as error:  # from an earlier kernel: CUDA reports its errors in a later call
         done.settle(error)
     else:
-        _waiters.submit(event, lambda: _wait(event, done))  # each its own key: waits run side by side
+        _waiters.submit(event, lambda: _wait(event, done))  # a key for each event: waits run concurrently
     return operations[-1].lane.follow_up(operations[-1], "on_host", done)
 
 
 def _wait(event: Any, done: Promise) -> None:
-    # A blocking event sleeps in the driver: no spinning, and the GIL is free.
+    # Waiting for a blocking event sleeps in the driver, without spinning and with the GIL released.
     try:
         event.synchronize()
     except RuntimeError as error:  # from a kernel, as above

@@ -1,4 +1,4 @@
-"""``ac.wait_all``: several works that are waited for as one."""
+"""``ac.wait_all``: wait for several works as one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 V = TypeVar("V")
 
-#: The advice for another awaitable that is passed to ``wait_all``. Those of optimizers begin when they are
-#: waited for, and call collectives.
+#: The advice if some other awaitable is passed to ``wait_all``. The awaitables of optimizers begin only when
+#: they are waited for, and call collectives.
 _NO_WORK = (
     "coroutines, gradients and the steps of optimizers are awaited one by one, or by asyncio.gather; the "
     "last two have a wait(), too"
@@ -34,26 +34,26 @@ _NO_WORK = (
 class FirstError:
     """The first error of the waits for several works, each of which is made inside ``with``.
 
-    After a wait that timed out, works that are late as well end at once: the other ranks are asked only once.
+    After one wait has timed out, further late works end immediately: the other ranks are asked only once.
     """
 
     __slots__ = ("_late", "_told", "error")
 
     def __init__(self, told: Sequence[BaseException] = ()) -> None:
-        """``told``: errors that the user has received already, which do not count."""
+        """``told``: errors that the user has already received, which do not count."""
         self.error: Exception | None = None
         self._told = told
         self._late = False
 
     def is_late_too(self, work: Work[Any], until: float = math.inf) -> bool:
-        """Whether ``work`` need not be waited for (up to ``until``), as a wait before it has timed out."""
+        """Whether a wait has timed out, and another one for ``work`` up to ``until`` would do so too."""
         return self._late and work.is_late_too(until)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> bool:
-        """Keep an error; one that is no ``Exception`` (a cancellation, Ctrl-C) goes on."""
+        """Keep an ``Exception``; let any other exception (a cancellation, Ctrl-C) propagate."""
         if not isinstance(error, Exception):
             return False
         if self.error is None and not any(error is one for one in self._told):
@@ -65,7 +65,7 @@ class FirstError:
 class Together(NotItsResult, Generic[T_co]):
     """Works that are waited for together: ``await`` it, or call ``wait()`` where no event loop runs.
 
-    A wait that was cancelled or timed out can be repeated; the works go on meanwhile.
+    A wait that was cancelled or timed out can be repeated; the works continue in the meantime.
     """
 
     __slots__ = ("_works",)
@@ -89,10 +89,10 @@ class Together(NotItsResult, Generic[T_co]):
         return self._results(first.error)
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """Wait, without an event loop, up to ``timeout`` seconds in total, and return the results.
+        """Wait without an event loop, up to ``timeout`` seconds in total, and return the results.
 
         Raises:
-            CollectiveTimeoutError: a work was not done by then. All of them go on.
+            CollectiveTimeoutError: a work was not done by then. All of the works continue.
         """
         check_patience(timeout)
         deadline = host.monotonic() + (math.inf if timeout is None else timeout)
@@ -117,7 +117,7 @@ class Together(NotItsResult, Generic[T_co]):
 
 
 class _InAGraph:
-    """The same while torch compiles, whose graph has the waits one after another, and no time limit."""
+    """The counterpart of ``Together`` while torch compiles: the graph waits one by one, without a timeout."""
 
     def __init__(self, works: Sequence[Work[Any]]) -> None:
         self.works = works
@@ -128,12 +128,12 @@ class _InAGraph:
 
 @contextmanager
 def _waiting_for(works: Sequence[Work[Any]]) -> Iterator[None]:
-    """Wait inside for all ``works``: those that were put off are sent first.
+    """Prepare for waiting for all ``works`` in the block: send those that were deferred first.
 
-    If the wait is cut short (cancelled, by Ctrl-C), so is that for each work that it had yet to come to.
+    If the block is cut short (by cancellation or Ctrl-C), note that for each work that is still pending.
     """
     for work in works:
-        with suppress(Exception):  # a call that is refused as it is sent: the wait for its work raises it
+        with suppress(Exception):  # a call refused when it is sent: the wait for its work raises the error
             work.wanted()
     try:
         yield
@@ -154,7 +154,7 @@ def wait_all(works: Iterable[Work[Any]]) -> Together[Any]:
     """Wait until all ``works`` are done, and return their results in the same order.
 
     Every work is waited for even if one fails; then the first error (in order) is raised. The calling task
-    awaits them one after another, without a task for each. ``await`` what is returned, or call its
+    awaits the works one after another, without a task for each. ``await`` the returned object, or call its
     ``wait(timeout)`` where no event loop runs.
 
     >>> total, scores = await ac.wait_all((ac.all_reduce(loss), ac.all_gather(score)))

@@ -1,8 +1,8 @@
 """``Work``: the awaitable handle of a collective that has started.
 
-A ``Work`` is a view on operations that the runtime holds: they go on if the work is dropped or an
-awaiter is cancelled. What remains to be done when the bytes have arrived (concatenate, decode, average)
-is called *finishing*; it runs once, in the first waiter.
+A ``Work`` is a view of operations that the runtime holds: they continue if the work is dropped or an
+awaiter is cancelled. The processing of the received bytes (concatenate, decode, average) is called
+*finishing*; it runs once, in the first waiter.
 """
 
 from __future__ import annotations
@@ -56,34 +56,35 @@ _PENDING = 0
 _FINISHING = 1
 _DONE = 2
 _FAILED = 3
-#: How many works a scope keeps before it drops those whose outcome was received.
+#: How many works a scope keeps before it drops those whose outcome has been received.
 _FEW = 64
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
-#: How often a waiter looks whether another thread still finishes the work: that may not tell it after Ctrl-C.
+#: How often a waiter checks whether another thread is still finishing the work: after Ctrl-C, that thread may
+#: fail to wake it.
 _LOOK_SECONDS = 1.0
-#: By the ``id`` of a work that one thread finishes while others wait for that: the event that wakes them.
+#: By the ``id`` of a work that one thread is finishing while others wait for it: the event that wakes them.
 _finishing: dict[int, host.Event] = host.per_process(dict)
 
-#: The works of the innermost open scope, which waits for them at its end.
+#: The works of the innermost open scope, which waits for them when it ends.
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
 
 
 class Work(NotItsResult, Generic[T]):
     """A collective that has started, and its result.
 
-    - ``await work`` gives the result, on asyncio or trio, any number of times, from any number of tasks;
-      ``work.wait(timeout=None)`` gives it without an event loop (inside one it blocks the loop).
-    - *Ready* is what both promise: the result may be used on the current device stream. On the CPU
-      (gloo, mpi, horovod) the bytes are there. On nccl the current stream is ordered after the
-      operation and the host has not waited; ``await work.on_host()`` does.
+    - ``await work`` returns the result, on asyncio or trio, any number of times, from any number of tasks;
+      ``work.wait(timeout=None)`` returns it without an event loop (inside one it blocks the loop).
+    - Both promise that the result is *ready*: it may be used on the current device stream. On the CPU
+      (gloo, mpi, horovod) the bytes have arrived. On nccl the current stream is ordered after the
+      operation, and the host has not waited; ``await work.on_host()`` does.
     - All awaiters get the same object. Cancelling an awaiter stops its waiting, not the operation.
     - A work that fails raises the same error for every waiter: ``CollectiveTimeoutError``,
       ``CollectiveMismatchError``, ``PeerRefusedError``, ``PeerLostError`` or another ``CollectiveError``;
-      or an error in this rank's own call that is found late (``UnsupportedOpError``, say).
-    - Dropped without having been waited for, it warns (``UnawaitedWorkWarning``) with the place that
-      created it; call ``detach()`` if dropping it is intended.
+      or an error in this rank's own call that is detected late (such as ``UnsupportedOpError``).
+    - A work that is dropped without having been waited for warns (``UnawaitedWorkWarning``) and names the
+      line that created it; call ``detach()`` if dropping it is intended.
     """
 
     __slots__ = (
@@ -107,18 +108,18 @@ class Work(NotItsResult, Generic[T]):
         self, operations: tuple[Operation, ...], finish: Callable[[], T] | None, value: T = _NOTHING
     ) -> None:
         self._operations = operations
-        # None: nothing is left to finish, and the result is ``value``, which the operations fill
+        # None: there is nothing to finish, and the result is ``value``, which the operations fill
         self._finish = None if finish is None else as_called(finish)
         self._state = _PENDING
         self._heard = False
         self._cut_short = False
         self._error: BaseException | None = None
         self._streamed = False  # ordered by a device stream: each waiter's stream is ordered after it
-        self._mark: Mark | None = None  # on the stream where it was finished, after that
+        self._mark: Mark | None = None  # a point after finishing, on the stream where the work was finished
         self._value = value
         self.out: object = None  # the tensor or tree that the call fills for its user
-        self._mapped: Work[Any] | None = None  # the work that this one was made from by ``map``
-        self._read: Read | None = None  # the input, which nobody may write to until a wait has ended
+        self._mapped: Work[Any] | None = None  # the work that ``map`` derived this one from
+        self._read: Read | None = None  # the input, which must not be written to until a wait has ended
         self._writes = 0  # how often ``_read`` had been written to at the call
 
     # Waiting
@@ -138,7 +139,7 @@ class Work(NotItsResult, Generic[T]):
             if not self._operations:
                 yield from pause()
             elif plain and self._state != _FAILED and (self._read is None or self._is_unwritten()):
-                self._state = _DONE  # nothing runs here, so two threads may do this at once
+                self._state = _DONE  # nothing runs here, so two threads may do this concurrently
                 self._read = None
                 if self.out is not None:
                     claims.is_over(self)
@@ -150,7 +151,7 @@ class Work(NotItsResult, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait without an event loop, and return the result.
 
-        ``timeout`` in seconds bounds this wait; past it ``CollectiveTimeoutError`` is raised and the
+        ``timeout`` in seconds limits this wait; after it ``CollectiveTimeoutError`` is raised, and the
         operation is still in flight. The operation's own ``timeout=`` applies as well.
         """
         if timeout is not None:
@@ -180,7 +181,7 @@ class Work(NotItsResult, Generic[T]):
 
         Raises:
             CollectiveTimeoutError: the device is not done within the operation's ``timeout=``, which counts
-                from the call. Call ``on_host`` again to wait for the same time again.
+                from the call. Call ``on_host`` again to wait for the full timeout again.
             CollectiveError: a kernel on the device has failed, or a peer is lost (``PeerLostError``).
         """
         value = await self
@@ -200,51 +201,52 @@ class Work(NotItsResult, Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Whether no waiter has received its result or error yet, even if they are available (``done``)."""
+        """Whether no waiter has received the result or error yet, even if it is available (``done``)."""
         return self._state < _DONE
 
     @property
     def cut_short(self) -> bool:
-        """Whether a wait for it was cut short: cancelled, or timed out."""
+        """Whether a wait for the work was cut short: cancelled, or timed out."""
         return self._cut_short
 
     def in_flight(self) -> tuple[Operation, ...]:
-        """Return its operations whose native calls may still use its memory, unless a waiter has the result.
+        """Return the operations whose native calls may still use memory; none once a waiter has the result.
 
-        Of a failed work too: it may have been given up (``supersede``).
+        A failed work may have some as well: it may have been given up (``supersede``).
         """
         if self._state == _DONE:
             return ()
         return tuple(one for one in self._operations if one.failure is None and not one.completion.done())
 
     def fills(self, out: object) -> None:
-        """Claim ``out``, which this work fills: no other call may use it until this work was waited for."""
+        """Claim ``out``, which this work fills: no other call may use it until this work is waited for."""
         self.out = out
         claims.add(self)
 
     def reads(self, read: Read) -> None:
-        """Note that this work reads ``read``: a write to it before a wait has ended makes that wait fail."""
+        """Note that this work reads ``read``: a write to that before a wait has ended makes the wait fail."""
         self._read, self._writes = read, writes_to(read)
 
     @property
     def claims(self) -> bool:
-        """Whether no other call may use ``out``: no waiter has the result, or a failed call still writes."""
+        """Whether other calls must not use ``out``: no waiter has the result, or a failed call may write."""
         if self._state == _FAILED:
             return any(operation.completion.writing() for operation in self._operations)
         return self._state != _DONE
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """The operations that it waits for."""
+        """The operations that the work waits for."""
         return self._operations
 
     def supersede(self, why: str) -> None:
-        """Fail, unless a waiter has the result: the memory of it is about to be used for another call.
+        """Fail the work, unless a waiter has its result: another call is about to use its memory.
 
-        Waiters that are still in their wait get the error when it ends.
+        Waiters that are still waiting get the error when their wait ends.
 
         Raises:
-            InvalidArgumentError: its input was written to meanwhile, as every wait for it says, too.
+            InvalidArgumentError: the input was written to in the meantime; every wait for the work raises
+                this as well.
         """
         if self.pending:
             written = self._written()
@@ -253,7 +255,7 @@ class Work(NotItsResult, Generic[T]):
                 raise written
 
     def done(self) -> bool:
-        """Whether waiting would return at once (with the result or the error).
+        """Whether waiting would return immediately (with the result or the error).
 
         Write to inputs and read ``out`` only after a wait, or after ``result()``.
         """
@@ -261,7 +263,7 @@ class Work(NotItsResult, Generic[T]):
             return True
         for operation in self._operations:
             if not operation.done():
-                operation.attend()  # a caller that polls waits, too
+                operation.attend()  # a caller that polls is a waiter too
                 return False
         return True
 
@@ -278,7 +280,7 @@ class Work(NotItsResult, Generic[T]):
         try:
             self._outcome()
         except BaseException as error:
-            if error is not self._error:  # Ctrl-C, say, while the result was made
+            if error is not self._error:  # such as Ctrl-C while the work was being finished
                 raise
             return error
         return None
@@ -311,9 +313,9 @@ class Work(NotItsResult, Generic[T]):
         return noted(derived)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call ``callback(work)`` once the work is done: at once if it is, else on the completing thread.
+        """Call ``callback(work)`` once the work is done: now if it already is, else on the completing thread.
 
-        That thread completes other works, too, so the callback must not block or wait for them. Exceptions
+        That thread also completes other works, so the callback must not block or wait for them. Exceptions
         that it raises are logged (``asynccoll.work``).
         """
         check_function("what work.add_done_callback() calls", callback)
@@ -336,10 +338,10 @@ class Work(NotItsResult, Generic[T]):
                 operation.attend()  # as for a waiter
 
     def detach(self) -> None:
-        """Fire and forget: do not warn if nobody waits. ``finalize`` and ``scope`` still wait for it.
+        """Fire and forget: do not warn if nothing waits for it. ``finalize`` and ``scope`` still do.
 
-        An ``out=`` is filled all the same, by the thread that completes the operation. Nothing tells when the
-        input has been read: pass a copy (``x.clone()``) if you go on to write to it.
+        An ``out=`` is still filled, by the thread that completes the operation. There is no way to tell when
+        the input has been read: pass a copy (``x.clone()``) if you write to it afterwards.
         """
         self._heard = True
         if self.out is not None:
@@ -369,19 +371,19 @@ class Work(NotItsResult, Generic[T]):
                 "or work.as_concurrent_future()"
             ) from None
         self._heard = True
-        self._send()  # here, as another task would take the lane
+        self._send()  # here, since sent from the other task it would use that task's lane
         return loop.create_task(outcome())
 
     def as_concurrent_future(self) -> concurrent.futures.Future[T]:
         """Return a ``concurrent.futures.Future`` for code that waits in threads.
 
-        The future is a wait like any other: past the operation's deadline it fails with
-        ``CollectiveTimeoutError``; call this again to go on waiting. It cannot be cancelled.
+        The future is a wait like any other: after the operation's deadline it fails with
+        ``CollectiveTimeoutError``; call this again to continue waiting. The future cannot be cancelled.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         self._heard = True
-        self._send()  # here, as the thread that waits would take the lane
+        self._send()  # here, since sent from the waiting thread it would use that thread's lane
 
         def settle() -> None:
             try:
@@ -391,14 +393,14 @@ class Work(NotItsResult, Generic[T]):
 
         if self.done():
             settle()
-        else:  # a thread of its own waits, so that the deadline is noticed
+        else:  # a separate thread waits, so that the deadline is enforced
             _waiters.submit(future, settle)
         return future
 
     # Finishing
 
     def _outcome(self) -> T:
-        """Return the result or raise the error. The first call finishes the work; later ones reuse that."""
+        """Return the result or raise the error. The first call finishes the work; later calls reuse that."""
         here = False
         if self._state < _DONE:
             if self._finish is None and self._succeeded() and self._is_unwritten():
@@ -415,13 +417,13 @@ class Work(NotItsResult, Generic[T]):
         return self._value
 
     def _saw_ends(self) -> None:
-        """Note the end of operations that nobody has waited for: their outcome is received now."""
+        """Note the end of operations that had no waiter: their outcome is being received now."""
         for operation in self._operations:
             if not operation.over and operation.failure is None:
                 operation.saw_end(host.monotonic())
 
     def _order(self) -> None:
-        """Order the current stream, which need not be the first waiter's, after the result is computed."""
+        """Order the current stream, which need not be the first waiter's, after the result's computation."""
         if self._mark is not None:
             self._mark.order()
         else:
@@ -429,7 +431,7 @@ class Work(NotItsResult, Generic[T]):
                 operation.completion.synchronize()
 
     def _succeeded(self) -> bool:
-        """Whether all operations succeeded and none is ordered by a stream, which takes ``_complete``."""
+        """Whether all operations succeeded and none is ordered by a stream (those need ``_complete``)."""
         for operation in self._operations:
             completion = operation.completion
             if operation.failure is not None or completion.stream_ordered or completion.error() is not None:
@@ -437,12 +439,13 @@ class Work(NotItsResult, Generic[T]):
         return True
 
     def _settle(self) -> bool:
-        """Finish the work, or wait for the thread that does; returns whether this call finished it.
+        """Finish the work, or wait for the thread that does. Returns whether this call finished it.
 
-        A waiter reads the state again after it has entered its event in ``_finishing``. The finisher sets the
-        state first and looks for an event then, so that one of the two sees the other's write. Ctrl-C
-        concerns only the waiter that it strikes, and the next one finishes. It may strike as any call ends:
-        so the claim is made where ``finally`` gives it back, and nobody waits long for an event.
+        A waiter puts its event into ``_finishing`` before it reads the state again; the finisher sets the
+        state before it looks for an event. So one of the two always sees the other's write. Ctrl-C affects
+        only the waiter that it strikes; the next waiter finishes the work. Ctrl-C may strike as any call
+        returns, so the claim is made inside the ``try`` whose ``finally`` gives it back, and waits for an
+        event have a timeout.
         """
         while self._state < _DONE:
             mine, state = False, _PENDING
@@ -461,8 +464,8 @@ class Work(NotItsResult, Generic[T]):
             finally:
                 if mine:
                     if state != _PENDING:
-                        self._finish = self._read = None  # and frees what the function refers to
-                    # It may have been superseded meanwhile: its memory is then another call's.
+                        self._finish = self._read = None  # frees what the function refers to
+                    # The work may have been superseded in the meantime; another call then uses its memory.
                     self._state = state if self._state == _FINISHING else self._state
                     self._wake_waiters()
             if mine:
@@ -479,7 +482,7 @@ class Work(NotItsResult, Generic[T]):
                 late.set()
 
     def _complete(self) -> None:
-        """Raise the error of an operation that has failed; else compute the result, and check the input."""
+        """Compute the result and check the input. Raise the error of an operation if one has failed."""
         for operation in self._operations:
             if operation.error() is None and operation.completion.stream_ordered:
                 self._streamed = True
@@ -489,7 +492,8 @@ class Work(NotItsResult, Generic[T]):
         written = self._written()
         finish = self._finish  # read once: another thread may supersede the work
         if finish is not None:
-            # First: peers may wait for what this does. Of a function of the user's it sees the modes.
+            # Before ``written`` is raised, because peers may wait for what this does. A user's function (in
+            # ``map``) sees the active torch modes; the library's own runs outside of those that hide data.
             self._value = with_data(finish) if self._mapped is None else finish()
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
@@ -497,16 +501,16 @@ class Work(NotItsResult, Generic[T]):
             raise written
 
     def _is_unwritten(self) -> bool:
-        """Whether nobody has written to the input since the call.
+        """Whether the input has not been written to since the call.
 
-        ``_read`` is looked at again after the count: another thread's wait may have ended in between (which
-        clears it), after which that thread may write to the input.
+        ``_read`` is read again after the count: another thread's wait may have ended in between, which clears
+        ``_read``, and that thread may then write to the input.
         """
         read = self._read
         return read is None or writes_to(read) == self._writes or self._read is None or is_empty(read)
 
     def _written(self) -> InvalidArgumentError | None:
-        """Return the error of a work whose input was written to since the call; else None."""
+        """Return the error for an input that was written to since the call; else None."""
         if self._is_unwritten():
             return None
         return InvalidArgumentError(
@@ -523,20 +527,20 @@ class Work(NotItsResult, Generic[T]):
         self._state = _FAILED
 
     def _send(self) -> None:
-        """Start the call, if it was put off: only a ``Deferred`` (of a ``coalescing`` block) was."""
+        """Start the call if it was deferred, which only that of a ``Deferred`` (in ``coalescing``) is."""
 
     def _told(self) -> None:
         self._heard = True
 
     def wanted(self) -> None:
-        """Note that a wait for several works waits for this one too, and start the call if it was put off."""
+        """Note that a wait for several works includes this one, and start the call if it was deferred."""
         self._heard = True
         self._send()
 
     def is_late_too(self, until: float = math.inf) -> bool:
-        """Whether a wait up to ``until`` would time out at once; if so, this counts as that wait.
+        """Whether a wait up to ``until`` would time out immediately; if so, this call counts as that wait.
 
-        A wait for several works asks the other ranks only once why they are late: for the first.
+        A wait for several works asks the other ranks only once why they are late: for the first late work.
         """
         now = host.monotonic()
         late = [one for one in self._operations if not one.done() and min(until, one.deadline) <= now]
@@ -547,20 +551,20 @@ class Work(NotItsResult, Generic[T]):
         return bool(late)
 
     def leave(self) -> None:
-        """Note that a wait for several works was cut short, if this one is not over."""
+        """Note that a wait for several works was cut short, if this work is not over."""
         if self._state == _PENDING:
             self._cut_short = True
 
     def __del__(self) -> None:
         try:
             out = self.out
-        except AttributeError:  # Ctrl-C has struck while it was made
+        except AttributeError:  # Ctrl-C struck in the constructor
             return
         if out is not None and self.claims:
             let_go(out, self._operations)
         if self._heard or not self._operations:
             return
-        if isinstance(self._operations[0].failure, ForkedProcessError):  # in a fork: the parent has it
+        if isinstance(self._operations[0].failure, ForkedProcessError):  # in a fork: the work is the parent's
             return
         place = self._operations[0].place
         names = ", ".join(operation.name for operation in self._operations[:3])
@@ -583,12 +587,12 @@ class Work(NotItsResult, Generic[T]):
 
 
 class Members:
-    """The works of a scope. Those whose results were received are dropped while the scope is still open."""
+    """The works of a scope. Works whose results were received are dropped while the scope is still open."""
 
     __slots__ = ("_left", "_lock", "_most", "_outer", "_works")
 
     def __init__(self, outer: Members | None = None) -> None:
-        """``outer``: the members of the enclosing scope, which get works started after this one ended."""
+        """``outer``: the members of the enclosing scope, which gets works started after this scope ended."""
         self._lock = host.Lock()
         self._most = _FEW
         self._works: deque[Work[object]] = deque()
@@ -599,7 +603,7 @@ class Members:
         with self._lock:
             if not self._left:
                 works = self._works
-                while works and works[0]._state == _DONE:  # most end in their order
+                while works and works[0]._state == _DONE:  # most works end in order
                     works.popleft()
                 if len(works) >= self._most:
                     works = self._works = deque(one for one in works if one._state != _DONE)
@@ -610,7 +614,7 @@ class Members:
             self._outer.add(work)
 
     def outstanding(self) -> Iterator[Work[object]]:
-        """Yield the works whose outcome was not received, also new ones; after the last the scope is over."""
+        """Yield the works whose outcome was not received, including new ones; then the scope is over."""
         while (work := self._next()) is not None:
             yield work
 
@@ -630,7 +634,7 @@ class Members:
 
 
 def noted(work: Work[T]) -> Work[T]:
-    """Add ``work`` to the open scope, which will wait for it, if there is one; returns ``work``."""
+    """Add ``work`` to the open scope, if any, which will wait for it; return ``work``."""
     members = scope_members.get()
     if members is not None:
         members.add(work)
@@ -638,7 +642,7 @@ def noted(work: Work[T]) -> Work[T]:
 
 
 def handed_out(started: Started[T], out: object = None, read: Read | None = None) -> Work[T]:
-    """Return the ``Work`` of a call for its user, of all that it has started, with its input and ``out``."""
+    """Return the user's ``Work`` for everything that a call has started, with its input and ``out``."""
     work = Work(started.operations, started.finish, started.value)
     if out is not None:
         work.fills(out)
@@ -648,15 +652,16 @@ def handed_out(started: Started[T], out: object = None, read: Read | None = None
 
 
 def waited_for(started: Started[T]) -> T:
-    """Wait and return the result of a call whose user gets no ``Work``, as collectives of a backward."""
+    """Wait for the result of a call whose user gets no ``Work``, such as a collective of a backward."""
     return Work(started.operations, started.finish, started.value).wait()
 
 
 def _call_back(callback: Callable[[Work[T]], object], work: Work[T]) -> None:
-    """Call ``callback`` and log the exception if it raises: the caller has other works to complete.
+    """Call ``callback``, and log the exception if it raises: the caller has other works to complete.
 
-    So is one that is no ``Exception`` (``CancelledError``, ``SystemExit``), which would end the thread that
-    completes works. Only the main thread raises those, as a signal's handler may have raised them there.
+    A ``BaseException`` such as ``CancelledError`` or ``SystemExit`` is logged as well, since it would end the
+    thread that completes works. Only in the main thread is it raised, where a signal handler may have raised
+    it.
     """
     try:
         callback(work)
