@@ -25,7 +25,7 @@ __all__ = ["Estimate", "Operation", "Order"]
 
 #: A waiter blocks the event loop only for operations that are expected to complete within this time.
 INLINE_SECONDS = 1e-3
-#: How much too early a timer may fire.
+#: How early a timer may fire.
 EARLY_SECONDS = 1e-3
 _wakers_lock = host.Lock()
 renew(_wakers_lock)

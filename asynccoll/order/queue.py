@@ -1,10 +1,10 @@
-"""The queued calls of a lane, which are issued in order, and by one thread at a time.
+"""The queued calls of a lane, which are issued in order, by one thread at a time.
 
-A *program* (an operation of several native calls that depend on each other) is driven by its completions'
-callbacks, or by its waiter if that waits at once (``stepping``); so it goes on even if nobody waits for it.
-Later calls are queued until it has issued its last call.
+A *program* (an operation of several native calls that depend on each other) is driven by the callbacks of its
+completions, or by its waiter if that waits immediately (``stepping``); so it makes progress even without a
+waiter. Later calls are queued until the program has issued its last call.
 
-It must not know which ranks are told of a call that fails, nor how a refusal is settled (``cut``).
+This module must not know which ranks are told about a failed call, or how a refusal is settled (``cut``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["Queue"]
 
 
 class Queue:
-    """The queue of one lane, and what issues from it.
+    """The queue of one lane, and the code that issues calls from it.
 
-    The methods above ``start`` are called with the lane's lock held, ``start`` and those below it without,
-    except ``_rest`` and ``_may_start``.
+    The methods above ``start`` are called with the lane's lock held; ``start`` and the methods below it
+    without the lock, except ``_rest`` and ``_may_start``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Queue:
         failing: Failing,
         start_order: StartOrder | None,
     ) -> None:
-        """``name`` and ``key`` are the lane's: ``start_order`` uses them to name it to other ranks."""
+        """``name`` and ``key`` are the lane's: ``start_order`` uses them to identify it to other ranks."""
         self.name: str = name
         self.key: str = key
         self.lock: host.Lock = lock
@@ -67,10 +67,10 @@ class Queue:
         self._start_order = start_order
         self._admitted: int | None = None  # the epoch in which ``start_order`` lets one operation start
         self._driving = False  # a thread is in ``drive``
-        self._kicked = False  # ``drive`` was called since: that thread has to look again before it returns
+        self._kicked = False  # ``drive`` was called since: that thread must look again before it returns
 
     def is_free(self, stream: Stream | None) -> bool:
-        """Whether the next call, or the next message of ``stream``, may be issued by its caller at once."""
+        """Whether the caller may directly issue the next call, or the next message of ``stream``."""
         return (
             self._connection.communicator is not None
             and not self._jobs
@@ -83,9 +83,10 @@ class Queue:
         ) or (stream is not None and self._only_awaits_others())
 
     def _only_awaits_others(self) -> bool:
-        """Whether all that is queued waits for a collective that is being compared with other ranks' calls.
+        """Whether all queued calls wait for a collective that is being compared with other ranks' calls.
 
-        A message must not wait for that: its receiver may need the message before it makes its own call.
+        A message must not wait for the comparison: its receiver may need the message before it makes its own
+        call.
         """
         first = self._active or (self._jobs[0] if self._jobs else None)
         return (
@@ -111,13 +112,13 @@ class Queue:
         return promise
 
     def extend(self, jobs: Iterable[Job]) -> None:
-        """Queue ``jobs`` behind those that are queued already."""
+        """Queue ``jobs`` behind those that are already queued."""
         self._jobs.extend(jobs)
 
     def take_out(self, refusal: Refusal, last: int) -> list[Job]:
-        """Take the jobs at the places that ``refusal`` loses out of the queue, and return them.
+        """Remove the jobs that ``refusal`` loses from the queue, and return them.
 
-        The job that has begun is given up instead, if ``refusal`` loses it and its place is at most ``last``.
+        The job that has begun is abandoned instead if ``refusal`` loses it and its place is at most ``last``.
         """
         lost = [job for job in self._jobs if refusal.loses(job.place, job.part)]
         self._jobs = deque(job for job in self._jobs if not refusal.loses(job.place, job.part))
@@ -132,15 +133,15 @@ class Queue:
             active.abandon()
 
     def clear(self) -> list[Job]:
-        """Empty the queue; returns all jobs, also the one that has begun."""
+        """Empty the queue. Returns all jobs, including the one that has begun."""
         jobs = [*self._jobs] if self._active is None else [*self._jobs, self._active]
         self._jobs, self._active = deque(), None
         return jobs
 
     def reached(self, latest: int) -> int:
-        """The highest place that may have been issued so far, where ``latest`` is the last one accepted."""
+        """Return the highest place that may have been issued so far; ``latest`` is the last one accepted."""
         first = next((job for job in self._jobs if job.place), None)
-        # A queued call of which other ranks were told counts as issued: it is not announced again.
+        # A queued call that was announced to other ranks counts as issued: it is not announced again.
         return latest if first is None else first.place - (not first.shares and first.gate is None)
 
     def is_quiet_below(self, refusal: Refusal) -> bool:
@@ -153,17 +154,17 @@ class Queue:
         )
 
     def start(self) -> None:
-        """Issue what was just queued, if possible, and let no waiter that drives a program hold it up."""
+        """Issue the call just queued, if possible; let completions drive a program that is ahead of it."""
         with self.lock:  # else the job may be about to issue its first call, with nothing to hand over yet
             active = self._active
             promise = None if active is None else active.promise  # read once: the job may end at any moment
         if isinstance(promise, Stepping):
-            promise.hand_over()  # the queued call now waits for the program's end as well
+            promise.hand_over()  # completions drive it from here: the queued call waits for its end as well
         self.request(1)
         self.drive()
 
     def drive(self) -> None:
-        """Issue queued operations as far as possible; or have the thread do it that is driving already."""
+        """Issue as many queued operations as possible, or make the thread that is already driving do so."""
         mine = False
         try:
             with self.lock:
@@ -172,13 +173,13 @@ class Queue:
                     return
                 mine = self._driving = True
             self._issue_queued()
-        except BaseException:  # Ctrl-C, where a waiter drives; also as the lock is left
+        except BaseException:  # Ctrl-C while a waiter drives; it may even strike as the lock is released
             if mine:
                 self._stop_driving()
             raise
 
     def _stop_driving(self) -> None:
-        """After the driving waiter was interrupted, at whatever point: leave the rest to completions."""
+        """Leave the remaining work to completions, after the driving waiter was interrupted at any point."""
         with self.lock:
             self._driving = self._kicked = False
             active = self._active
@@ -214,7 +215,7 @@ class Queue:
         return self._start_order is None or not job.place or self._admitted == self._epochs.number
 
     def _rest(self) -> bool:
-        """Stop driving, unless ``drive`` was called since; returns whether it stopped. With the lock held."""
+        """Stop driving unless ``drive`` was called since. Returns whether it stopped. With the lock held."""
         if self._kicked:
             self._kicked = False
             return False
@@ -222,19 +223,19 @@ class Queue:
         return True
 
     def _advance(self, job: Job) -> None:
-        """Start the job's next call; after its last one the lane is free for the next job."""
+        """Start the job's next call; after its last call the lane is free for the next job."""
         interrupted: KeyboardInterrupt | None = None
         try:
             last = self._next_unless_refused(job)
-        except BaseException as error:  # the job's waiter gets what a step raises, not this thread
+        except BaseException as error:  # raised in the job's waiter, not in this thread
             last = Ready(error)
-            if isinstance(error, KeyboardInterrupt):  # but an interrupt is meant for this thread as well
+            if isinstance(error, KeyboardInterrupt):  # except that an interrupt is raised here as well
                 interrupted = error
             if self._active is job:
                 self._failing.broke_off(job, error)
         if last is not None:
             with self.lock:
-                mine = self._active is job  # else the job was given up: ``_pass_turn`` tells ``start_order``
+                mine = self._active is job  # else the job was given up: ``_pass_turn`` releases the turn
                 if mine:
                     self._active = None
                 passed = mine and job.place > 0 and self._admitted is not None
@@ -252,7 +253,7 @@ class Queue:
             raise interrupted
 
     def _next_unless_refused(self, job: Job) -> Completion | None:
-        """``_next_call``, unless the comparison of calls objects; None also if that is not known yet."""
+        """Call ``_next_call`` unless the comparison of calls objects. Also None if that is still unknown."""
         found = self._announcing.objection(job)
         if found is None:
             return on_stream(job.stream, with_data, self._next_call, job)
@@ -271,7 +272,7 @@ class Queue:
                 job.step = job.generator.throw(error)
             else:
                 if job.step is not None and job.step.stream_ordered:
-                    job.step.synchronize()  # so that what the program computes from it runs after it
+                    job.step.synchronize()  # so that the program's computation on its result runs after it
                 if job.generator is None:
                     assert job.program is not None
                     job.generator = job.program(self._connection.opened())
@@ -283,18 +284,18 @@ class Queue:
     # To and from the start order
 
     def request(self, times: int) -> None:
-        """Ask ``start_order``, if there is one, for the start of that many operations that were queued."""
+        """Ask ``start_order``, if there is one, to start that many queued operations."""
         if self._start_order is not None:
             for _ in range(times):
                 self._start_order.request(self)
 
     def next_epoch_to_start(self) -> int | None:
-        """The current epoch if a collective is queued and waits to be started, else None."""
+        """Return the current epoch if a queued collective waits to be started, else None."""
         with self.lock:
             return self._epochs.number if any(job.place for job in self._jobs) else None
 
     def admit(self, epoch: int) -> None:
-        """Let the next operation of this lane start: the one that rank 0 starts in ``epoch``."""
+        """Let this lane's next operation start: the one that rank 0 starts in ``epoch``."""
         with self.lock:
             self._admitted = epoch
         self.drive()
@@ -305,9 +306,9 @@ class Queue:
             barren = self._epochs.is_exhausted and not self._jobs and self._active is None
             if self._admitted is None:
                 return
-            if not self._epochs.is_over:  # else the lane starts nothing more, and other lanes go on
+            if not self._epochs.is_over:  # else the lane starts nothing more, and other lanes need the turn
                 if self._admitted > self._epochs.number:
-                    return  # rank 0 has settled a refusal that this rank has not
+                    return  # rank 0 has settled a refusal that this rank has yet to settle
                 if self._admitted == self._epochs.number and not barren:
                     return
             self._admitted = None

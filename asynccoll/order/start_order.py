@@ -146,9 +146,9 @@ class StartOrder:
             self._released.wait()
 
     def _next_announcement(self) -> bytes | None:
-        """Wait for the next announcement. None once the group has closed or the store is gone.
+        """Wait for the next announcement, and return it.
 
-        Waiters learn from their operations that the store is gone.
+        None once the group has closed or the store is gone, which waiters learn from their operations.
         """
         key = self._key(self._announced, self._group.rank)
         while not self._closed:

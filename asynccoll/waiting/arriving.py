@@ -151,7 +151,7 @@ class _Arrivals(Generic[T]):
         return work
 
     async def _oldest_ends(self) -> bool:
-        """Wait in place for the first work in the line of the first remaining work; returns if it is done."""
+        """Wait in place for the first work in the first remaining work's line. Returns whether it is done."""
         while self._works[self._first] is None:
             self._first += 1
         line = self._line_at[self._first]
