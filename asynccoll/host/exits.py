@@ -82,7 +82,7 @@ class _Ending(Generic[W]):
             self._guard.start()
 
     def _watch(self) -> None:
-        """Abort each world that has had an operation in flight for ``EXIT_SECONDS`` of the exit."""
+        """Abort each world that has had an operation in flight for ``EXIT_SECONDS`` since the exit began."""
         began = monotonic()
         while not self._over.wait(_LOOK_SECONDS):
             late = monotonic() - EXIT_SECONDS

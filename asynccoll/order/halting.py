@@ -138,7 +138,10 @@ class Halting:
         return begun
 
     def conclude(self, cut: Cut) -> bool:
-        """Fix this rank's statement once all that the cut leaves valid is over. Returns whether it is fixed."""
+        """Fix this rank's statement once all calls that the cut leaves valid are over.
+
+        Returns whether the statement is fixed.
+        """
         with self.lock:
             if not cut.stated and self._epochs.cut is cut and self._is_quiet(cut.refusal):
                 cut.state(self._peak(), self._epochs.places.ends)
