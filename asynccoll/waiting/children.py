@@ -120,7 +120,7 @@ class Children:
     def ended(self, name: str, error: BaseException | None = None) -> None:
         """Note that a child named ``name`` has ended; with ``error``, before it had made all of its calls.
 
-        Closes the lanes that must now be closed; the name's other lanes refuse the calls that were not made.
+        Closes the lanes that must now be closed; lanes that stay open refuse the calls that were not made.
         """
         why = _not_called(name, error)
         lanes = list(self._lanes(name))

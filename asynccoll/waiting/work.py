@@ -371,7 +371,7 @@ class Work(NotItsResult, Generic[T]):
                 "or work.as_concurrent_future()"
             ) from None
         self._heard = True
-        self._send()  # here, since sent from the other task it would use that task's lane
+        self._send()  # here, since otherwise the other task would become the owner of the lane
         return loop.create_task(outcome())
 
     def as_concurrent_future(self) -> concurrent.futures.Future[T]:
@@ -383,7 +383,7 @@ class Work(NotItsResult, Generic[T]):
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         self._heard = True
-        self._send()  # here, since sent from the waiting thread it would use that thread's lane
+        self._send()  # here, since otherwise the waiting thread would become the owner of the lane
 
         def settle() -> None:
             try:
