@@ -1,6 +1,6 @@
-"""What it takes to add a backend, a launcher, a kind of value or a command: a file of its own and one table.
+"""Adding a backend, a launcher, a kind of value or a command takes one new file and rows in one table.
 
-Each is added to a copy of the package, used there, and the lines that changed elsewhere are counted.
+Each test adds one to a copy of the package, uses it there, and counts the lines that changed elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGE = Path(asynccoll.__file__).parent
 
 @dataclass(frozen=True)
 class Addition:
-    """Rows by the file and the line before them, files of its own, and a program that prints `told`."""
+    """Rows by file and by the line before them, new files, and a program that prints `told`."""
 
     rows: dict[str, tuple[tuple[str, str], ...]]
     program: str
@@ -155,7 +155,7 @@ ADDITIONS = {
 
 
 def copy_with(addition: Addition, home: Path) -> Path:
-    """A copy of the package, with it."""
+    """Return a copy of the package with the addition applied."""
     copy = home / "asynccoll"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for path, toy in addition.files.items():
@@ -170,7 +170,7 @@ def copy_with(addition: Addition, home: Path) -> Path:
 
 
 def lines_changed(copy: Path) -> dict[str, int]:
-    """How many lines of the package are others in the copy, by file."""
+    """Return how many lines of each file of the package differ in the copy."""
     changed: dict[str, int] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         path = file.relative_to(PACKAGE)
@@ -184,7 +184,7 @@ def lines_changed(copy: Path) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ADDITIONS)
 def test_touches_one_table(tmp_path: Path, what: str) -> None:
-    """A row (and an import) there, nothing anywhere else; and it works in everything that knows its like."""
+    """An addition needs one row (and an import) in one table, and everything that lists its kind knows it."""
     addition = ADDITIONS[what]
     copy = copy_with(addition, tmp_path)
     assert lines_changed(copy) == {path: len(rows) for path, rows in addition.rows.items()}

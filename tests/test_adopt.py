@@ -1,4 +1,4 @@
-"""What others have started, awaited as a work of ours."""
+"""Operations that other libraries started, awaited as a work of ours."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def works_of_torch(me: Rank) -> None:
 
 
 def test_works_of_torch(pair: World, runner: str) -> None:
-    """Their tensors are filled, on every loop and without one."""
+    """Adopted works of torch fill their tensors, on every event loop and without one."""
     pair.run(works_of_torch, runner=runner)
 
 
@@ -69,12 +69,12 @@ async def awaited_while_others_run(me: Rank) -> None:
 
 
 def test_the_loop_runs_meanwhile(pair: World) -> None:
-    """Other tasks have their turns until it is over."""
+    """Other tasks run until the adopted operation completes."""
     pair.run(awaited_while_others_run)
 
 
 class Event:
-    """As torch.cuda.Event has it."""
+    """The methods of torch.cuda.Event that adopting uses."""
 
     def __init__(self, asked: int) -> None:
         self.left = asked
@@ -88,12 +88,12 @@ class Event:
 
 
 class Request:
-    """As mpi4py's Request has it."""
+    """The methods of mpi4py's Request that adopting uses."""
 
     def __init__(self, message: Any, asked: int) -> None:
         self.message, self.left = message, asked
 
-    def Get_status(self) -> bool:  # noqa: N802  # its name there
+    def Get_status(self) -> bool:  # noqa: N802  # mpi4py's name
         return False
 
     def test(self) -> tuple[bool, Any]:
@@ -115,7 +115,7 @@ async def polled(me: Rank) -> None:
 
 
 def test_events_and_requests_are_polled(pair: World, runner: str) -> None:
-    """By a thread, until they are over; a list is over when all of it is."""
+    """A thread polls events and requests until they complete; a list completes when all its items have."""
     pair.run(polled, runner=runner)
 
 
@@ -142,12 +142,12 @@ async def failing(me: Rank) -> None:
 
 
 def test_failures(pair: World, runner: str) -> None:
-    """What is polled fails as a collective does, a future as it says itself."""
+    """A polled operation that fails raises a collective's error, a future raises its own."""
     pair.run(failing, runner=runner)
 
 
 def test_what_cannot_be_adopted() -> None:
-    """The error says what can."""
+    """The error names what can be adopted."""
     for wrong in (7, [7], asyncio.sleep, None):
         with pytest.raises(ac.PayloadTypeError, match="torch Work or Future"):
             ac.adopt(wrong)
@@ -161,5 +161,5 @@ def test_what_cannot_be_adopted() -> None:
 
 
 def test_nothing_at_all() -> None:
-    """An empty list is over."""
+    """An empty list is complete."""
     assert ac.adopt([]).wait() == []

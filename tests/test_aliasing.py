@@ -1,4 +1,4 @@
-"""Which tensors share bytes: as writing to one and looking at the other says."""
+"""Which tensors share bytes, checked by writing to one and looking at the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asynccoll.memory.aliasing import Claims
 
 
 class Held:
-    """A claim, until it is let go."""
+    """A claim that holds until `claims` is set to False."""
 
     def __init__(self, out: torch.Tensor) -> None:
         self.out = out
@@ -21,7 +21,7 @@ class Held:
 
 
 def view(base: torch.Tensor, draw: random.Random) -> torch.Tensor:
-    """Rows, a column, a block, a slice of three dimensions, every second element."""
+    """Return rows, a column, a block, a slice of three dimensions, or every few elements of ``base``."""
     rows = base.view(12, 20)
     low, high = sorted(draw.sample(range(13), 2))
     return draw.choice(
@@ -38,7 +38,7 @@ def view(base: torch.Tensor, draw: random.Random) -> torch.Tensor:
 
 
 def test_a_claim_is_found_where_bytes_are_shared_and_nowhere_else() -> None:
-    """Also where tensors lie across each other."""
+    """This also holds for tensors that interleave."""
     draw = random.Random(0)
     shared = 0
     for _ in range(4000):
@@ -54,7 +54,7 @@ def test_a_claim_is_found_where_bytes_are_shared_and_nowhere_else() -> None:
 
 
 def test_many_columns_are_told_apart() -> None:
-    """Each pair of them by arithmetic: masks of the whole matrix took half a minute for 64 columns."""
+    """Each pair of columns is compared by arithmetic: masks of the whole matrix took 30 s for 64 columns."""
     matrix, claims = torch.zeros(4096, 200), Claims()
     held = []
     for column in matrix.unbind(1):
@@ -67,7 +67,7 @@ def test_many_columns_are_told_apart() -> None:
 
 
 def test_views_of_one_memory_that_came_from_elsewhere_share_it() -> None:
-    """Each has a storage of its own, which begins where the view does."""
+    """Each of these views has its own storage, which begins where the view does."""
     array = np.zeros(100, dtype=np.float32)
     whole, tail = torch.from_numpy(array), torch.from_numpy(array[10:])
     inner = torch.frombuffer(memoryview(array), dtype=torch.float32, offset=40, count=5)
@@ -80,7 +80,7 @@ def test_views_of_one_memory_that_came_from_elsewhere_share_it() -> None:
 
 
 def test_claims_come_and_go() -> None:
-    """Beside a list of what is claimed, byte for byte: many at a time, let go in any order."""
+    """Claims are compared with a list of the claimed bytes: many at a time, released in any order."""
     draw, base, claims = random.Random(1), torch.zeros(4000), Claims()
     held: list[tuple[Held, set[int]]] = []
     for _ in range(5000):
@@ -100,7 +100,7 @@ def test_claims_come_and_go() -> None:
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    """Nor a claim that its owner has dropped."""
+    """Neither is a claim that its owner has dropped."""
     claims = Claims()
     held = Held(torch.zeros(5))
     claims.add(held)

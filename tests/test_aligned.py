@@ -1,4 +1,4 @@
-"""Tensors in flat memory lie where kernels may read 16 bytes at once."""
+"""Tensors in flat memory start where kernels may read 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.compl
     counts=st.lists(st.integers(0, 40), max_size=8), dtype=st.sampled_from(DTYPES), parts=st.integers(1, 5)
 )
 def test_layouts(counts: list[int], dtype: torch.dtype, parts: int) -> None:
-    """Nothing overlaps, everything is aligned, and so are the equal parts that the memory is cut into."""
+    """No tensors overlap, and all are aligned, as are the equal parts that the memory is cut into."""
     layout = Layout(counts, dtype.itemsize, parts)
-    flat = torch.zeros(layout.elements + 3, dtype=dtype)  # what follows is not ours
+    flat = torch.zeros(layout.elements + 3, dtype=dtype)  # the last three elements are not ours
     places = layout.cut(flat)
     assert [place.numel() for place in places] == counts
     for number, place in enumerate(places, 1):
@@ -57,12 +57,12 @@ async def flat_memory(me: Rank) -> None:
 
 
 def test_parameters_of_sharding_helpers(several: World) -> None:
-    """Kernels of CUDA fault on others; here their addresses are looked at."""
+    """CUDA kernels fault on misaligned parameters; this test only checks the addresses."""
     several.run(flat_memory)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_layout_of_nothing(size: int) -> None:
-    """Has no elements."""
+    """A layout of no tensors has no elements."""
     assert Layout([], 4, size).elements == 0
     assert Layout([], 4, size).cut(torch.empty(0)) == []

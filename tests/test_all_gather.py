@@ -1,4 +1,4 @@
-"""all_gather: everybody gets all the ranks' values."""
+"""all_gather: every rank gets all ranks' values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def dims(me: Rank) -> None:
 
 
 def test_every_dim_and_layout(world: World, runner: str) -> None:
-    """Concatenated along the dimension asked for, negative ones from the end."""
+    """Tensors are concatenated along the given dimension; a negative one counts from the end."""
     world.run(dims, runner=runner)
 
 
@@ -66,7 +66,7 @@ async def values(me: Rank) -> None:
 
 
 def test_numbers_and_text(world: World, runner: str) -> None:
-    """Numbers and texts come as the list of all, of the same type, whatever their lengths."""
+    """Numbers and texts are returned as a list of all ranks' values, with their type and any length."""
     world.run(values, runner=runner)
 
 
@@ -82,7 +82,7 @@ async def trees(me: Rank) -> None:
 
 
 def test_trees_are_gathered_leaf_by_leaf(world: World, runner: str) -> None:
-    """The same tree: tensor leaves concatenated, other leaves lists."""
+    """The same tree is returned: its tensor leaves are concatenated, its other leaves become lists."""
     world.run(trees, runner=runner)
 
 
@@ -109,7 +109,7 @@ async def uneven(me: Rank) -> None:
 
 
 def test_uneven_gives_the_list_of_all(world: World, runner: str) -> None:
-    """Shapes need not be known beforehand: each rank's tensor comes as it was."""
+    """Ranks need not know each other's shapes: each rank's tensor is returned as it was."""
     world.run(uneven, runner=runner)
 
 
@@ -143,7 +143,7 @@ async def into_out(me: Rank) -> None:
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:
-    """`out` is the result; the input may be one's own place in it."""
+    """`out` is the result; the input may be the rank's own slice of it."""
     world.run(into_out, runner=runner)
 
 
@@ -157,7 +157,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_calls_are_refused(world: World) -> None:
-    """A dim that is not there, an odd payload, a wrong out; the lane goes on."""
+    """A dim out of range, an unsupported payload and a wrong out are refused; the lane still works."""
     world.run(refused)
 
 
@@ -179,7 +179,7 @@ async def one_example(me: Rank, shape: tuple[int, ...], dim: int, name: str) -> 
     name=st.sampled_from(sorted(oracle.DTYPES)),
 )
 def test_any_shape_and_dim(world: World, shape: tuple[int, ...], dim: int, name: str) -> None:
-    """Whatever the shape and the dimension, NumPy's concatenate agrees."""
+    """For any shape and dimension the result agrees with NumPy's concatenate."""
     dim = max(-len(shape), min(dim, len(shape) - 1))
     world.run(one_example, shape, dim, name)
 
@@ -197,5 +197,5 @@ async def one_uneven(me: Rank, lengths: list[int], tail: tuple[int, ...], name: 
     name=st.sampled_from(sorted(oracle.DTYPES)),
 )
 def test_any_uneven_lengths(world: World, lengths: list[int], tail: tuple[int, ...], name: str) -> None:
-    """Whatever each rank's length, everybody gets every tensor."""
+    """For any lengths of the ranks' tensors, every rank gets every tensor."""
     world.run(one_uneven, lengths, tail, name)

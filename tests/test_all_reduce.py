@@ -33,7 +33,7 @@ TORCH_OPS = {
 
 
 def tolerance(dtype: torch.dtype, op: str) -> float:
-    """An average of whole numbers may be off by one rounding; all else is exact."""
+    """Return the tolerance: one rounding for an average of whole numbers, else 0."""
     return oracle.epsilon(dtype) if op == "avg" else 0.0
 
 
@@ -53,7 +53,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_every_dtype_and_reduction(world: World, runner: str) -> None:
-    """Every reduction that means something for a dtype gives what NumPy gives."""
+    """Every reduction that is defined for a dtype gives what NumPy gives."""
     world.run(dtypes, runner=runner)
 
 
@@ -67,7 +67,7 @@ async def meaningless(me: Rank) -> None:
 
 
 def test_refuses_what_means_nothing(world: World, runner: str) -> None:
-    """Averages of integers, order of complex, bits of floats: refused; the lane goes on."""
+    """Averages of integers, order of complex and bits of floats are refused; the lane still works."""
     world.run(meaningless, runner=runner)
 
 
@@ -84,7 +84,7 @@ async def shapes(me: Rank) -> None:
 
 
 def test_every_shape(world: World, runner: str) -> None:
-    """0-d, empty, one element, many: the shape is kept, and sum is the default."""
+    """0-d, empty, one element and many: the shape is kept, and sum is the default."""
     world.run(shapes, runner=runner)
 
 
@@ -157,7 +157,7 @@ async def wrap(me: Rank) -> None:
 
 
 def test_unsigned_integers_wrap_and_order_by_their_own_rules(world: World) -> None:
-    """The top bit is a value, not a sign: max, min and modular sums are the unsigned ones."""
+    """The top bit is part of the value, not a sign: max, min and modular sums are the unsigned ones."""
     world.run(wrap)
 
 
@@ -172,7 +172,7 @@ async def extremes(me: Rank) -> None:
 
 
 def test_infinities_and_nan(world: World) -> None:
-    """Infinities stay and a NaN on any rank reaches all."""
+    """Infinities are kept, and a NaN on any rank reaches all ranks."""
     world.run(extremes)
 
 
@@ -186,7 +186,7 @@ async def real_values(me: Rank) -> list[float]:
 
 
 def test_all_ranks_get_the_same_bits(world: World) -> None:
-    """However the sum is rounded, it is rounded alike on all ranks."""
+    """However the sum is rounded, all ranks round it alike."""
     results = world.run(real_values)
     assert all(one == results[0] for one in results)
 
@@ -216,7 +216,7 @@ async def numbers(me: Rank) -> None:
 
 
 def test_numbers_keep_their_type(world: World, runner: str) -> None:
-    """Sums of ints are exact ints, truths of bools are bools, averages of floats floats."""
+    """Sums of ints are exact ints, logical results are bools, averages of floats are floats."""
     world.run(numbers, runner=runner)
 
 
@@ -234,7 +234,7 @@ async def beyond_64_bits(me: Rank) -> None:
 
 
 def test_sums_of_ints_are_exact_past_64_bits(world: World) -> None:
-    """The result may outgrow 64 bits; an input that does is refused."""
+    """The result may exceed 64 bits; an input that does is refused."""
     world.run(beyond_64_bits)
 
 
@@ -248,7 +248,7 @@ async def float_bits(me: Rank) -> None:
 
 
 def test_floats_keep_their_64_bits(world: World) -> None:
-    """A number is not rounded to float32 on its way."""
+    """A number is not rounded to float32 on the wire."""
     world.run(float_bits)
 
 
@@ -263,7 +263,7 @@ async def trees(me: Rank) -> None:
 
 
 def test_trees_are_reduced_leaf_by_leaf(world: World, runner: str) -> None:
-    """The same tree comes back; keys meet by name, whatever order a rank inserted them in."""
+    """The same tree is returned; leaves match by key, whatever order a rank inserted the keys in."""
     world.run(trees, runner=runner)
 
 
@@ -273,7 +273,7 @@ async def text(me: Rank) -> None:
     await me.refuses("in a tree", MEANINGLESS, ac.all_reduce, {"a": 1, "b": "text"})
     halves = {"a": torch.ones(2), "b": object()}
     await me.refuses("behind a tensor", MEANINGLESS, ac.all_reduce, halves)
-    gc.collect()  # a handle of a part that was sent before the refusal would be heard here
+    gc.collect()  # so that handles of parts that were sent before the refusal would be reported here
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
 
@@ -319,7 +319,7 @@ async def into_out(me: Rank) -> None:
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:
-    """`out` is the result, twice over, strided too; as the input it makes the call in place."""
+    """`out` is the result, also a second time and if it is strided; passing the input reduces in place."""
     world.run(into_out, runner=runner)
 
 
@@ -352,7 +352,7 @@ async def in_flight(me: Rank) -> None:
 
 
 def test_many_in_flight_awaited_backwards(world: World, runner: str) -> None:
-    """Forty started together give each its own sum, in whatever order they are awaited."""
+    """Forty works in flight together each give their own sum, in whatever order they are awaited."""
     world.run(in_flight, runner=runner)
 
 
@@ -383,5 +383,5 @@ async def one_example(me: Rank, shape: tuple[int, ...], name: str, op: str, layo
 def test_any_shape_dtype_and_layout(
     world: World, shape: tuple[int, ...], choice: tuple[str, str], layout: str
 ) -> None:
-    """Whatever the shape, dtype, reduction and layout, NumPy agrees."""
+    """For any shape, dtype, reduction and layout the result agrees with NumPy."""
     world.run(one_example, shape, *choice, layout)

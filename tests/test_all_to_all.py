@@ -33,7 +33,7 @@ def test_even_pieces_of_every_dtype(world: World, runner: str) -> None:
     world.run(dtypes, runner=runner)
 
 
-#: SPLITS[kind][a][b]: rows that go from rank a to rank b.
+#: SPLITS[kind][a][b]: rows that rank a sends to rank b.
 SPLITS = {
     "to the next one only": [[0, 2, 0, 0], [0, 0, 1, 0], [0, 0, 0, 3], [4, 0, 0, 0]],
     "one has nothing": [[0, 0, 0, 0], [1, 2, 3, 4], [2, 0, 1, 5], [1, 1, 1, 1]],
@@ -45,7 +45,7 @@ SPLITS = {
 
 
 def cut(splits: list[list[int]], size: int) -> list[list[int]]:
-    """The splits among the first `size` ranks."""
+    """Return the splits among the first `size` ranks."""
     return [row[:size] for row in splits[:size]]
 
 
@@ -64,7 +64,7 @@ async def uneven(me: Rank) -> None:
             )
         flat = [oracle.moving(rank, (sum(splits[rank]),), torch.float32) for rank in range(me.size)]
         mine = flat[me.rank]
-        if me.rank == 1:  # in another way than the others
+        if me.rank == 1:  # on the other path than the other ranks
             mine = torch.stack([mine, mine], 1)[:, 0]
         await me.check(
             f"{kind}, in one dimension",
@@ -77,12 +77,12 @@ async def uneven(me: Rank) -> None:
 
 
 def test_uneven_pieces(world: World, runner: str) -> None:
-    """With splits each piece has the length that both sides say."""
+    """With splits each piece has the length that both ranks name."""
     world.run(uneven, runner=runner)
 
 
 def piece(a: int, b: int) -> Any:
-    """What rank a sends to rank b."""
+    """Return what rank a sends to rank b."""
     kinds = (
         torch.full((a, b + 1), float(10 * a + b)),
         torch.arange(1000 * (a + b), dtype=torch.int16),
@@ -104,7 +104,7 @@ async def lists(me: Rank) -> None:
 
 
 def test_lists_of_anything(world: World, runner: str) -> None:
-    """Part j goes to rank j; shapes, dtypes and kinds need not be known to who gets it."""
+    """Part j goes to rank j; its receiver need not know shapes, dtypes or kinds."""
     world.run(lists, runner=runner)
 
 
@@ -125,7 +125,7 @@ async def refused_lists(me: Rank) -> None:
 
 
 def test_bad_lists_are_refused(world: World) -> None:
-    """Not one part for each rank, other objects, what is for one tensor; there is no gradient."""
+    """A wrong number of parts, other objects and options for one tensor are refused; so is a gradient."""
     world.run(refused_lists)
 
 
@@ -195,7 +195,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_splits_are_refused(world: World) -> None:
-    """Splits that do not fit the tensor or the group; the lane goes on."""
+    """Splits that do not fit the tensor or the group are refused; the lane still works."""
     world.run(refused)
 
 
@@ -226,7 +226,7 @@ async def unfitting(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_splits_that_do_not_fit_between_ranks(several: World, runner: str) -> None:
-    """What one sends is not what another expects: gloo ended the process, MPI returned what was in memory."""
+    """Such calls raise; before, gloo aborted the process and MPI returned whatever was in memory."""
     several.run(unfitting, runner=runner)
 
 

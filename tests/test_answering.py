@@ -1,4 +1,4 @@
-"""What listens for questions answers those who know the secret, and nobody else changes anything."""
+"""The thread that answers peers' questions: it answers those with the secret; others can affect nothing."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def still_answers(answers: Answers) -> None:
 
 
 def said(peers: dict[int, tuple[str, int, bytes]], question: str = "who") -> dict[int, dict[str, object]]:
-    """By those that answer."""
+    """Return the answers of the peers that answered."""
     found = ask(peers, question, patient(2.0))
     return {rank: one for rank, one in found.items() if one is not None}
 
 
 def closed(line: socket.socket) -> bytes:
-    """What comes until the other end closes it."""
+    """Return all bytes received until the other end closes the connection."""
     line.settimeout(patient(10))
     came = b""
     try:
@@ -64,7 +64,7 @@ def test_who_knows_the_secret_is_answered(answers: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peers = {1: at(answers), 2: at(answers), 3: (*silent.getsockname(), SECRET)}
         found = ask(peers, "account", patient(0.5))
-    assert found.pop(3) is None  # it has the connection, and says nothing
+    assert found.pop(3) is None  # it has accepted the connection and sends nothing
     assert {rank: (one["asked"], len(str(one["long"]))) for rank, one in found.items() if one} == {
         1: ("account", 300_000),
         2: ("account", 300_000),
@@ -79,7 +79,7 @@ def test_a_question_may_be_as_long_as_the_longest_note_and_no_longer(answers: An
 
 
 def test_of_many_peers_a_few_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a rank of a large world would run out of descriptors, and say that the others cannot be asked."""
+    """Otherwise a rank of a large world would run out of descriptors and report that it cannot ask others."""
     monkeypatch.setattr(answering, "MOST_ASKED", 3)
     open_at_once: list[int] = []
 
@@ -101,7 +101,7 @@ def test_who_has_few_descriptors_left_asks_with_these(
     most = 2
 
     class Few(socket.socket):
-        """Only those that ask count: accepted ones have a descriptor already."""
+        """Limit only the sockets that ask: accepted ones have a descriptor already."""
 
         asking: ClassVar[list[Few]] = []
 
@@ -123,7 +123,7 @@ def test_who_has_few_descriptors_left_asks_with_these(
 
 
 def test_what_many_ask_at_once_is_found_out_and_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an account: hundreds of ranks whose calls time out together ask for it, and some calls of each."""
+    """Hundreds of ranks whose calls time out together ask for the account and for some calls of each."""
     written: list[int] = []
     compress = zlib.compress
     monkeypatch.setattr(answering.zlib, "compress", lambda text: written.append(1) or compress(text))
@@ -168,7 +168,7 @@ def test_ranks_whose_calls_are_read_from_memory_are_not_asked_for_them(
 def test_of_works_that_time_out_together_one_asks_for_all_that_came_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the one before them has heard may be older than their calls."""
+    """The answer that an earlier one got may be older than the calls of the later ones."""
     recorder = Recorder(1, 3)
     mine = accounts.Accounts(0, recorder, "the job's", "")
     peers = {1: accounts.Peer("127.0.0.1", 1, "", 1)}
@@ -201,7 +201,7 @@ def test_another_secret_is_told_nothing(answers: Answers) -> None:
 
 
 def test_ranks_with_secrets_of_their_own_are_asked_at_once() -> None:
-    """Where no launcher gives the job one: the first answers only once the second has been asked as well."""
+    """This applies if no launcher sets a secret: the first answers only once the second has been asked."""
     asked = threading.Event()
 
     def answer_later(_: str) -> dict[str, object]:
@@ -225,7 +225,7 @@ def test_ranks_with_secrets_of_their_own_are_asked_at_once() -> None:
 
 
 def test_who_answers_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a link that is busy with what the ranks wait for, say: it is there, and not stuck."""
+    """For example over a link that is busy with the ranks' own data: the peer is alive, not stuck."""
     monkeypatch.setattr(answering, "PATIENCE_SECONDS", patient(10.0))
     seconds = patient(1.0)
     answer = zlib.compress(json.dumps({"here": True}).encode())
@@ -237,7 +237,7 @@ def test_who_answers_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
                 for part in (b"n" * 16, len(answer).to_bytes(4, "big"), answer[:5], answer[5:]):
                     time.sleep(0.4 * seconds)
                     line.sendall(part)
-                line.recv(1 << 12)  # the question: closed with something unread, a connection is reset
+                line.recv(1 << 12)  # read the question: closing with unread data resets the connection
 
         slow = threading.Thread(target=say)
         slow.start()
@@ -249,7 +249,7 @@ def test_who_answers_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_answer_that_inflates_to_too_much_is_none(
     monkeypatch: pytest.MonkeyPatch, answers: Answers
 ) -> None:
-    monkeypatch.setattr(answering, "_ANSWER_BYTES", 250_000)  # 150,000 as they are sent
+    monkeypatch.setattr(answering, "_ANSWER_BYTES", 250_000)  # 150,000 on the wire
     assert ask({1: at(answers)}, "who", patient(2.0)) == {1: None}
 
 
@@ -263,14 +263,14 @@ def test_garbage_is_hung_up_on(answers: Answers, noise: bytes) -> None:
         line.settimeout(patient(5))
         with contextlib.suppress(OSError):
             line.sendall(noise)
-        assert len(closed(line)) <= 16  # the nonce
+        assert len(closed(line)) <= 16  # at most the nonce
     still_answers(answers)
 
 
 def test_who_says_nothing_is_hung_up_on_and_keeps_nobody(
     answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow as they like, and however many: the answers to others do not wait for them."""
+    """However slow and however many such connections are, they do not delay answers to others."""
     monkeypatch.setattr(answering, "PATIENCE_SECONDS", 0.5)
     began = time.monotonic()
     lines = [socket.create_connection(at(answers)[:2]) for _ in range(20)]
@@ -296,7 +296,7 @@ def test_a_port_scan_changes_nothing(answers: Answers) -> None:
 
 
 def test_a_replayed_question_is_not_answered(answers: Answers) -> None:
-    """The digest is of this connection's nonce."""
+    """The digest covers this connection's nonce."""
     with socket.create_connection(at(answers)[:2]) as line:
         nonce = line.recv(16)
         asked = answering._digest(SECRET, nonce, b"who") + b"\0\3who"
@@ -322,7 +322,7 @@ def test_an_answer_that_cannot_be_found_out_leaves_the_others() -> None:
 
 
 def test_without_descriptors_it_does_not_spin(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> None:
-    """Who asks is in the queue, and there is nobody whose connection could be closed for it."""
+    """The asking peer stays in the backlog, and there is no other connection to close in its favor."""
 
     class Listening:
         def accept(self) -> None:
@@ -342,14 +342,14 @@ def test_without_descriptors_it_does_not_spin(monkeypatch: pytest.MonkeyPatch, a
 def test_a_peer_to_which_there_is_no_way_has_not_been_reached(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The socket itself keeps no error of that."""
+    """The socket itself does not record that error."""
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, at: number)
     assert ask({1: ("127.0.0.1", 9, SECRET)}, "who", 0.2) == {}
     assert lines.connect({1: ("127.0.0.1", 9)}, 0.2) == ({}, [1])
 
 
 def test_a_peer_that_cannot_be_connected_to_from_here_has_not_been_reached() -> None:
-    """For other reasons: here there are several links, and its address does not say which."""
+    """Here the host has several links, and the address does not say which one to use."""
     there = ("fe80::1", 9)
     with socket.socket(socket.AF_INET6) as refused:
         assert refused.connect_ex(there) == errno.EINVAL
@@ -358,6 +358,6 @@ def test_a_peer_that_cannot_be_connected_to_from_here_has_not_been_reached() -> 
 
 
 def test_a_peer_that_refuses_at_once_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some systems do where it is on the same host."""
+    """Some systems refuse immediately if the peer is on the same host."""
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, at: errno.ECONNREFUSED)
     assert lines.connect({1: ("127.0.0.1", 9)}, 0.2) == ({}, [])

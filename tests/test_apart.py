@@ -1,4 +1,4 @@
-"""The runner of files in processes of their own: what it calls passed has passed."""
+"""The runner that gives each test file its own process reports as passed only what has passed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APART = Path(__file__).parent.parent / "tools" / "apart.py"
     ],
 )
 def test_only_what_passed_has_passed(tmp_path: Path, text: str, said: str) -> None:
-    """Where nothing runs twice."""
+    """This holds if no test is repeated."""
     file = tmp_path / "test_file.py"
     file.write_text(text)
     done = subprocess.run(

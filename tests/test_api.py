@@ -1,4 +1,4 @@
-"""The public face: complete, sorted, documented, and with the promised signatures."""
+"""The public API is complete, sorted and documented, and has the promised signatures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ ERRORS = {
 
 
 def shown(parameter: inspect.Parameter) -> str:
-    """`name` or `name=default`."""
+    """Return `name` or `name=default`."""
     if parameter.default is inspect.Parameter.empty:
         return parameter.name
     return f"{parameter.name}={parameter.default!r}"
@@ -118,13 +118,13 @@ def shown(parameter: inspect.Parameter) -> str:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
-    """Positional parameters come first, all else is by keyword, with the documented defaults."""
+    """Positional parameters come first, all others are keyword-only, with the documented defaults."""
     positional, keywords = SIGNATURES[name]
     parameters = inspect.signature(getattr(ac, name)).parameters.values()
     kinds = inspect.Parameter
     by_place = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     got = tuple(shown(one) for one in parameters if one.kind in by_place)
-    if name == "broadcast_object":  # only src has something to give
+    if name == "broadcast_object":  # only src has an object to pass
         got = tuple(one.removesuffix("=None") for one in got)
     assert got == positional
     assert {shown(one) for one in parameters if one.kind is kinds.KEYWORD_ONLY} == keywords
@@ -142,7 +142,7 @@ def test_payload_is_positional_only(name: str) -> None:
 
 
 def test_all_is_sorted_and_complete() -> None:
-    """`__all__` is a sorted tuple of what there is, and everything promised is in it."""
+    """`__all__` is a sorted tuple of names that exist, and it has everything promised."""
     names = ac.__all__
     assert isinstance(names, tuple)
     assert list(names) == sorted(names)
@@ -152,7 +152,7 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 def test_everything_public_is_in_all() -> None:
-    """No function or class of ours is importable from the package without being public."""
+    """Every function and class of ours that the package exports is public."""
     ours = {
         name
         for name, value in vars(ac).items()
@@ -165,7 +165,7 @@ def test_everything_public_is_in_all() -> None:
 
 @pytest.mark.parametrize("name", ac.__all__)
 def test_everything_public_is_documented(name: str) -> None:
-    """Each has a docstring of its own whose first line is a sentence."""
+    """Each has its own docstring, whose first line is a sentence."""
     value = getattr(ac, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         first = (value.__doc__ or "").strip().splitlines()
@@ -175,12 +175,12 @@ def test_everything_public_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORK)
 def test_work_has_its_methods(name: str) -> None:
-    """Each method of the handle exists and says what it gives."""
+    """Each method of the handle exists and has a docstring."""
     assert (getattr(ac.Work, name).__doc__ or "").strip()
 
 
 def test_version() -> None:
-    """The package knows its version."""
+    """`__version__` starts with a number."""
     assert ac.__version__.split(".")[0].isdigit()
 
 
@@ -228,7 +228,7 @@ if __name__ == "__main__":
 
 
 def test_the_simulated_world_needs_what_a_plain_install_brings(tmp_path: Path) -> None:
-    """Developers have trio, and with it sniffio; a user may have neither."""
+    """Developers have trio and with it sniffio; a user may have neither."""
     program = tmp_path / "plain.py"
     program.write_text(PLAIN)
     done = subprocess.run(
@@ -264,14 +264,14 @@ def test_what_others_call_otherwise_is_told(name: str) -> None:
 
 
 def test_what_was_put_in_place_of_a_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names come with the first one used; the look for another does not bring them again."""
+    """The first name that is used loads all names; looking up another one does not load them again."""
     monkeypatch.setattr(ac, "all_reduce", "another")
     assert not hasattr(ac, "no_such_name")
     assert ac.all_reduce == "another"
 
 
 def test_what_is_told_is_there() -> None:
-    """Each name of ours in the table, and none of the others': that one would be found."""
+    """Every replacement that the table names exists, and no key of the table is a public name of ours."""
     for name, told in elsewhere._HERE.items():
         assert name not in ac.__all__
         for ours in re.findall(r"\bac\.([\w.]+)", told):

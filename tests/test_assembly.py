@@ -1,4 +1,4 @@
-"""How ranks come together at one meeting point: again, in other numbers, and after some were killed."""
+"""How ranks meet at one store: again, in worlds of other sizes, and after some were killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = patient(20)
 
 @pytest.fixture(params=["hash", "tcp", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
-    """A meeting point."""
+    """Return an empty store."""
     if request.param == "hash":
         return dist.HashStore()
     if request.param == "file":
@@ -44,7 +44,7 @@ def meet(store: dist.Store, size: int) -> list[dist.Store]:
 
 
 def test_a_world_has_a_part_of_its_own_each_time(store: dist.Store) -> None:
-    """It may grow and shrink; nothing of an earlier world is in it, and all see the same."""
+    """The world may grow and shrink; its part has no keys of an earlier world, and all ranks share it."""
     for life, size in enumerate([2, 3, 1, 5, 2]):
         parts = meet(store, size)
         assert not any(part.check(["key"]) for part in parts)
@@ -53,7 +53,7 @@ def test_a_world_has_a_part_of_its_own_each_time(store: dist.Store) -> None:
 
 
 def test_a_rank_that_was_killed_while_it_waited_is_replaced(store: dist.Store) -> None:
-    """What it has written stays, and nobody takes it for the one that comes instead."""
+    """The keys that the killed rank wrote remain, but no rank mistakes them for its replacement's."""
     for killed in (0, 1, 2):
         with pytest.raises(CollectiveTimeoutError):
             come(store, killed, 3, seconds=0.01)
@@ -63,13 +63,13 @@ def test_a_rank_that_was_killed_while_it_waited_is_replaced(store: dist.Store) -
 
 
 def test_a_rank_that_is_replaced_while_the_others_wait(store: dist.Store) -> None:
-    """They agree on a world with the one that is there, whenever the first was seen."""
+    """All agree on a world with the replacement, whenever they first saw the rank."""
     own = [store.clone() if isinstance(store, dist.TCPStore) else store for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         with pytest.raises(CollectiveTimeoutError):
             come(own[1], 1, 3, seconds=0.01)
         waiting = [pool.submit(come, own[rank], rank, 3) for rank in (0, 2)]
-        while not store.check(["asynccoll/world/1/agreed/2"]):  # rank 0 has counted the dead rank 1 in
+        while not store.check(["asynccoll/world/1/agreed/2"]):  # rank 0 has counted the dead rank 1
             pass
         waiting.append(pool.submit(come, own[1], 1, 3))
         parts = [one.result()[0] for one in waiting]
@@ -79,7 +79,7 @@ def test_a_rank_that_is_replaced_while_the_others_wait(store: dist.Store) -> Non
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_who_does_not_come_is_named(rank: int) -> None:
-    """By the first as by the others, also where earlier worlds were complete."""
+    """The error names the missing rank on rank 0 and on the others, also if earlier worlds were complete."""
     store = dist.HashStore()
     meet(store, 3)
     other = 2 - rank
@@ -98,7 +98,7 @@ def test_who_does_not_come_is_named(rank: int) -> None:
 
 @pytest.mark.parametrize("last", ["2", "two"])
 def test_addresses_are_fetched_together_once_all_are_there(last: str) -> None:
-    """In two requests, however many members there are; a key that is no member's is asked for by itself."""
+    """They are fetched in two requests, whatever the number of members; any other key is fetched alone."""
     store = dist.HashStore()
     keys = ["p/0/0", "p/0/1", f"p/0/{last}"]
     for key in keys:
@@ -120,7 +120,7 @@ def test_addresses_are_fetched_together_once_all_are_there(last: str) -> None:
 
 
 def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path: Path) -> None:
-    """Equal names on two kernels are two nodes; one kernel is one."""
+    """The same host name under two kernels means two nodes; one kernel is one node."""
     monkeypatch.delenv(node.VARIABLE, raising=False)
     here = node.node_name()
     assert node.node_name() == here

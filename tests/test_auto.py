@@ -61,7 +61,7 @@ def two():
 
 
 def _told(loader):
-    """What a loader was made of, and what it loads."""
+    """Return what a loader was made of, and what it loads."""
     sampler = loader.sampler
     share = {
         name: getattr(sampler, name, None) for name in ("num_replicas", "rank", "shuffle", "num_samples")
@@ -151,7 +151,7 @@ def test_proxy_sampler_as_ignite(two):
     two.run(proxies)
 
 
-#: The samplers that ``auto_dataloader`` makes, by what it is given.
+#: The samplers that ``auto_dataloader`` makes, by its input.
 MADE = {
     "given": lambda data: {"sampler": RandomSampler(data)},
     "shuffled": lambda _: {"shuffle": True},
@@ -164,7 +164,7 @@ MADE = {
 @pytest.mark.parametrize("steps", [0, 1, 3, "all"])
 @pytest.mark.parametrize("length", [12, 13])
 def test_a_resumed_epoch_gives_what_was_left(made, before, after, steps, length):
-    """Of the order that one rank would draw, on another number of ranks, too."""
+    """The rest follows the order that one rank would draw, also on another number of ranks."""
 
     def _samplers(ranks, length):
         data, place = range(length), here()
@@ -182,7 +182,7 @@ def test_a_resumed_epoch_gives_what_was_left(made, before, after, steps, length)
         steps_here = len(sampler) if steps == "all" else steps
         drawn = list(itertools.islice(sampler, steps_here))
         due = whole[sampler.rank :: before][:steps_here]
-        assert drawn[: len(due)] == due  # and one more, of another draw, where it does not divide evenly
+        assert drawn[: len(due)] == due  # and one more, from another draw, where the length is not divisible
         states.append(sampler.state_dict())
         seen = min(steps_here * before, length)
     assert all(state == states[0] for state in states)
@@ -191,7 +191,7 @@ def test_a_resumed_epoch_gives_what_was_left(made, before, after, steps, length)
     for sampler in resumed:
         sampler.load_state_dict(states[0])
         assert sampler.state_dict() == states[0]
-        sampler.set_epoch(5)  # as a loop over the epochs that are left does
+        sampler.set_epoch(5)  # as a loop over the remaining epochs does
     shares = [(len(sampler), list(sampler)) for sampler in resumed]
     rounds = -(-(length - seen) // after)
     assert all(said == len(share) == rounds for said, share in shares)
@@ -200,14 +200,14 @@ def test_a_resumed_epoch_gives_what_was_left(made, before, after, steps, length)
 
     for sampler, fresh in zip(resumed, _samplers(after, length), strict=True):
         fresh.set_epoch(5)
-        assert list(sampler) == list(fresh)  # once resumed, epochs are whole again
+        assert list(sampler) == list(fresh)  # after the resumed epoch, epochs are complete again
         sampler.set_epoch(6)
         fresh.set_epoch(6)
         assert list(sampler) == list(fresh)
 
 
 def trained(made, length, steps, state=None):
-    """The samples of ``steps`` batches (None: of all that are left), and the checkpoint after them."""
+    """Return the samples of ``steps`` batches (None: all that remain), and the checkpoint after them."""
     data = TensorDataset(torch.arange(length))
     loader = ac.auto_dataloader(data, **MADE[made](data), batch_size=2 * ac.get_world_size())
     if state is not None:
@@ -225,7 +225,7 @@ def trained_on_a_rank(me, *args):
 @pytest.mark.parametrize("length", [24, 25])
 @pytest.mark.parametrize("alone_first", [True, False])
 def test_one_script_resumes_with_and_without_a_launcher(two, alone_first, length, made):
-    """A checkpoint of two ranks in a process of its own, and the other way round: what is left, once each."""
+    """One process resumes a checkpoint of two ranks and vice versa: each remaining sample is given once."""
 
     def run(alone, *args):
         if alone:
@@ -241,7 +241,7 @@ def test_one_script_resumes_with_and_without_a_launcher(two, alone_first, length
     taken = in_order(first)
     assert state["seen"] == len(taken) == (6 if alone_first else 12)
     rest = in_order(run(not alone_first, length, None, state))
-    assert len(rest) - (length - len(taken)) in (0, 1)  # one more, where two ranks share an odd number
+    assert len(rest) - (length - len(taken)) in (0, 1)  # one more if two ranks share an odd number
     assert sorted(taken + rest[: length - len(taken)]) == list(range(length))
 
 
@@ -255,7 +255,7 @@ def test_without_a_launcher_samplers_are_the_same():
     assert (sampler.num_replicas, sampler.rank) == (1, 0)
     batches = BatchSampler(SequentialSampler(data), 4, False)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing to share with anybody
+        warnings.simplefilter("error")  # there is no rank to share with
         assert ac.auto_dataloader(data, batch_sampler=batches).batch_sampler is batches
 
 
@@ -269,7 +269,7 @@ def test_a_proxy_sampler_shares_among_the_ranks_there_are(two):
 
 
 def test_sync_leaves_samplers_alone_in_a_world_of_one():
-    """As ignite does."""
+    """ignite does the same."""
     import asynccoll.sync as idist
 
     order = RandomSampler(DATA)
@@ -277,9 +277,9 @@ def test_sync_leaves_samplers_alone_in_a_world_of_one():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("batch", [2, 3])  # 13 samples are left: the last batch is a short one, with both
+@pytest.mark.parametrize("batch", [2, 3])  # 13 samples are left, so that the last batch is short for both
 def test_a_resumed_loop_knows_its_last_batch(batch, workers):
-    """Gradients accumulate over two batches, and no sample may be left in the sum when the epoch ends."""
+    """Gradients accumulate over two batches, and no sample may remain in the sum when the epoch ends."""
     data = TensorDataset(torch.arange(17))
     state = {"epoch": 1, "seen": 4, "length": 17}
     loader = ac.auto_dataloader(data, sampler=RandomSampler(data), batch_size=batch, num_workers=workers)
@@ -322,7 +322,7 @@ def test_a_loader_that_draws_ahead_says_what_was_taken():
         other.load_state_dict(state)
 
 
-#: How a loader of ``auto_dataloader`` gets its batches: without workers, with them, and with ones that stay.
+#: How a loader of ``auto_dataloader`` gets its batches: without workers, with workers, with persistent ones.
 LOADED = {
     "alone": {},
     "workers": {"num_workers": 2},
@@ -333,7 +333,7 @@ LOADED = {
 
 @pytest.mark.parametrize("loaded", LOADED)
 def test_a_loader_says_how_far_the_loop_is(loaded):
-    """Not how far its workers have drawn: what they had ahead was left out of the resumed epoch."""
+    """Not how far its workers have drawn: prefetched batches used to be missing from the resumed epoch."""
     data = TensorDataset(torch.arange(60))
     loader = ac.auto_dataloader(data, **{"batch_size": 4, **LOADED[loaded]})
     assert isinstance(loader, DataLoader)
@@ -344,7 +344,7 @@ def test_a_loader_says_how_far_the_loop_is(loaded):
         next(left)
         assert loader.sampler.state_dict()["seen"] == (turn + 1) * each
         assert loader.sampler.state_dict(taken=1)["seen"] == 1
-    batches = iter(loader)  # the other one is left half-way
+    batches = iter(loader)  # abandons the other iterator half-way
     assert len(batches) == 60 // each
     seen = [one for _ in range(2) for one in next(batches)[0].flatten().tolist()]
     if loaded != "lasting workers":  # they serve one iterator
@@ -353,7 +353,7 @@ def test_a_loader_says_how_far_the_loop_is(loaded):
     assert state == {"epoch": 0, "seen": 2 * each, "length": 60}
 
     loader.sampler.load_state_dict(state)
-    next(batches)  # of before
+    next(batches)  # of the previous iterator
     assert loader.sampler.state_dict() == state
     seen += [one for (batch,) in loader for one in batch.flatten().tolist()]
     assert sorted(seen) == list(range(60))
@@ -361,7 +361,7 @@ def test_a_loader_says_how_far_the_loop_is(loaded):
 
 
 class HeldBack(torch.utils.data.Dataset):
-    """Six numbers, of which the first is not there before somebody opens a named pipe to write."""
+    """Six numbers, of which the first blocks until a named pipe is opened for writing."""
 
     def __init__(self, pipe):
         os.mkfifo(pipe)
@@ -375,7 +375,7 @@ class HeldBack(torch.utils.data.Dataset):
 
 
 def test_batches_that_come_out_of_order_are_told(tmp_path):
-    """What resumes leaves out as many from the first on: it would give some twice, and others never."""
+    """Resuming skips that many samples from the start, so some would be repeated and others skipped."""
     data = HeldBack(tmp_path / "first")
     loader = ac.auto_dataloader(data, batch_size=2, shuffle=False, num_workers=2, in_order=False)
     batches = iter(loader)
@@ -408,12 +408,12 @@ def test_samples_that_are_dropped_are_not_left_for_later(workers):
 
 def test_a_loader_goes_on_for_others_as_torchs_does():
     loader = ac.auto_dataloader(TensorDataset(torch.arange(6)), batch_size=4, num_workers=1)
-    other = type(loader)(loader.dataset, batch_sampler=loader.batch_sampler)  # as ignite puts in another one
+    other = type(loader)(loader.dataset, batch_sampler=loader.batch_sampler)  # as ignite replaces it
     assert sorted(sample for (batch,) in other for sample in batch.tolist()) == list(range(6))
     batches = iter(loader)
     assert batches._num_workers == 1
     assert not hasattr(batches, "nothing")
-    with pytest.raises(NotImplementedError):  # as torch's
+    with pytest.raises(NotImplementedError):  # as torch's iterator does
         copy.deepcopy(batches)
 
 
@@ -465,7 +465,7 @@ def models(me):
 
     parity.told(me)
     parity.compare(me, "plain", kinds)
-    # On the CPU torch has no such model: it is compared up to DDP, which refuses it.
+    # torch has no such model on the CPU: it is compared up to DDP, which refuses it.
     parity.compare(me, "sync_bn, whole", lambda i: kinds(i, sync_bn=True), fails=me.size > 1)
     with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", lambda model: model):
         parity.compare(me, "sync_bn", lambda i: kinds(i, sync_bn=True))
@@ -490,7 +490,7 @@ def on_the_cpu_of_a_machine_with_gpus(me):
 
 
 def test_gloo_leaves_gpus_alone(two):
-    """What counts is the device of the rank, not what else there is."""
+    """The device of the rank decides, not which others exist."""
     two.run(on_the_cpu_of_a_machine_with_gpus)
 
 
@@ -524,7 +524,7 @@ def linear():
 
 
 def expected_weights(size, steps, momentum, start=None):
-    """In one process, on everybody's data at once: the mean of the ranks' losses."""
+    """Return the weights of training in one process on all ranks' data: on the mean of the ranks' losses."""
     model = linear()
     if start is not None:
         with torch.no_grad():
@@ -561,7 +561,7 @@ async def awaited(me):
         assert "SGD" in repr(optimizer)
     for got, expected in zip(model.parameters(), expected_weights(me.size, 3, 0.9), strict=True):
         torch.testing.assert_close(got.detach(), expected)
-    _loss(model, 0).backward()  # the hooks are gone: nothing is sent
+    _loss(model, 0).backward()  # the hooks are gone, so this sends nothing
 
 
 @pytest.mark.parametrize("runner", ["asyncio", "trio"])
@@ -570,7 +570,7 @@ def test_async_optim_steps_on_the_average(world, runner):
 
 
 def reduced_by_the_step(me, with_closure):
-    """What mpi does, where nothing else reduces gradients; the operations are the same on gloo."""
+    """Let ``step`` reduce gradients, as on mpi, where nothing else does; the operations are those on gloo."""
 
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -609,7 +609,7 @@ def test_a_world_of_one_is_left_alone():
 
 
 def test_apex_is_refused(monkeypatch):
-    """By the marks that apex leaves; the package itself is given up, and on no index."""
+    """The traces that apex leaves are recognized; apex itself is discontinued, and on no package index."""
     patched = type("FusedLayerNorm", (nn.Module,), {"__module__": "apex.normalization"})
     with pytest.raises(ac.UnsupportedOpError, match=r"apex\.normalization\.FusedLayerNorm.*torch\.autocast"):
         ac.auto_model(nn.Sequential(patched()))
@@ -627,7 +627,7 @@ def test_apex_is_refused(monkeypatch):
 
 
 def test_under_a_launcher_nothing_is_guessed(monkeypatch):
-    """``ac`` wants to be initialized, ``sync`` takes it for a world of one."""
+    """``ac`` asks to be initialized, ``sync`` acts as in a world of one."""
     import asynccoll.sync as idist
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():

@@ -24,34 +24,34 @@ Model = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def every(x: Tensor, size: int) -> list[Tensor]:
-    """The same on every rank."""
+    """Return the same output for every rank."""
     return [x] * size
 
 
 def exchanged(xs: Sequence[Tensor], splits: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Piece b of rank a's tensor goes to rank b."""
+    """Return each rank's output if piece b of rank a's tensor goes to rank b."""
     pieces = [x.split(list(row)) for x, row in zip(xs, splits, strict=True)]
     return [torch.cat([pieces[a][b] for a in range(len(xs))]) for b in range(len(xs))]
 
 
 def permuted(xs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Who receives nothing has zeros."""
+    """Return each rank's output; a rank that receives nothing has zeros."""
     source = {b: a for a, b in pairs}
     return [xs[source[rank]] if rank in source else torch.zeros_like(xs[rank]) for rank in range(len(xs))]
 
 
 def ring(size: int) -> list[tuple[int, int]]:
-    """Everybody to the next."""
+    """Return each rank's output if every rank sends to the next one."""
     return [(rank, (rank + 1) % size) for rank in range(size)]
 
 
 def uneven(size: int) -> list[list[int]]:
-    """Rows from a to b."""
+    """Return how many rows rank a sends to rank b."""
     return [[(a + 2 * b) % 3 for b in range(size)] for a in range(size)]
 
 
 def cases(size: int) -> dict[str, tuple[tuple[int, ...], Collective, Model]]:
-    """name -> shape of the input, the collective on a rank, the one-process model."""
+    """Return by name: the shape of the input, the collective on a rank, the one-process model."""
     rows = uneven(size)
     return {
         "all_reduce sum": (
@@ -127,20 +127,20 @@ def cases(size: int) -> dict[str, tuple[tuple[int, ...], Collective, Model]]:
 
 
 def random(rank: int, shape: Sequence[int], seed: int) -> Tensor:
-    """Different numbers on every rank, the same in every process."""
+    """Return numbers that differ on every rank and agree in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(tuple(shape), dtype=torch.float64, generator=generator)
 
 
 def inputs_of(size: int, shape: tuple[int, ...]) -> list[Tensor]:
-    """Every rank's input; a first dimension of -1 is what its uneven splits add up to."""
+    """Return every rank's input; a first dimension of -1 stands for the sum of its uneven splits."""
     lengths = [sum(row) for row in uneven(size)]
     shapes = [(lengths[r], *shape[1:]) if shape[:1] == (-1,) else shape for r in range(size)]
     return [random(rank, shapes[rank], 1).requires_grad_() for rank in range(size)]
 
 
 def loss(y: Tensor, rank: int) -> Tensor:
-    """A scalar with second derivatives, other weights on every rank."""
+    """Return a scalar with second derivatives, with different weights on every rank."""
     weights = random(rank, y.shape, 2)
     return (weights * y + y**3).sum()
 
@@ -181,7 +181,7 @@ async def layouts(me: Rank) -> None:
 
 
 def test_gradients_through_any_layout(pair: World) -> None:
-    """Non-contiguous inputs have theirs, too."""
+    """Gradients also flow through non-contiguous inputs."""
     pair.run(layouts)
 
 
@@ -241,7 +241,7 @@ async def no_gradient(me: Rank) -> None:
 
 
 def test_what_has_no_gradient_raises_in_backward(pair: World, runner: str) -> None:
-    """Never a silent zero; the forward result is still there."""
+    """Backward raises instead of giving a zero; the forward result remains available."""
     pair.run(no_gradient, runner=runner)
 
 
@@ -259,7 +259,7 @@ async def grad_mode(me: Rank) -> None:
 
 
 def test_grad_mode_is_that_of_the_call(pair: World, runner: str) -> None:
-    """Not that of the await."""
+    """The grad mode at the call counts, not that at the await."""
     pair.run(grad_mode, runner=runner)
 
 
@@ -292,7 +292,7 @@ async def beside(me: Rank) -> None:
 
 
 def test_backward_does_not_cross_what_is_in_flight(pair: World, runner: str) -> None:
-    """Its collectives run on a lane of their own."""
+    """The collectives of backward run on their own lane."""
     pair.run(beside, runner=runner)
 
 
@@ -326,5 +326,5 @@ async def no_gradients(me: Rank) -> None:
 
 
 def test_what_has_no_gradient_says_so(pair: World, runner: str) -> None:
-    """In backward, instead of leaving a part of the loss out of it."""
+    """Backward raises instead of leaving a part of the loss out of the gradient."""
     pair.run(no_gradients, runner=runner)

@@ -1,4 +1,4 @@
-"""barrier: nobody goes on before everybody has come."""
+"""barrier: no rank continues before every rank has called it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def arrivals(me: Rank, directory: str) -> None:
 
 
 def test_what_was_done_before_is_seen_after(world: World, runner: str, tmp_path: Path) -> None:
-    """What any rank did before its barrier has happened for all after theirs."""
+    """What any rank did before its barrier is visible to all ranks after theirs."""
     world.run(arrivals, str(tmp_path), runner=runner)
 
 
@@ -41,7 +41,7 @@ async def waits(me: Rank, directory: str) -> None:
 
 
 def test_starts_without_being_awaited(world: World, runner: str, tmp_path: Path) -> None:
-    """A barrier that is not awaited yet is already passed on to the others."""
+    """A barrier is already announced to the others before it is awaited."""
     world.run(waits, str(tmp_path), runner=runner)
 
 
@@ -64,12 +64,12 @@ async def not_yet(me: Rank) -> None:
 
 
 def test_is_not_done_while_one_is_missing(pair: World) -> None:
-    """As long as the other rank has not come, the barrier is not done."""
+    """The barrier does not complete before the other rank has called it."""
     pair.run(not_yet)
 
 
 async def in_the_end(me: Rank, work: ac.Work[None]) -> None:
-    """However long the others take: one wait takes the call's own time, too short on a busy machine."""
+    """Wait however long the others take: one wait ends at the call's timeout, too soon on a busy machine."""
     while True:
         with suppress(ac.CollectiveTimeoutError):
             return await me.get(work)
@@ -83,7 +83,7 @@ async def monitored(me: Rank) -> None:
             with me.case(f"{timeout}"), raising(ac.CollectiveTimeoutError, "rank 1", "rank 2") as caught:
                 await me.get(work)
             assert isinstance(caught.error, ac.CollectiveTimeoutError)
-            assert {1, 2} <= set(caught.error.ranks)  # on a busy machine another one may be late, too
+            assert {1, 2} <= set(caught.error.ranks)  # on a busy machine another rank may be late, too
             me.show(f"{me.runner} {timeout} {me.rank}")
             await in_the_end(me, work)
     else:

@@ -1,5 +1,4 @@
-"""``asynccoll bench``: what a size means, what has to arrive, and a run beside the peers as table and
-JSON."""
+"""``asynccoll bench``: what a size means, what each rank must receive, and a comparison as table and JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def test_what_is_no_size(written):
 
 
 def test_no_bytes_are_no_size():
-    """One element would be measured in their place, and told as of its own size."""
+    """One element would be measured in its place, and reported with its own size."""
     with pytest.raises(ac.InvalidArgumentError, match="size '0K' is not possible; expected at least 1 byte"):
         sizes.parse("0K")
 
@@ -55,8 +54,8 @@ def test_the_sizes_of_a_run():
             list(sizes.ramp(*wrong))
 
 
-#: name: elements sent and received by each of 3 ranks of a whole of 21, and the bus's part; as nccl-tests has
-#: it.
+#: name: elements that each of 3 ranks sends and receives of a total of 21, and the bus factor; as nccl-tests
+#: defines them.
 SHARES = {
     "all_reduce": (21, 21, 4 / 3),
     "all_gather": (7, 21, 2 / 3),
@@ -145,8 +144,10 @@ def test_ratios_are_those_of_the_same_round():
 
 @pytest.mark.slow
 def test_a_run_as_json_beside_the_peers(start, tmp_path):
-    """Every peer that is here, nothing wrong, and a picture with all of them. Under a launcher this is
-    one of the ranks it measures among, and the first alone prints."""
+    """The run includes every installed peer, reports no error, and plots all of them.
+
+    Under a launcher this process is one of the measured ranks, and only the first one prints.
+    """
     options = ("--sizes", "4,1K", "-n", 2, "--rounds", 3, "--json", "--plot", "out.svg")
     job = start("run", "-n", 2, "-m", "asynccoll", "bench", "all_reduce", "all_gather", *options)
     code, output, errors = job.wait()
@@ -179,8 +180,10 @@ def test_a_run_as_json_beside_the_peers(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_as_a_table(start):
-    """Plain text in a pipe: one heading, the columns of nccl-tests, a line for each size and peer. What a
-    peer cannot do is told, and the rest goes on: an average of whole numbers is refused by us."""
+    """In a pipe the table is plain text: one heading, the columns of nccl-tests, a line for each size and peer.
+
+    What a peer cannot do is reported, and the run continues: we refuse an average of whole numbers.
+    """
     sizes_and_rounds = ("-b", 8, "-e", 128, "-f", 16, "-n", 1, "--rounds", 1, "-c", 0)
     job = start(
         *("bench", "all_reduce", "all_gather", *sizes_and_rounds),
@@ -300,7 +303,7 @@ def test_who_waits_for_a_picture_is_told_where_nothing_was_measured(monkeypatch,
 
 
 def test_a_reader_who_has_seen_enough_ends_the_run(monkeypatch):
-    """As ``| head -1`` does. The first rank would else wait for room in a pipe that nobody reads."""
+    """``| head -1`` does that. Otherwise the first rank would wait for room in a pipe that has no reader."""
     stopped = []
 
     def ranks(request):

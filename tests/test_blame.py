@@ -1,4 +1,4 @@
-"""Who keeps an operation from ending is named: in every timeout, whatever that rank is doing."""
+"""Every timeout names the rank that keeps an operation from completing, whatever that rank is doing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ranks import Rank
 SEED = 20
 
 
-# In words
+# Texts
 
 
 def call(sequence: int, operation: str = "all_reduce", lane: str = "default", **more: Any) -> Call:
@@ -76,7 +76,7 @@ def behind(**more: Any) -> Flight:
     return flight(call(40, "broadcast", "eval", ended=91.0), **more)
 
 
-#: What is known of rank 1, and what is said of it.
+#: What is known of rank 1, and what is reported about it.
 SAID = {
     "computes": (
         near(behind(), stands="DataLoader.__next__ (data.py:17)"),
@@ -172,7 +172,7 @@ def test_what_is_said(case: str) -> None:
 
 
 def test_who_has_made_fewer_parts_of_a_call_is_blamed() -> None:
-    """Whether or not it has gone on with the next call."""
+    """This holds whether or not it has started the next call."""
     parts = [call(41, lane="gradients")._replace(part=part) for part in (1, 2)]
     for calls in (parts, [*parts, call(42, lane="gradients")]):
         for part, ranks in ((2, ()), (3, (1,))):
@@ -214,7 +214,7 @@ def test_an_error_keeps_what_it_says_where_it_goes() -> None:
 @pytest.mark.parametrize("loop", ["asyncio", "none"])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_in_a_simulated_world_who_began_a_circle_of_waits_is_named(loop: str, nodes: int) -> None:
-    """Rank 1 leaves out a call in which the others wait; it waits for them in its next, and hears why."""
+    """Rank 1 skips a call in which the others wait; it waits for them in its next one, and learns why."""
     heard: dict[int, str] = {}
 
     def begun(rank: int) -> ac.Work[torch.Tensor]:
@@ -243,7 +243,7 @@ def test_in_a_simulated_world_who_began_a_circle_of_waits_is_named(loop: str, no
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_in_a_simulated_world_lanes_in_opposite_order_are_told_from_both_sides(nodes: int) -> None:
-    """On either rank: nobody is told of its own call as of another's."""
+    """On both ranks each call is attributed to the rank that made it."""
     heard: dict[int, str] = {}
 
     async def main(rank: int) -> None:
@@ -263,7 +263,7 @@ def test_in_a_simulated_world_lanes_in_opposite_order_are_told_from_both_sides(n
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_in_a_simulated_world_ranks_that_all_receive_first_are_told_so(transport: str) -> None:
-    """Each hears of the circle; who sends first, too late, ends it for nobody."""
+    """Each rank is told of the circle; a send that is started too late does not end it."""
     heard: dict[int, str] = {}
 
     async def main(rank: int) -> None:
@@ -280,7 +280,7 @@ def test_in_a_simulated_world_ranks_that_all_receive_first_are_told_so(transport
 
 @pytest.mark.parametrize("then", ["waits", "computes", "ends"])
 def test_in_a_simulated_world_a_whole_state_that_one_rank_gathers_alone(then: str) -> None:
-    """As torch's users write it, `if rank == 0`: what is for every rank, and what is for one, is told."""
+    """torch's users write `if rank == 0`: the error says which calls are for every rank and which for one."""
     heard: dict[int, str] = {}
 
     async def main(rank: int) -> None:
@@ -311,7 +311,7 @@ def test_in_a_simulated_world_a_whole_state_that_one_rank_gathers_alone(then: st
 @pytest.mark.parametrize("loop", ["asyncio", "trio", "none"])
 @pytest.mark.parametrize("transport", ["gloo", "mpi", "nccl"])
 def test_in_a_simulated_world_the_one_that_skips_a_call_is_named(loop: str, transport: str) -> None:
-    """Whoever waits hears who has not called, whatever the order of threads; and the same each time."""
+    """Every waiting rank learns who has not called, whatever the order of threads; each run says the same."""
 
     heard: dict[int, ac.CollectiveTimeoutError] = {}
 
@@ -362,7 +362,7 @@ def in_a_block() -> None:
         ac.all_reduce(torch.ones(2), op="nonsense")
 
 
-#: What a rank calls that is refused, how it is recorded, and why, in a word.
+#: What a rank calls that is refused, how it is recorded, and why, in one word.
 REFUSING: dict[str, tuple[Callable[[], object], str, str]] = {
     "value": (
         lambda: ac.all_reduce(torch.ones(2), timeout=-1),
@@ -437,7 +437,7 @@ def test_who_sends_before_it_receives_is_told_which_call_is_missing(transport: s
         with pytest.raises(ac.CollectiveTimeoutError) as caught:
             await work
         heard[rank] = caught.value
-        await anyio.sleep(2)  # the others hear of it while it is here
+        await anyio.sleep(2)  # the others learn of it while this rank is still here
 
     simulate(first_send, world_size=3, transport=transport, operation_timeout=1.0)
     assert sorted(heard) == [0, 1, 2]
@@ -452,7 +452,7 @@ def test_who_sends_before_it_receives_is_told_which_call_is_missing(transport: s
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
 def test_a_message_on_a_lane_that_a_third_rank_does_not_use_says_so(transport: str) -> None:
-    """Both sides had called it, so it was the network; but a lane opens with all ranks of its group."""
+    """Both sides had called it, so the network was blamed; but a lane opens with all ranks of its group."""
 
     def main(rank: int) -> None:
         if rank == 0:
@@ -475,7 +475,7 @@ def test_a_message_on_a_lane_that_a_third_rank_does_not_use_says_so(transport: s
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
 def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: str) -> None:
-    """What was refused has taken nothing: the sender waits, and it is received when that is repeated."""
+    """A refused recv has taken no message: the sender waits, and a repeated recv receives it."""
     heard: list[str] = []
 
     async def main(rank: int) -> None:
@@ -514,7 +514,7 @@ def test_a_refused_send_is_no_reason_once_one_after_it_has_arrived() -> None:
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
 @pytest.mark.parametrize("takes", ["first", "never"])
 def test_who_sends_again_is_told_that_the_refusal_was_received(transport: str, takes: str) -> None:
-    """A refused send counts as a message: the recv that was meant for the next one has ended with it."""
+    """A refused send counts as a message: the recv meant for the next one has failed with it."""
     heard: list[str] = []
 
     async def main(rank: int) -> None:
@@ -531,7 +531,7 @@ def test_who_sends_again_is_told_that_the_refusal_was_received(transport: str, t
             await ac.recv(x, src=0)
             return
         with pytest.raises(TypeError):
-            ac.send(x, 1)  # type: ignore[call-arg, misc]  # as torch has it
+            ac.send(x, 1)  # type: ignore[call-arg, misc]  # as in torch
         sent = ac.send(x, dst=1, timeout=2.0)
         with pytest.raises(ac.CollectiveTimeoutError) as caught:
             await sent
@@ -556,7 +556,7 @@ def test_who_sends_again_is_told_that_the_refusal_was_received(transport: str, t
 
 
 def test_a_wait_that_follows_from_the_callers_own_is_not_told_as_its_cause() -> None:
-    """Rank 2 waits for both others, one of which waits in a message itself, that the other has refused."""
+    """Rank 2 waits for both others; one of them waits in a message that the other has refused."""
     heard: list[str] = []
 
     async def main(rank: int) -> None:
@@ -635,7 +635,7 @@ def test_in_a_simulated_world_crossed_locks_are_told_by_where_the_tasks_are() ->
                     await ac.all_reduce(1.0, lane=lane, timeout=1.0)
                 except ac.CollectiveTimeoutError as error:
                     heard[rank] = [*heard.get(rank, []), str(error)]
-                    await anyio.sleep(3)  # so that the other one hears of it as it is
+                    await anyio.sleep(3)  # so that the other rank sees it in this state
 
         async with anyio.create_task_group() as tasks:
             for lane in ("a", "b")[:: 1 if rank == 0 else -1]:
@@ -692,7 +692,7 @@ async def of_several(rank: int, x: object) -> object:
 @pytest.mark.parametrize("call", [in_a_group, of_a_tree, in_a_thread, of_several])
 @pytest.mark.parametrize("size", [3, 5])
 def test_each_error_names_the_rank_the_call_and_the_line(call: Any, wrong: str, size: int) -> None:
-    """Whatever is composed: a group, a lane, a tree, a thread, several at once."""
+    """This holds for a group, a lane, a tree, a thread, and several calls at a time."""
     heard: dict[int, ac.CollectiveError] = {}
 
     async def main(rank: int) -> None:
@@ -745,7 +745,7 @@ async def completed(work: ac.Work[int]) -> None:
 
 @pytest.mark.parametrize("give_up", [timed_out, cancelled, never_waited_for, completed])
 def test_a_call_that_nobody_waits_for_any_more_is_told_as_no_other_wait(give_up: Any, loop: str) -> None:
-    """A child task has given it up; no circle, nor another wait, comes of it: the rank computes."""
+    """A child task has abandoned it, so it is part of no circle and no chain of waits: the rank computes."""
     heard: dict[int, str] = {}
 
     async def main(rank: int) -> None:
@@ -776,7 +776,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_told_as_no_other_wait(give_up:
 
 
 def test_who_waits_beside_one_that_was_cancelled_hears_of_a_lost_rank(loop: str) -> None:
-    """It is looked after for as long as anybody waits for it."""
+    """The watchdog checks on the operation as long as any task waits for it."""
 
     async def main(rank: int) -> str:
         if rank == 1:
@@ -811,7 +811,7 @@ def test_in_a_simulated_world_the_wait_that_is_the_cause_is_told_first() -> None
             await ac.all_reduce(1.0, lane="b", timeout=1.0)
         finally:
             await ac.all_reduce(1.0, lane="a", timeout=4.0)
-            await anyio.sleep(2)  # so that rank 0 hears of it as it is
+            await anyio.sleep(2)  # so that rank 0 sees it in this state
 
     far = Link((0.1, 0.1), 1e9)  # so that it is still in flight when rank 0 asks
     for seed in range(SEED, SEED + 5):
@@ -894,7 +894,7 @@ def test_a_refusal_that_was_never_told_is_no_skipped_call() -> None:
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_that_a_rank_has_skipped_one_of_equal_calls_is_told_with_its_line(transport: str) -> None:
-    """The calls after it agree, and nothing is wrong until the last one, which this rank does not make."""
+    """The later calls agree, so nothing looks wrong until the last one, which this rank does not make."""
     lines = {}
 
     def main(rank: int) -> None:
@@ -917,7 +917,7 @@ def test_that_a_rank_has_skipped_one_of_equal_calls_is_told_with_its_line(transp
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_timeout_tells_where_one_of_equal_calls_was_skipped(alike: bool) -> None:
-    """Not where the ranks run different code from the start, whose lines tell nothing."""
+    """Not if the ranks run different code from the start: then their lines say nothing."""
     heard: dict[int, str] = {}
     lines = {}
 
@@ -953,7 +953,7 @@ def test_a_timeout_tells_where_one_of_equal_calls_was_skipped(alike: bool) -> No
 
 
 async def one_is_late(me: Rank, how: str) -> tuple[str, tuple[int, ...], float]:
-    """Rank 1 stands where `how` says; the others tell what they heard, and when."""
+    """Rank 1 is held up as `how` says; return what the others were told, and when."""
     await me.get(ac.all_reduce(torch.ones(2), lane="gradients"))
     await me.get(ac.broadcast(1.0, lane="eval"))
     if me.rank == 1:
@@ -980,7 +980,7 @@ async def one_is_late(me: Rank, how: str) -> tuple[str, tuple[int, ...], float]:
 
 async def lateness(me: Rank, how: str) -> None:
     if how == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 lets it go on, having heard of it
+        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 continues it once it has the error
     elif how == "native":
         hold_the_interpreter(2.5)
     else:
@@ -991,7 +991,7 @@ async def lateness(me: Rank, how: str) -> None:
 
 
 def hold_the_interpreter(seconds: float) -> None:
-    """In native code, without letting go of the interpreter's lock."""
+    """Block in native code without releasing the GIL."""
     import ctypes
 
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
@@ -1025,13 +1025,13 @@ def test_who_is_late_is_named(backend: str, size: int, runner: str, how: str) ->
         assert seconds < 1.5 + patient(1.0)
 
 
-# While it waits
+# During the wait
 
 
 async def asked(me: Rank) -> tuple[tuple[int, ...], str]:
     await me.get(ac.all_reduce(torch.ones(2)))
     if me.rank == 1:
-        me.show("recorded")  # which comes after a call's start, and its peer may be on its way by then
+        me.show("recorded")  # this comes after a call's start; its peer may have sent its data by then
         me.see("asked")
         await me.get(ac.barrier())
         return (), ""
@@ -1055,7 +1055,7 @@ def test_who_is_missing(backend: str) -> None:
 
 
 def test_who_waits_for_long_is_warned_once(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
-    """In the words of the timeout that will come, long before it does."""
+    """The warning has the words of the later timeout, long before that."""
 
     def main(rank: int) -> None:
         ac.all_reduce(torch.ones(2)).wait()
@@ -1076,7 +1076,7 @@ def test_who_waits_for_long_is_warned_once(capsys: pytest.CaptureFixture[str], c
 
 
 def test_simulated_seconds_are_no_reason_to_warn(capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
-    """Unless the program, or its environment, asks for it."""
+    """No warning is given unless the program or its environment asks for it."""
 
     def main(rank: int) -> None:
         host.sleep(50.0 * rank)
@@ -1090,7 +1090,7 @@ def test_simulated_seconds_are_no_reason_to_warn(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_what_the_whole_job_waits_for_is_warned_of_once(nodes: int, caplog: Any) -> None:
-    """Not by each rank of the circle, all of which are told of their own wait."""
+    """Not each rank of a circle warns of the circle; all are told of their own wait."""
 
     async def main(rank: int) -> None:
         with pytest.raises(ac.CollectiveError):
@@ -1122,7 +1122,7 @@ def test_when_to_warn_is_thirty_seconds_or_what_is_given() -> None:
 
 
 def test_a_wait_that_holds_the_event_loop_is_told(loop: str) -> None:
-    """The task that would call what the other rank waits for gets no turn; awaited, neither does it wait."""
+    """The task that would make the call the other rank waits for cannot run; if both await, neither waits."""
     heard: list[str] = []
 
     async def waiting(lane: str) -> None:
@@ -1148,12 +1148,12 @@ def test_a_wait_that_holds_the_event_loop_is_told(loop: str) -> None:
 def test_a_warning_that_cannot_be_printed_is_logged_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reader of stderr may have gone (`2>&1 | head`): the watchdog goes on."""
+    """The reader of stderr may have exited (`2>&1 | head`): the watchdog keeps running."""
     reads, writes = os.pipe()
     os.close(reads)
     broken = os.fdopen(writes, "w", buffering=1)
     monkeypatch.setattr(sys, "stderr", broken)
     stalls.warn(0, "barrier #1", 30.0, "rank 1 has not called it")
-    with contextlib.suppress(OSError):  # what it has kept
+    with contextlib.suppress(OSError):  # what is still buffered
         broken.close()
     assert "rank 0 has waited for 30 s for barrier #1: rank 1 has not called it" in caplog.text

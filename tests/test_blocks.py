@@ -1,4 +1,4 @@
-"""Every block of Python on the pages runs, but those that say why not."""
+"""Every block of Python on the pages runs, except those that say why not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ports import free_port
 from worlds import rank_environment
 
 PROGRAM = str(Path(__file__).with_name("preludes.py"))
-#: Where whole pages run in another way.
+#: Pages that other tests run as a whole.
 ELSEWHERE = {"how-to.md": "test_howtos", "inside.md": "test_inside", "simulation.md": "test_simulated"}
 SUITE = "pytest.md"
-#: What the backend of a page needs, and which target of make has it.
+#: What the backend of a page needs, and which make target has it.
 NATIVE = {
     "mpi": ("mpi4py", "mpi", "make mpi"),
     "horovod": ("horovod", "horovod", "make horovod"),
@@ -32,7 +32,7 @@ NOT_RUN = re.compile(r"Not run by the tests: it needs (a TPU|a GPU|a cluster)\."
 
 
 def by_hand(name: str) -> bool:
-    """Whether processes run it that no launcher has started."""
+    """Return whether the block runs in processes that no launcher has started."""
     return bool(re.search(r"ac\.spawn\(|init_method=|nnodes=", BLOCKS[name].code))
 
 
@@ -41,14 +41,14 @@ def those(page: str) -> list[str]:
 
 
 def launched() -> list[str]:
-    """Those of the pages that are about no backend, and are not a suite of tests."""
+    """Return the blocks of pages that are about no backend and are no test suite."""
     names = [name for page in {block.page for block in BLOCKS.values()} for name in those(page)]
     apart = {*ELSEWHERE, SUITE, *(f"backends/{name}.md" for name in NATIVE)}
     return sorted(name for name in names if BLOCKS[name].page not in apart and not by_hand(name))
 
 
 def test_a_block_that_does_not_run_says_why() -> None:
-    """In one form, right before it, and it is something that machines of the tests lack."""
+    """The reason has one form, stands right before the block, and is something the test machines lack."""
     marked = 0
     for page in pages.PAGES:
         for block in pages.blocks(page, "python", "yaml"):
@@ -60,14 +60,14 @@ def test_a_block_that_does_not_run_says_why() -> None:
 
 
 def test_every_page_is_run_somewhere() -> None:
-    """Also a page that is added."""
+    """That includes a page that is added later."""
     known = {name.partition(":")[0] for name in [*launched(), *those("launch.md")]}
     known |= {*ELSEWHERE, SUITE, *(f"backends/{name}.md" for name in NATIVE)}
     assert {block.page for block in BLOCKS.values() if not block.comment} == known
 
 
 def test_every_block_runs(start: Callable[..., Job]) -> None:
-    """On two ranks, to its end."""
+    """On two ranks, every block runs to its end."""
     names = launched()
     assert len(names) >= 38
     code, said, error = start("run", "-n", "2", PROGRAM, *names).wait()
@@ -103,7 +103,7 @@ def programs(directory: Path, names: list[str], count: int = 1) -> None:
 
 
 def test_hosts_that_start_scripts(tmp_path: Path) -> None:
-    """Two processes, each as on a host of its own."""
+    """Two processes run the blocks, each as if on its own host."""
     names = [name for name in those("launch.md") if by_hand(name)]
     assert len(names) == 2
     programs(tmp_path, names, count=2)
@@ -111,7 +111,7 @@ def test_hosts_that_start_scripts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", NATIVE)
 def test_blocks_of_a_backend(backend: str, tmp_path: Path, start: Callable[..., Job]) -> None:
-    """In the environment that has it."""
+    """The blocks run in the environment that has the backend."""
     package, name, target = NATIVE[backend]
     if not needs.has_package(package, name):
         pytest.skip(f"`{target}` has an environment with {package}")
@@ -127,7 +127,7 @@ def test_blocks_of_a_backend(backend: str, tmp_path: Path, start: Callable[..., 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_the_suite_passes(backend: str, tmp_path: Path) -> None:
-    """The page's files for pytest, of which one test is about mpi."""
+    """The page's files for pytest pass; one of the tests is about mpi."""
     if backend == "mpi" and not needs.has_package("mpi4py", "mpi"):
         pytest.skip("`make mpi` has environments with mpi4py")
     first, plugin, second = (BLOCKS[name].code for name in those(SUITE))

@@ -1,4 +1,4 @@
-"""broadcast: everybody gets what `src` put in."""
+"""broadcast: every rank gets the payload of `src`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_every_dtype_and_shape(world: World, runner: str) -> None:
-    """src's tensor arrives bit for bit and nobody's input is changed."""
+    """src's tensor arrives bit for bit, and no rank's input is changed."""
     world.run(dtypes, runner=runner)
 
 
@@ -42,12 +42,12 @@ async def one_of_a_column(me: Rank) -> None:
 
 
 def test_one_element_of_a_column(pair: World) -> None:
-    """It is contiguous, and its stride is not one."""
+    """Such an element is contiguous, but its stride is not one."""
     pair.run(one_of_a_column)
 
 
 class Subclass(torch.Tensor):
-    """As people derive them."""
+    """A subclass of Tensor as users derive it."""
 
 
 async def derived(me: Rank) -> None:
@@ -57,7 +57,7 @@ async def derived(me: Rank) -> None:
 
 
 def test_a_subclass_of_tensor(pair: World) -> None:
-    """Its numbers are sent."""
+    """Its values are sent."""
     pair.run(derived)
 
 
@@ -71,7 +71,7 @@ async def layouts(me: Rank) -> None:
 
 
 def test_every_layout(world: World, runner: str) -> None:
-    """Non-contiguous tensors arrive with their values; src is rank 0 unless told."""
+    """Non-contiguous tensors arrive with their values; src is rank 0 by default."""
     world.run(layouts, runner=runner)
 
 
@@ -83,7 +83,7 @@ async def values(me: Rank) -> None:
 
 
 def test_numbers_and_text(world: World, runner: str) -> None:
-    """Numbers bit for bit, any Unicode, paths: of the same type as src's."""
+    """Numbers arrive bit for bit, as do Unicode and paths, with src's type."""
     world.run(values, runner=runner)
 
 
@@ -95,7 +95,7 @@ async def trees(me: Rank) -> None:
 
 
 def test_trees(world: World, runner: str) -> None:
-    """The tree of src, leaf by leaf, with None as structure."""
+    """The tree of src arrives leaf by leaf, with None as structure."""
     world.run(trees, runner=runner)
 
 
@@ -134,12 +134,12 @@ async def own_result(me: Rank) -> None:
 
 
 def test_safe_mode_gives_a_result_of_its_own(world: World, runner: str) -> None:
-    """Also on src, of whatever size."""
+    """src gets its own copy, too, whatever its size."""
     world.run(own_result, runner=runner)
 
 
 def test_safe_mode_takes_anything_elsewhere(world: World, runner: str) -> None:
-    """With safe_mode the others need not know what comes: they may pass None or anything."""
+    """With safe_mode the other ranks may pass None or anything else."""
     world.run(safe_mode, runner=runner)
 
 
@@ -171,7 +171,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_calls_are_refused(world: World) -> None:
-    """A source that is not there and a payload that cannot travel; the lane goes on."""
+    """A source out of range and an unsupported payload are refused; the lane still works."""
     world.run(refused)
 
 
@@ -182,7 +182,7 @@ async def one_text(me: Rank, value: str, src: int) -> None:
 
 @given(value=st.text(max_size=300), src=st.integers(0, 1))
 def test_any_text(pair: World, value: str, src: int) -> None:
-    """Any Unicode text arrives as it was."""
+    """Any Unicode text arrives unchanged."""
     pair.run(one_text, value, src)
 
 

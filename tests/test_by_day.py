@@ -1,4 +1,4 @@
-"""What of the tests is left to the night: of each test something stays by day."""
+"""Which tests run only at night: some cases of every test remain by day."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES, WAYS = (1, 2, 3, 4), ("asyncio", "trio", "blocking")
 
 @dataclass(frozen=True)
 class Case:
-    """As much of an item of pytest's as is looked at."""
+    """The attributes of a pytest item that the selection looks at."""
 
     name: str
     values: dict[str, Any] = field(hash=False)
@@ -47,7 +47,7 @@ def cases(name: str, backend: str) -> list[Case]:
 
 
 def stay(items: list[Case]) -> list[tuple[int, str]]:
-    """By day: numbers of ranks, and ways to wait."""
+    """Return the cases that run by day: numbers of ranks and ways to wait."""
     out = by_day.left_out(items)  # type: ignore[arg-type]  # see Case
     return [(one.values["world"][1], one.values["runner"]) for one in items if one not in out]
 

@@ -1,4 +1,4 @@
-"""check="full": what ranks call differently raises on all of them, with both sides shown."""
+"""check="full": calls that differ between ranks raise on all of them, and the error shows both sides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worlds import World
 
 @pytest.fixture(scope="session", params=worlds.BACKENDS)
 def checked(request: pytest.FixtureRequest) -> World:
-    """Two ranks with check="full"."""
+    """Return a world of two ranks with check="full"."""
     return worlds.world(request.param, 2, check="full")
 
 
@@ -108,7 +108,7 @@ async def differ(me: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_a_mismatch_raises_on_every_rank(checked: World, name: str, runner: str) -> None:
-    """CollectiveMismatchError shows both sides on both ranks, and the lane goes on."""
+    """CollectiveMismatchError shows both sides on both ranks, and the lane still works."""
     checked.run(differ, name, runner=runner)
 
 
@@ -124,7 +124,7 @@ async def order(me: Rank) -> None:
 
 
 def test_crossed_calls_raise_on_every_rank(checked: World, runner: str) -> None:
-    """Two calls in opposite order, both in flight: both raise and the lane goes on."""
+    """Two calls in opposite order are in flight: both raise, and the lane still works."""
     checked.run(order, runner=runner)
 
 
@@ -138,7 +138,7 @@ async def places(me: Rank) -> None:
 
 
 def test_the_error_tells_the_places(checked: World) -> None:
-    """It names the file and line of each side's call."""
+    """The error names the file and line of each side's call."""
     checked.run(places)
 
 
@@ -187,7 +187,7 @@ async def all_agree(me: Rank) -> None:
 
 
 def test_what_agrees_passes(checked: World, runner: str) -> None:
-    """Every collective works as ever; what may differ between ranks is not compared."""
+    """Every collective works as without checks; arguments that may differ between ranks are not compared."""
     checked.run(all_agree, runner=runner)
 
 
@@ -203,7 +203,7 @@ async def does_not_block(me: Rank) -> None:
 
 
 def test_the_comparison_does_not_block_the_call(checked: World, runner: str) -> None:
-    """The call returns before the peer has come."""
+    """The call returns before the peer has made its own."""
     checked.run(does_not_block, runner=runner)
 
 
@@ -220,15 +220,15 @@ FROM_ENVIRONMENT = """
 
 
 def test_the_environment_asks_for_full_checks(tmp_path: Path) -> None:
-    """ASYNCCOLL_CHECK=full is check="full" of a program that does not say."""
+    """ASYNCCOLL_CHECK=full means check="full" for a program that passes no ``check``."""
     for ended in scripts.run(tmp_path, FROM_ENVIRONMENT, ranks=2, env={"ASYNCCOLL_CHECK": "full"}):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["True", "True"]
 
 
 def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the program says itself is not overruled; and a wrong word is refused, by its name."""
-    # A process of its own, as it were: after finalize nothing else in this one could be called.
+    """An explicit argument overrides the environment; a wrong value of the variable is refused and named."""
+    # As if in a new process: after finalize, nothing else could be called in this one.
     monkeypatch.setattr(state.process, "__dict__", vars(state.Process()))
     monkeypatch.setenv("ASYNCCOLL_CHECK", "everything")
     with pytest.raises(ac.InvalidArgumentError, match="everything"):
@@ -260,7 +260,7 @@ def test_a_call_behind_a_block_that_one_rank_has_not_sent_is_none_of_it(checked:
 def test_long_texts_that_differ_where_they_are_cut_are_told_apart(
     check: str, transport: str, nodes: int
 ) -> None:
-    """Both sides looked alike, as another call of one line, of whose cause the error then spoke."""
+    """Both sides looked alike, so that the error spoke of two calls on one line, and of their cause."""
     named = [
         f"{number:x}" * 5 for number in range(7**5 % 1000, 9000, 3)
     ]  # too many to name the one that differs
@@ -283,7 +283,7 @@ SKIPPED = (
     "call under `if rank == 0`? If calls before this one were alike, their results may be mixed)"
 )
 DIFFERENT_LINES = ("all_reduce sum float32[3] at x.py:5", "all_reduce max float32[3] at x.py:6")
-#: What two ranks call, as which call of the lane (0: it is not known), and what is said of it.
+#: What two ranks call, the number of the call on the lane (0: unknown), and the hint in the error.
 HINTED: dict[str, tuple[tuple[str, str], int, str]] = {
     "first dimensions": (
         ("all_gather float32[3, 2] at x.py:5", "all_gather float32[4, 2] at x.py:5"),

@@ -1,4 +1,4 @@
-"""One child task after another on a lane: what is left of the last one is never taken for the next one's."""
+"""One child task after another on a lane: no call of the last one is ever matched with one of the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 5
 #: In which step children do not all make as many calls: in that of the first of a name, whose lane is closed
 #: then, or of a later one, whose lane is kept.
 FIRST, LATER = 0, 2
-#: Of the tests here, which have their worlds in common: each has children of another name.
+#: The tests here share their worlds, so each names its children differently.
 tags = itertools.count()
 
 
@@ -32,7 +32,7 @@ def due(me: Rank, step: int, calls: int) -> list[int]:
 
 
 async def cancelled(me: Rank, at: int, name: str) -> None:
-    """All children of a step are cancelled, after other numbers of calls, the last of which is in flight."""
+    """All children of a step are cancelled after different numbers of calls, with the last one in flight."""
 
     async def child(step: int, calls: int, got: list[int]) -> None:
         await sums(me, step, calls, got)
@@ -67,7 +67,7 @@ def test_the_next_child_is_in_step_with_others_after_one_was_cancelled(
 
 
 async def failed(me: Rank, at: int, name: str) -> None:
-    """On rank 0 a child fails, which it goes on after: the others hear of it at their next call."""
+    """A child fails on rank 0, which continues; the others are told at their next call."""
 
     async def child(step: int, got: list[int]) -> None:
         await sums(me, step, 2, got)
@@ -82,7 +82,7 @@ async def failed(me: Rank, at: int, name: str) -> None:
         try:
             async with ac.create_task_group() as tasks:
                 tasks.start_soon(child, step, got, name=name)
-        except BaseException as group:  # of one exception; Python 3.10 has no name for it
+        except BaseException as group:  # with one exception; Python 3.10 has no name for it
             (error,) = group.exceptions  # type: ignore[attr-defined]
             with me.case(f"what is raised in step {step}"):
                 assert isinstance(error, kind), error
@@ -97,12 +97,12 @@ async def failed(me: Rank, at: int, name: str) -> None:
 
 @pytest.mark.parametrize("at", [FIRST, LATER])
 def test_the_others_hear_of_a_child_that_failed(several: World, loop: str, at: int) -> None:
-    """They do not wait for its calls until their time is over, and the next child of that name is in step."""
+    """They do not wait for its calls until their timeout, and the next child of that name is in step."""
     several.run(failed, at, f"failed {next(tags)}", runner=loop)
 
 
 async def failed_at_last(me: Rank, at: int, name: str) -> None:
-    """On the last rank a child fails behind its last call: no other rank waits for it."""
+    """On the last rank a child fails after its last call, so no other rank waits for it."""
 
     async def child(step: int, got: list[int]) -> None:
         await sums(me, step, 2, got)
@@ -127,7 +127,7 @@ def test_a_child_that_fails_behind_its_last_call_spoils_nothing(several: World, 
 
 
 async def ended_early(me: Rank, name: str) -> None:
-    """The first child of a name is cancelled before its first call on rank 0, and in it on the others."""
+    """The first child of a name is cancelled before its first call on rank 0, and during it on the others."""
 
     async def child(step: int, got: list[int]) -> None:
         if step == FIRST:
@@ -153,12 +153,12 @@ async def ended_early(me: Rank, name: str) -> None:
 
 
 def test_the_name_of_a_child_that_has_called_nothing_is_in_step(several: World, loop: str) -> None:
-    """Ranks meet by the number of a child, whether those before had called anything or not."""
+    """Ranks meet by the number of a child, whether earlier ones made any calls or not."""
     several.run(ended_early, f"early {next(tags)}", runner=loop)
 
 
 async def on_two_lanes(me: Rank, name: str) -> None:
-    """A child that fails leaves out a call of a group and one of the world, for which others wait."""
+    """A child that fails skips a call of a group and one of the world; other ranks wait in both."""
     pair = ac.new_group([0, me.size - 1])
 
     async def child(step: int, got: list[int]) -> None:
@@ -182,12 +182,12 @@ async def on_two_lanes(me: Rank, name: str) -> None:
 
 
 def test_all_lanes_of_a_child_that_failed_hear_of_it(several: World, loop: str) -> None:
-    """In every group of ranks in which it has called."""
+    """Waiting ranks are told in every group of ranks in which the child has called."""
     several.run(on_two_lanes, f"two lanes {next(tags)}", runner=loop)
 
 
 async def in_backward(me: Rank, name: str) -> None:
-    """Rank 0's child fails before a backward pass, in which the others wait."""
+    """Rank 0's child fails before a backward pass; the other rank waits in its own."""
 
     async def child(step: int) -> None:
         x = torch.full((2,), float(step + 1), requires_grad=True)
@@ -206,12 +206,12 @@ async def in_backward(me: Rank, name: str) -> None:
 
 
 def test_what_backward_sends_of_a_child_is_refused_and_in_step_too(pair: World, loop: str) -> None:
-    """On a lane of its own, which goes on with the next child of that name."""
+    """Backward uses its own lane, which continues with the next child of that name."""
     pair.run(in_backward, f"backward {next(tags)}", runner=loop)
 
 
 async def uneven(me: Rank, name: str) -> None:
-    """Nothing failed, but rank 1's child has made a call more, and not awaited it."""
+    """No child fails, but rank 1's child makes one call more and does not await it."""
 
     async def child(step: int, got: list[int]) -> None:
         await sums(me, step, 2, got)
@@ -245,5 +245,5 @@ async def uneven(me: Rank, name: str) -> None:
 
 
 def test_a_call_more_of_the_last_child_is_not_taken_for_one_of_the_next(pair: World, loop: str) -> None:
-    """Of the same shape, from the same line or another: an error on every rank."""
+    """The call has the shape of the next one, from the same line or another: it is an error on every rank."""
     pair.run(uneven, f"uneven {next(tags)}", runner=loop)

@@ -1,4 +1,4 @@
-"""``asynccoll run`` and its siblings, for real: processes are started, broken and killed."""
+"""``asynccoll run`` and its siblings with real processes that are started, broken and killed."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_rank_that_has_not_joined_is_told_who_started_it(start, script):
 
 @on_linux
 def test_a_killed_rank_is_shown_with_its_last_call(start, script):
-    """Nobody else may be left to tell: here its peer waits for nothing that it notices."""
+    """No peer may be left to report it: here the peer waits for nothing in which it would notice."""
     script("""
         import os, signal
         import asynccoll as ac
@@ -329,7 +329,7 @@ def test_a_restart_finds_nothing_of_the_attempt_before(start, script):
             os.kill(os.getpid(), 9)
         print(os.path.exists(f"/proc/{pid.read_text()}"), open("left").read().strip())
     """)
-    # Such a child is of no attempt.
+    # Such a child belongs to no attempt.
     shell = ("sh", "-c", 'sleep 1000 > /dev/null 2>&1 & echo $!; exec "$@"', "sh", sys.executable)
     code, output, _ = start("run", "-n", 1, "--max-restarts", 1, "program.py", python=shell).wait()
     other, *told = output.split()
@@ -443,14 +443,14 @@ def test_a_second_signal_kills_what_does_not_want_to_end(start, script):
     ids=lambda n: n.name,
 )
 def test_a_stop_signal_while_other_hosts_are_waited_for(tmp_path, start, script, number):
-    """torch waits for them in native code, where Python cannot notice signals."""
+    """torch waits for them in native code, where Python cannot handle signals."""
     script("")
     made = tmp_path / "tmp"
     made.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = ["--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", port]
-    hears_all = ("env", "--default-signal", sys.executable)  # these tests may themselves run under nohup
+    hears_all = ("env", "--default-signal", sys.executable)  # these tests may run under nohup
     job = start("run", "--nnodes", 2, *where, "program.py", python=hears_all, TMPDIR=str(made))
     while True:
         assert job.process.poll() is None, job.wait()
@@ -483,7 +483,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(start, script):
 
 @on_linux
 def test_what_a_rank_has_started_in_the_background_is_reaped_while_the_job_runs(start, script):
-    """It becomes a child of the launcher; as a zombie it would count against the limit of processes."""
+    """Such a process becomes the launcher's child; as a zombie it would count against the process limit."""
     script("""
         import os, subprocess, time
         import asynccoll as ac
@@ -586,7 +586,7 @@ def test_a_wrong_command_line_is_told_and_ends_with_2(capsys, monkeypatch, argum
         monkeypatch.setenv(name, "1")  # which keeps `run` from setting it in this process
     try:
         code = main(arguments)
-    except SystemExit as stop:  # argparse's way
+    except SystemExit as stop:  # as argparse does
         code = stop.code
     output, errors = capsys.readouterr()
     assert (code, output) == (2, "")
@@ -635,7 +635,7 @@ sys.exit("torch" in sys.modules)
     "words", [["--help"], ["where"], ["top"], ["run", "--backend", "mpi", "-n", "2", "nowhere.py"]]
 )
 def test_what_starts_ranks_and_what_looks_at_them_does_not_load_torch(words):
-    """It takes two seconds of a processor."""
+    """Loading torch takes two seconds of CPU time."""
     done = subprocess.run(
         [sys.executable, "-c", _LIGHT, *words], capture_output=True, timeout=LIMIT_S, check=False
     )
@@ -651,7 +651,7 @@ def test_the_version(capsys):
 
 @pytest.fixture
 def unlaunched(monkeypatch):
-    """This process without any launcher's variables."""
+    """Remove any launcher's variables from this process."""
     for name in os.environ:
         if INHERITED.search(name):
             monkeypatch.delenv(name)
@@ -743,7 +743,7 @@ def test_ranks_that_fail_in_the_same_way_are_told_together():
 
 
 def test_what_differs_in_numbers_alone_is_one_way_to_fail():
-    """How long each rank had waited, and who says so; not which rank it speaks of."""
+    """Times waited and the reporting rank may differ, but not the rank that is reported on."""
     texts = [
         "TimeoutError: no rank 3 after 6.003 s; its last call was 0.1 s ago, in flight; this is rank 0",
         "TimeoutError: no rank 3 after 6.007 s; its last call was 0.0 s ago, finished; this is rank 1",
@@ -769,7 +769,7 @@ def test_how_far_a_work_was_is_no_other_way_to_fail():
 
 
 def test_a_loss_without_gradients_is_explained_where_there_are_tasks():
-    """torch's error is raised in the task that trains; the cause is a ``no_grad`` in another one."""
+    """torch raises its error in the training task; the cause is a ``no_grad`` in another task."""
     text = "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"
     trace = f'Traceback:\n  File "{asyncio.__file__}", line 12, in run\n{text}'
     told = report.report([Failure(0, code=1, time=1.0, message=text, trace=trace, **A)])
@@ -779,7 +779,7 @@ def test_a_loss_without_gradients_is_explained_where_there_are_tasks():
 
 
 def test_alike_on_another_line_says_on_which():
-    """A call that differs is alike on all ranks but for the line to be mended."""
+    """A wrong call may look the same on all ranks, except for the line that needs the fix."""
 
     def failed(rank, line):
         trace = f'Traceback:\n  File "train.py", line {line}, in main\n    await work\nOSError: gone'
@@ -796,7 +796,7 @@ WHERE = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)
 
 
 def told_second(message):
-    """The line on a rank that failed after another one."""
+    """Return the line about a rank that failed after another one."""
     failures = [
         Failure(0, code=1, time=1.0, message="OSError: gone", **A),
         Failure(1, code=1, time=2.0, message=message, **A),
@@ -811,7 +811,7 @@ def test_a_long_message_keeps_where_to_look():
 
 
 def test_a_long_message_of_a_group_ends_with_a_sentence_and_where_to_look():
-    """Not with the group that it was raised in, nor in the middle of a word."""
+    """It ends neither with the exception group it was raised in nor in the middle of a word."""
     says = f"TimeoutError: {'word ' * 50}; {'more ' * 30}. This rank's {'call ' * 20}{WHERE}"
     group = "(in ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception))"
     assert told_second(f"{says} {group}").endswith(f" word ; ... {WHERE}")

@@ -1,4 +1,4 @@
-"""How jobs of ``asynccoll run`` end: signals, restarts, ports that are taken, ranks that all fail."""
+"""How jobs of ``asynccoll run`` end: by signals, restarts, ports in use, ranks that all fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jobs import LIMIT_S, on_linux
 from patience import patient, until
 from ports import free_port
 
-#: The launcher with less time between Ctrl-C and what follows.
+#: The launcher with a shorter grace period after Ctrl-C.
 HASTY = f"""
 import sys
 from asynccoll.cli.entry import main
@@ -30,7 +30,7 @@ processes.INTERRUPT_GRACE_S = 0.2
 sys.exit(main(sys.argv[3:]))
 """
 
-#: The launcher that does not wait for names that nobody knows yet.
+#: The launcher that does not retry names that do not resolve yet.
 IMPATIENT = f"""
 import sys
 from asynccoll.backends.api import tcpstore
@@ -40,7 +40,7 @@ tcpstore._NAME_SECONDS = 0.1
 sys.exit(main(sys.argv[3:]))
 """
 
-#: The launcher that says when it knocks at the first host's door.
+#: The launcher that reports its attempts to connect to the first host.
 TELLS_ATTEMPTS = """
 import socket, sys
 from asynccoll.cli.entry import main
@@ -56,7 +56,7 @@ sys.exit(main(sys.argv[3:]))
 @on_linux
 @pytest.mark.parametrize("to", [os.kill, os.killpg], ids=["launcher", "group"])
 def test_a_handler_of_sigterm_is_not_entered_twice(start, script, to):
-    """It may be writing a checkpoint, which takes longer than the launcher waits after Ctrl-C."""
+    """The handler may be writing a checkpoint, which takes longer than the launcher waits after Ctrl-C."""
     script("""
         import signal, sys
 
@@ -82,7 +82,7 @@ def test_a_handler_of_sigterm_is_not_entered_twice(start, script, to):
     "again", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["once", "twice"]
 )
 def test_ctrl_c_ends_ranks_in_native_code(start, script, again):
-    """Python cannot notice it there: SIGTERM follows, or at a second Ctrl-C at once SIGKILL."""
+    """Python cannot handle it there: SIGTERM follows, or, after a second Ctrl-C, SIGKILL immediately."""
     script("""
         import threading
         from datetime import timedelta
@@ -149,7 +149,7 @@ def test_a_restart_meets_at_the_port_that_was_asked_for(start, script):
 def test_a_port_that_is_taken_is_told_in_a_line(start, script, hosts):
     script("")
     where = ["--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1"] if hosts == 2 else []
-    # On all addresses, as torch elastic listens where hosts meet.
+    # On all addresses, as torch elastic listens at the rendezvous.
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
         port = taken.getsockname()[1]
         code, output, errors = start("run", *where, "--master-port", port, "program.py").wait()
@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_is_told_in_a_line(start, script, hosts):
     ids=["unknown-backend", "unknown-first-host", "unknown-own-name"],
 )
 def test_a_place_where_hosts_cannot_meet_is_told_in_a_line(start, script, where, said):
-    """torch tells of each attempt to connect by twenty lines of its own insides."""
+    """torch reports each attempt to connect with a 20-line internal trace."""
     script("")
     job = start("run", "--nnodes", 2, *where, "program.py", python=(sys.executable, "-c", IMPATIENT))
     code, output, errors = job.wait()
@@ -184,9 +184,9 @@ def test_a_place_where_hosts_cannot_meet_is_told_in_a_line(start, script, where,
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)], ids=lambda n: n.name
 )
 def test_a_host_that_comes_before_the_first_waits_in_silence(start, script, number):
-    """And hears signals meanwhile."""
+    """It also responds to signals meanwhile."""
     script("")
-    # Bound and not listening: whoever knocks is turned away, as by a host whose agent is not there yet.
+    # Bound but not listening: connections are refused, as by a host whose agent is not running yet.
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -203,7 +203,7 @@ def test_a_host_that_comes_before_the_first_waits_in_silence(start, script, numb
 
 @on_linux
 def test_a_rank_that_is_stopped_on_its_way_out_ends_with_its_own_code(tmp_path, start, script):
-    """Where every rank raises, the launcher stops some that have told why and not ended yet."""
+    """If every rank raises, the launcher stops some that have reported their error but not yet exited."""
     os.mkfifo(tmp_path / "told")
     script("""
         import atexit, os, signal
@@ -227,7 +227,7 @@ def test_a_rank_that_is_stopped_on_its_way_out_ends_with_its_own_code(tmp_path, 
 
 @on_linux
 def test_a_rank_that_somebody_else_stops_is_named(start, script):
-    """It ends as those do that the launcher stops; but its peer had found it gone before."""
+    """It exits like ranks that the launcher stops, but its peer had found it lost before that."""
     script("""
         import os, signal, asynccoll as ac
         ac.initialize("gloo")
@@ -250,8 +250,8 @@ def test_a_rank_that_somebody_else_stops_is_named(start, script):
 
 @on_linux
 def test_programs_that_are_no_scripts_end_as_scripts_do(start):
-    """With their own exit code, and at Ctrl-C."""
-    # Who fails sees that the other has written, which would be stopped before.
+    """They end with their own exit code, and by Ctrl-C."""
+    # The failing rank waits until the other, which would be stopped otherwise, has written.
     both = "echo out; touch by$RANK; until [ -e by0 ]; do sleep 0.05; done; exit $((RANK * 7))"
     code, output, errors = start("run", "-n", 2, "--no-python", "sh", "-c", both).wait()
     assert (code, output) == (7, "out\nout\n")
@@ -276,7 +276,7 @@ def test_programs_that_are_no_scripts_die_with_the_launcher_too(start):
 
 
 def test_a_program_that_cannot_be_run_is_told_in_a_line(tmp_path, start):
-    """Here, what Linux does not know how to start."""
+    """Here it is a file that Linux cannot execute."""
     program = tmp_path / "program"
     program.write_text("echo no interpreter is named\n")
     program.chmod(0o755)
@@ -288,7 +288,7 @@ def test_a_program_that_cannot_be_run_is_told_in_a_line(tmp_path, start):
 
 @on_linux
 def test_ctrl_z_stops_the_ranks_as_well(tmp_path, start, script):
-    """Their shell knows the launcher alone; once that goes on, so do they."""
+    """Their shell knows only the launcher; once the launcher continues, so do they."""
     for rank in range(2):
         os.mkfifo(tmp_path / f"went-on-{rank}")
     script("""
@@ -316,7 +316,7 @@ def test_ctrl_z_stops_the_ranks_as_well(tmp_path, start, script):
 
 @on_linux
 def test_ctrl_z_stops_nothing_that_no_shell_could_continue(start, script):
-    """As `ssh -t host asynccoll run`: the kernel ignores it there."""
+    """Under `ssh -t host asynccoll run` the kernel ignores it."""
     script("""
         import signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
@@ -360,7 +360,7 @@ def test_without_nohup_a_hangup_ends_it(start, script):
         print("ready")
         signal.pause()
     """)
-    # These tests may themselves run under nohup.
+    # These tests may run under nohup.
     job = start("run", "-n", 1, "program.py", python=("env", "--default-signal=HUP", sys.executable))
     assert job.lines(1) == ["ready"]
     job.process.send_signal(signal.SIGHUP)
@@ -405,7 +405,7 @@ def test_an_exception_that_cannot_be_told_is_shown_as_python_does(start, script)
 
 
 def test_a_rank_that_had_left_and_is_stopped_is_not_to_blame(start, script):
-    """It has left its world, and goes on; the launcher ends it on account of who called once more."""
+    """It has left its world but still runs; the launcher ends it because another rank made one more call."""
     script("""
         import os, time
         import asynccoll as ac
@@ -447,7 +447,7 @@ def test_a_rank_that_was_exiting_is_not_said_to_have_been_stopped(tmp_path, star
     assert "rank 0" not in errors
 
 
-#: The process between launcher and rank, where SIGTERM comes as late as Python can be asked to send it.
+#: The process between launcher and rank, where SIGTERM arrives as late as a test can send it.
 KEEPER = f"""
 import os, runpy, signal, sys
 
@@ -464,7 +464,7 @@ runpy.run_path({str(Path(processes.__file__).with_name("keeper.py"))!r}, run_nam
 
 @on_linux
 def test_who_waits_for_ranks_that_go_on_ends_as_its_rank_did(tmp_path):
-    """The first to end has the launcher stop the others, which are about to end."""
+    """The first to end makes the launcher stop the others, which are about to end."""
     (tmp_path / "attempt" / "0").mkdir(parents=True)
     place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt" / "0" / "error.json")}
@@ -506,7 +506,7 @@ SURVIVORS = """
     ids=["killed", "exited", "raised"],
 )
 def test_survivors_go_on_where_that_is_asked_for(start, script, end, code, said):
-    """The job fails as the first rank did, once the others have ended."""
+    """The job's exit code is that of the first failed rank, once the others have ended."""
     script(SURVIVORS.format(end=end))
     job = start("run", "-n", 3, "--kill-on-bad-exit", 0, "program.py")
     got, output, errors = job.wait()
@@ -518,7 +518,7 @@ def test_survivors_go_on_where_that_is_asked_for(start, script, end, code, said)
 
 
 def test_a_rank_that_others_outlive_is_named_by_its_own_process(start, script):
-    """Between it and the launcher stands a process that waits for the others."""
+    """Between it and the launcher there is a process that waits for the others."""
     script("""
         import os, sys
 
@@ -534,7 +534,7 @@ def test_a_rank_that_others_outlive_is_named_by_its_own_process(start, script):
 @on_linux
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "sockets"])
 def test_survivors_are_told_what_they_cannot_open_without_rank_0(start, script, memory):
-    """It serves the store. What they have used before goes on, until one of them refuses a call."""
+    """Rank 0 serves the store. Lanes already open still work until one of the survivors refuses a call."""
     script(f"""
         import os, signal
         import torch

@@ -1,4 +1,4 @@
-"""``asynccoll run --nnodes MIN:MAX``: hosts that come and go, each an agent here."""
+"""``asynccoll run --nnodes MIN:MAX``: hosts that join and leave, each simulated by an agent here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ports import free_port
 
 pytestmark = pytest.mark.slow
 
-#: Ends with the first world of one that comes after one of two.
+#: Ends with the first world of one rank that follows a world of two.
 COMES_AND_GOES = """
     import os, signal
     import asynccoll as ac
@@ -33,7 +33,7 @@ def test_a_job_grows_by_a_host_and_goes_on_without_it(start, script):
     script(COMES_AND_GOES)
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job"]
     where += ["--local-addr", "127.0.0.1", "--nnodes", "1:2", "-n", 1, "--max-restarts", 1]
-    # A host that is slow for as long is left out, or taken for lost.
+    # A host that is this slow is left out or considered lost.
     rounds, attempts = math.ceil(patient(1.0)), math.ceil(patient(3.0))
     waits = f"last_call_timeout={rounds},keep_alive_interval=1,keep_alive_max_attempt={attempts}"
     where += ["--rdzv-conf", waits]

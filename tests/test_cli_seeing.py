@@ -24,7 +24,7 @@ from patience import patient
 
 
 def test_info_tries_each_backend(capsys):
-    """What works has been tried; what does not says why, and the line to type."""
+    """A backend that works was tried; any other has a reason and the command to type."""
     assert main(["info", "--json"]) == 0
     backends = json.loads(capsys.readouterr().out)["backends"]
     assert {"gloo", "nccl", "mpi", "horovod", "xla-tpu", "serial"} <= backends.keys()
@@ -43,7 +43,7 @@ def test_what_is_not_there_is_told_with_the_line_to_type(capsys, monkeypatch):
 
 
 def test_a_backend_that_breaks_does_not_work(monkeypatch):
-    """Its parts are there, but the world of one fails: what it said, and what it says is to be typed."""
+    """Its packages are installed, but a world of one fails: the entry has the error and the command in it."""
     monkeypatch.setattr(trials, "_PROGRAM", "raise ValueError('broken: pip install y')")
     monkeypatch.setattr(trials.table, "needs", lambda: {"gloo": ""})
     assert trials.try_all() == {
@@ -80,7 +80,7 @@ WIDE = output.Table(
 
 
 def on_terminal_of(columns, monkeypatch, capsys, *parts):
-    """The lines that are shown on a terminal without colour."""
+    """Return the lines shown on a terminal without colour."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for name, value in {"COLUMNS": str(columns), "TERM": "dumb", "TTY_COMPATIBLE": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -107,7 +107,7 @@ def test_a_table_that_is_too_wide_leaves_columns_out_then_folds_words_between_wo
         "101  -           -                   -",
     ]
     assert on_terminal_of(47, monkeypatch, capsys, WIDE) == folded
-    assert on_terminal_of(5, monkeypatch, capsys, WIDE) == folded  # no word is cut
+    assert on_terminal_of(5, monkeypatch, capsys, WIDE) == folded  # words are never split
 
 
 def test_words_that_are_too_long_are_cut(monkeypatch, capsys):
@@ -127,7 +127,7 @@ def test_letters_that_take_two_cells_are_aligned(capsys):
 
 
 def on_terminal(program, **variables):
-    """What ``program`` shows on a terminal of 80 columns."""
+    """Return what ``program`` shows on a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     wanted = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
     env = {**wanted, "TERM": "xterm-256color", "COLUMNS": "80", **variables}
@@ -144,7 +144,7 @@ def on_terminal(program, **variables):
 
 
 def plain(shown):
-    """Without the terminal's codes."""
+    """Return ``shown`` without terminal escape codes."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
@@ -164,14 +164,14 @@ LINES = [
 
 
 def test_a_table_on_a_terminal_has_colour():
-    """Its lines are those of a pipe."""
+    """Its lines are the same as in a pipe."""
     shown = on_terminal(SHOWS)
     assert plain(shown).splitlines() == LINES
     assert "\x1b[32m[bold]\x1b[0m" in shown
 
 
 def test_a_table_on_a_terminal_has_no_colour_where_it_is_not_wanted():
-    """Bold is no colour (https://no-color.org)."""
+    """Bold is not a colour (https://no-color.org)."""
     shown = on_terminal(SHOWS, NO_COLOR="1")
     assert "[bold]  10.25\n" in shown
     assert plain(shown).splitlines() == LINES
@@ -209,7 +209,7 @@ def moment(at, *flights, states=None):
 
 
 def test_who_is_behind_and_who_waits():
-    """Rank 0 waits in a call on a lane that rank 1 has never used, because it is stopped."""
+    """Rank 0 waits in a call on a lane that rank 1 has never used, because rank 1 is stopped."""
     before = moment(10.0, flight(0, [], {}), flight(1, [], {}))
     done = [call(k, called=10 + k / 10, ended=10.05 + k / 10) for k in range(1, 5)]
     waits = call(5, called=11.0, sequence=1, lane="gradients")
@@ -240,7 +240,7 @@ def test_who_is_behind_and_who_waits():
 
 
 def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
-    """Each is behind on the other's lane: who waits for it waits there, not in its own call."""
+    """Each is behind on the other's lane: its peer waits for it on that lane, not in its own call."""
     lanes = [{"metrics": 6, "default": 6}, {"metrics": 5, "default": 7}]
     calls = [
         [call(1, called=11.0, sequence=6, lane="metrics")],
@@ -257,7 +257,7 @@ def test_ranks_that_wait_on_two_lanes_are_not_mixed_up():
 
 
 def test_jobs_are_told_apart_by_where_their_ranks_met():
-    """Two jobs that one shell has started, and one with a process between the launcher and each rank."""
+    """One shell has started two jobs, and one job with a process between the launcher and each rank."""
     places = {100: "a:1", 101: "a:1", 102: "b:2", 103: "b:2", 200: "c:3", 201: "c:3"}
     flights = {pid: flight(pid % 2, [], {}, pid=pid, meets=place) for pid, place in places.items()}
     parents = {100: 7, 101: 7, 102: 7, 103: 7, 200: 20, 201: 21, 20: 9, 21: 9, 9: 7, 7: 1}
@@ -275,7 +275,7 @@ def test_top_on_a_terminal_ends_with_ctrl_c(monkeypatch, capsys):
 
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=interrupted))
     assert main(["top"]) == 0
-    assert main(["top", "-n", "3"]) == 130  # it was to show three
+    assert main(["top", "-n", "3"]) == 130  # stopped before its three views
     capsys.readouterr()
 
 
@@ -308,7 +308,7 @@ def test_the_program_of_a_job_is_named():
     with subprocess.Popen(
         [sys.executable, "-u", "-c", program, "--epochs", "3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
-        child.stdout.readline()  # it is what it will be
+        child.stdout.readline()  # by now it has its final command line
         job = Job(1, "", (Whereabouts(0, Peer("", 0, "", child.pid, "", -1, 0), Account(0, near=True)),))
         assert job.command == f"-c {program} --epochs 3"
         child.communicate(b"\n", timeout=patient(30))
@@ -316,16 +316,16 @@ def test_the_program_of_a_job_is_named():
 
 
 def test_a_rank_that_spawn_had_a_launcher_start_is_shown_as_the_program(tmp_path):
-    """Between them there are the launcher, here a shell, and its helpers."""
+    """Between them there are the launcher, here a shell, and its helper processes."""
     plan = tmp_path / "job"
-    os.mkfifo(plan)  # the rank waits for it
+    os.mkfifo(plan)  # on which the rank blocks
     launcher = ["sh", "-c", '"$@" & echo $!; wait', "sh", sys.executable, planned_rank.__file__, str(plan)]
     program = f"import subprocess; subprocess.run({launcher})"
     with subprocess.Popen(
         [sys.executable, "-c", program, "--epochs", "3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         pid = int(child.stdout.readline())
-        with plan.open("wb"):  # it is what it will be
+        with plan.open("wb"):  # by now it has its final command line
             assert command_of(pid) == f"-c {program} --epochs 3"
         child.communicate(timeout=patient(30))
 

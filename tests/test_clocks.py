@@ -1,6 +1,6 @@
-"""How long an operation may take is said by its own time limit alone, not by the context's or the library's.
+"""An operation's timeout alone limits how long it may take, not the context's or the library's timeout.
 
-A rank comes late on purpose: only when another has seen its time limit pass.
+A rank is late on purpose: it calls only when another one has timed out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from asynccoll.backends.horovod import library as horovod_library
 from patience import patient
 from ranks import Rank, raising
 
-#: What `initialize` is told.
+#: The timeout passed to `initialize`.
 CONTEXT_SECONDS = patient(2)
 SIZES = [size for size in worlds.WORLD_SIZES if size in (2, 3, 5)]
 
 
 def calls(me: Rank, timeout: float) -> list[Any]:
-    """One of each kind: on an open lane, on one that has to be opened, of several native calls, a message."""
+    """Return one call of each kind: on an open lane, on a new one, of several native calls, a message."""
     works = [
         ac.all_reduce(torch.tensor([10.0**me.rank]), timeout=timeout),
         ac.all_reduce(torch.tensor([10.0**me.rank]), lane="fresh", timeout=timeout),
@@ -78,12 +78,12 @@ async def shorter(me: Rank) -> None:
     results(me, [await me.until_ready(work) for work in works])
 
 
-@pytest.mark.parametrize("size", SIZES[-1:])  # it takes its time
+@pytest.mark.parametrize("size", SIZES[-1:])  # each takes long
 @pytest.mark.parametrize(
     "backend", [pytest.param(one, marks=[pytest.mark.nightly] * (one != "gloo")) for one in worlds.BACKENDS]
 )
 def test_a_call_may_take_longer_than_the_context_says(backend: str, size: int) -> None:
-    """The peer comes after `initialize(timeout=)` has passed: awaited again, every kind of call is right."""
+    """The peer calls after `initialize(timeout=)` has passed: awaited again, every kind of call is right."""
     with worlds.fresh(backend, size, timeout=CONTEXT_SECONDS) as world:
         world.run(longer, timeout=60)
 
@@ -91,12 +91,12 @@ def test_a_call_may_take_longer_than_the_context_says(backend: str, size: int) -
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_a_call_may_take_less_and_be_awaited_again(backend: str, size: int) -> None:
-    """It fails after its own limit, as often as that passes, and gives its result when the peer has come."""
+    """It fails at its own timeout, each time it is awaited, and gives its result once the peer has called."""
     worlds.world(backend, size).run(shorter, timeout=60)
 
 
 class Horovod:
-    """As much of it as is started."""
+    """The part of Horovod that starting it uses."""
 
     def __init__(self, init: Any) -> None:
         self.init = init
@@ -106,7 +106,7 @@ class Horovod:
 
 
 def test_horovods_own_limit_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user has set it; and its rendezvous, which has the same limit, is bounded by ours."""
+    """Unless the user has set it. Its rendezvous, which uses the same limit, is bounded by ours."""
     monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     limits: list[str | None] = []
@@ -130,6 +130,6 @@ def fails(comm: Any) -> None:
 
 
 def test_what_horovods_init_raises_is_raised() -> None:
-    """Although it is called in another thread."""
+    """That holds although it is called in another thread."""
     with pytest.raises(ac.LaunchEnvironmentError, match="of Horovod"):
         horovod_library.start(Horovod(fails), None, None, 10.0)

@@ -1,4 +1,4 @@
-"""Lanes that are closed: their names and their room can be used again."""
+"""Closing lanes: their names and resources can be used again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def many(me: Rank) -> None:
 
 
 def test_closed_lanes_make_room(several: World) -> None:
-    """More lanes, one after the other, than a group may have at once."""
+    """One after the other, more lanes are used than a group may have at a time."""
     several.run(many, runner="asyncio", timeout=patient(60))
 
 
@@ -38,12 +38,12 @@ async def put_off(me: Rank) -> None:
 
 
 def test_what_a_block_has_put_off_on_both_lanes_is_sent_first(pair: World) -> None:
-    """On the lane of gradients it was sent once that was closed: a lane on which no rank met another."""
+    """The backward lane's calls were sent only once it was closed: on a lane on which ranks never met."""
     pair.run(put_off)
 
 
 async def anew(me: Rank) -> None:
-    """Rank 0 is through with the lane, and with the next of that name, before the others close the first."""
+    """Rank 0 has closed the lane and used the next one of that name before the others close the first."""
     last = ac.broadcast(10, src=0, lane="anew") if me.rank == 0 else None
     if last is not None:
         ac.close_lane("anew")
@@ -62,7 +62,7 @@ async def anew(me: Rank) -> None:
 
 
 def test_a_name_is_used_anew_while_others_still_use_it(several: World, runner: str) -> None:
-    """Ranks close it at different times: the calls of the first and the second lane do not meet."""
+    """Ranks close it at different times: calls of the first and the second lane do not match each other."""
     several.run(anew, runner=runner, timeout=patient(30))
 
 
@@ -75,13 +75,13 @@ async def prepared(me: Rank) -> None:
 
 
 def test_what_cannot_be_closed_and_what_was_never_opened(several: World) -> None:
-    """The default lane lives as long as its group."""
+    """The default lane lives as long as its group and cannot be closed."""
     several.run(prepared, runner="asyncio")
 
 
 # ---------------------------------------------------------------- children of task groups
 
-#: More than a group of ranks may have lanes, by far.
+#: Far more than the lanes a group of ranks may have.
 CHILDREN = 100
 
 
@@ -90,7 +90,7 @@ def resources() -> tuple[int, int]:
 
 
 async def new_names(me: Rank, at_once: int) -> list[tuple[int, int]]:
-    """Threads and descriptors while each of many children has another name, in a group that goes on."""
+    """Return the threads and descriptors while children with ever new names run in a group that stays."""
     pair = ac.new_group([0, me.size - 1])
     room = anyio.Semaphore(at_once)
     seen = []
@@ -111,7 +111,7 @@ async def new_names(me: Rank, at_once: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_children_may_have_new_names_for_ever(several: World, at_once: int) -> None:
-    """The lanes of ended ones are closed, in each group of ranks, while their task group goes on."""
+    """The lanes of ended children are closed in each group of ranks while their task group still runs."""
     if several.size > 3:
         return
     for seen in several.run(new_names, at_once, runner="asyncio", timeout=patient(90)):
@@ -152,12 +152,12 @@ async def again(me: Rank) -> None:
 
 
 def test_a_name_that_comes_again_keeps_its_lane(pair: World, loop: str) -> None:
-    """A group that is made anew at each step opens no connections there."""
+    """A task group that is created anew at each step opens no new connections."""
     pair.run(again, runner=loop, timeout=patient(60))
 
 
 async def many_again(me: Rank) -> None:
-    """Rounds of names that come again: each in a group of its own, then many in one group."""
+    """Run rounds of recurring names: each in its own task group, then many in one task group."""
 
     async def child(turn: int) -> None:
         assert await ac.all_reduce(turn) == turn * me.size
@@ -177,5 +177,5 @@ async def many_again(me: Rank) -> None:
 
 
 def test_many_names_that_come_again_make_room(several: World) -> None:
-    """They would take the room of others, were they kept because they came before."""
+    """If recurring names were always kept, they would use up the lanes of others."""
     several.run(many_again, runner="asyncio", timeout=patient(60))
