@@ -27,7 +27,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_every_dtype_and_shape(world: World, runner: str) -> None:
-    """Bit for bit along dim 0; 0-d tensors become a vector with one place per rank."""
+    """Tensors are concatenated along dim 0 bit for bit; 0-d tensors become a vector with one per rank."""
     world.run(dtypes, runner=runner)
 
 

@@ -194,7 +194,7 @@ print(sorted(heavy & {*sys.modules, *(name.partition(".")[0] for name in sys.mod
 
 
 def test_import_loads_no_optional_package() -> None:
-    """`import asynccoll` takes neither backends' packages nor the command line's, nor torch's compiler."""
+    """`import asynccoll` loads no package of a backend or of the command line, and not torch's compiler."""
     done = subprocess.run(
         [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=patient(60), check=False
     )

@@ -85,7 +85,7 @@ def test_every_operation_is_covered():
 @pytest.mark.parametrize("reduction", operations.REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float", "half", "bfloat16", "int32", "double"])
 def test_what_has_to_arrive_of_a_reduction(reduction, dtype):
-    """Beside plain Python on the inputs of all ranks; in every dtype it can be told exactly."""
+    """It agrees with plain Python on the inputs of all ranks, and can be computed exactly in every dtype."""
     inputs = [
         case("all_reduce", rank=rank, dtype=dtype, reduction=reduction).input().tolist() for rank in range(3)
     ]
@@ -180,7 +180,7 @@ def test_a_run_as_json_beside_the_peers(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_as_a_table(start):
-    """In a pipe the table is plain text: one heading, the columns of nccl-tests, a line for each size and peer.
+    """In a pipe it is plain text: one heading, the columns of nccl-tests, a line for each size and peer.
 
     What a peer cannot do is reported, and the run continues: we refuse an average of whole numbers.
     """

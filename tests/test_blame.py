@@ -801,7 +801,7 @@ def test_who_waits_beside_one_that_was_cancelled_hears_of_a_lost_rank(loop: str)
 
 
 def test_in_a_simulated_world_the_wait_that_is_the_cause_is_told_first() -> None:
-    """Rank 1 calls what rank 0 waits for once its own wait, for what rank 0 leaves out, has timed out."""
+    """Rank 1 makes rank 0's call only once its own wait, for a call that rank 0 skips, has timed out."""
 
     async def crossed(rank: int) -> None:
         await ac.barrier()

@@ -14,7 +14,7 @@ from ranks import Rank, raising
 from worlds import World
 
 STEPS = 5
-#: In which step children do not all make as many calls: in that of the first of a name, whose lane is closed
+#: In which step children make different numbers of calls: that of the first of a name, whose lane is closed
 #: then, or of a later one, whose lane is kept.
 FIRST, LATER = 0, 2
 #: The tests here share their worlds, so each names its children differently.
@@ -62,7 +62,7 @@ async def cancelled(me: Rank, at: int, name: str) -> None:
 def test_the_next_child_is_in_step_with_others_after_one_was_cancelled(
     several: World, loop: str, at: int
 ) -> None:
-    """Where ranks were cancelled in another call, the next child of that name has right numbers on all."""
+    """Ranks were cancelled in different calls; the next child of that name gets right results on all."""
     several.run(cancelled, at, f"cancelled {next(tags)}", runner=loop)
 
 
@@ -122,7 +122,7 @@ async def failed_at_last(me: Rank, at: int, name: str) -> None:
 
 @pytest.mark.parametrize("at", [FIRST, LATER])
 def test_a_child_that_fails_behind_its_last_call_spoils_nothing(several: World, loop: str, at: int) -> None:
-    """What the next child of its name calls is right everywhere, where others have begun with it, too."""
+    """The next child of its name gets right results on all ranks, also if others have started it already."""
     several.run(failed_at_last, at, f"at last {next(tags)}", runner=loop)
 
 

@@ -724,7 +724,7 @@ def test_the_cause_comes_before_its_consequences(failures, first):
 
 
 def test_ranks_that_fail_in_the_same_way_are_told_together():
-    """Each with its own exit; a mismatch, say, is raised on every rank with one text of several lines."""
+    """Each keeps its own exit code; a mismatch, say, raises on every rank with the same multi-line text."""
     mismatch = "CollectiveMismatchError: ranks called different things:\n  rank 0: all_reduce"
     said = [mismatch, mismatch, "OSError: gone", mismatch, "OSError: gone", ""]
     failures = [

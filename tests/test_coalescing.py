@@ -1,4 +1,4 @@
-"""``ac.coalescing``: calls made one by one are sent together, and give what they would give alone."""
+"""``ac.coalescing``: calls made one by one are sent together, and give the same results as if sent alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _full(value: float, *shape: int) -> torch.Tensor:
 
 
 def _sequence() -> int:
-    """How many places of the default lane's order are used."""
+    """Return how many places of the default lane's order are used."""
     return current().world.lane().sequence
 
 
@@ -67,10 +67,10 @@ async def sent_early(me: Rank) -> None:
     async with ac.coalescing():
         first = ac.all_reduce(_full(1, 2))
         second = ac.all_reduce(_full(2, 2))
-        oracle.same(await me.get(second), _full(2 * n, 2))  # awaiting sends what was put off
+        oracle.same(await me.get(second), _full(2 * n, 2))  # awaiting sends the deferred calls
         oracle.same(first.result() if first.done() else await me.get(first), _full(n, 2))
         third = ac.all_reduce(_full(3, 2))
-        gathered = ac.all_gather(me.rank)  # is none of those: third goes first
+        gathered = ac.all_gather(me.rank)  # not one that can be coalesced: third is sent first
         assert "not sent" not in repr(third)
         prepared = ac.prepare("all_reduce", _full(6, 2))
         later = ac.all_reduce(_full(7, 2))
@@ -88,7 +88,7 @@ async def sent_early(me: Rank) -> None:
 
 
 def test_awaiting_and_other_calls_inside_keep_the_order(world: World, runner: str) -> None:
-    """What was put off is sent before anything that comes after it; blocks nest."""
+    """Deferred calls are sent before any later call of another kind; blocks nest."""
     world.run(sent_early, runner=runner)
 
 
@@ -138,7 +138,7 @@ async def failing_on_one(me: Rank) -> None:
 
 
 def test_a_block_that_fails_sends_nothing(pair: World, runner: str) -> None:
-    """On all ranks, or on one: then the others are told instead of waiting."""
+    """It may fail on all ranks or on one; then the others get an error instead of waiting."""
     pair.run(failing_everywhere, runner=runner)
     pair.run(failing_on_one, runner=runner)
 
@@ -156,13 +156,13 @@ async def refused_inside(me: Rank) -> None:
 
 
 def test_what_is_refused_is_refused_at_the_call(pair: World, runner: str) -> None:
-    """The rest of the block is lost with it, for no rank knows what the others have sent in its place."""
+    """The rest of the block is lost as well, as no rank knows what the others have sent in its place."""
     pair.run(refused_inside, runner=runner)
 
 
 @pytest.fixture(scope="session", params=worlds.BACKENDS)
 def checked(request: pytest.FixtureRequest) -> World:
-    """Two ranks with check="full"."""
+    """Return a world of two ranks with check="full"."""
     return worlds.world(request.param, 2, check="full")
 
 
@@ -178,7 +178,7 @@ async def mismatched(me: Rank) -> None:
 
 
 def test_blocks_that_differ_between_ranks(checked: World) -> None:
-    """With ``check="full"`` every work of the block says so, on every rank."""
+    """With ``check="full"`` every work of the block raises a mismatch, on every rank."""
     checked.run(mismatched)
 
 
@@ -193,7 +193,7 @@ async def at_their_lines(me: Rank) -> None:
     shown.append((works[0].operations[0].place, line))
     async with ac.coalescing():
         work, line = ac.all_reduce(_full(1, 2)), first_line()
-        await asyncio.gather(work)  # in a task which has no line of its own
+        await asyncio.gather(work)  # in a task that has no line of its own
     shown.append((work.operations[0].place, line))
     assert [place for place, _ in shown] == [(__file__, line) for _, line in shown]
     for work in works:
@@ -201,7 +201,7 @@ async def at_their_lines(me: Rank) -> None:
 
 
 def test_errors_show_the_first_call_of_what_travels_together(pair: World) -> None:
-    """Not where the block ends, nor what ended it."""
+    """They do not show where the block ends, nor the call that ended it."""
     pair.run(at_their_lines)
 
 
@@ -256,7 +256,7 @@ def test_tasks_started_inside_send_as_ever(pair: World) -> None:
 
 
 def until_settled(lane: Lane, epoch: int) -> None:
-    """All ranks have said how far they went in ``epoch``: what was refused there is lost from now on."""
+    """Wait until all ranks have said how far they got in ``epoch``: later, what was refused there is lost."""
     deadline = time.monotonic() + patient(10)
     while lane.epoch == epoch:
         assert time.monotonic() < deadline
@@ -280,7 +280,7 @@ async def settled_inside(me: Rank) -> None:
 
 
 def test_a_refusal_that_is_settled_inside_the_block_is_said_by_its_works(pair: World, runner: str) -> None:
-    """As one that is settled after it: leaving the block raises nothing, whichever comes first."""
+    """As when it is settled after the block: leaving the block raises nothing in either case."""
     pair.run(settled_inside, runner=runner)
 
 
@@ -312,11 +312,11 @@ async def settled_in_between(me: Rank) -> None:
 
 
 def test_a_refusal_that_is_settled_once_the_block_has_its_place(pair: World, runner: str) -> None:
-    """What comes afterwards at that place is lost, too: a rank that was quicker has not sent it."""
+    """Later calls at that place are lost, too: a faster rank has not sent them."""
     pair.run(settled_in_between, runner=runner)
 
 
-#: What one rank calls in place of an ``all_reduce`` of a tensor; each is refused.
+#: What one rank calls instead of an ``all_reduce`` of a tensor; each is refused.
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "reduction": lambda x: ac.all_reduce(x, op="nope"),
     "nothing": lambda x: ac.all_reduce(None),
@@ -356,7 +356,7 @@ async def one_refused(me: Rank, caught: bool) -> None:
 
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_call_that_one_rank_refuses_takes_its_block_along(pair: World, caught: bool) -> None:
-    """Its peers send one fused call where it refuses some: neither meets what the other sends next."""
+    """Its peers send one fused call for the refused ones; neither matches what the other sends next."""
     pair.run(one_refused, caught)
 
 
@@ -383,7 +383,7 @@ async def sent_before(me: Rank, everybody: bool) -> None:
 
 @pytest.mark.parametrize("everybody", [False, True])
 def test_what_a_block_sent_before_a_refusal_stands_on_every_rank(several: World, everybody: bool) -> None:
-    """Or who had its result in time would go on with it, and wait in its backward for those who had not."""
+    """Otherwise a rank with its result would continue and, in its backward, wait for ranks without theirs."""
     several.run(sent_before, everybody)
 
 
@@ -399,7 +399,7 @@ async def other_lanes(me: Rank) -> None:
             ac.all_reduce(_full(1, 2)).detach()
         first = ac.all_reduce(_full(me.rank + 1, 3), lane="other")
         if me.rank == n - 1:
-            until_settled(lane, epoch)  # the others make the next call before that
+            until_settled(lane, epoch)  # the others make the next call earlier
         with raising(ac.PeerRefusedError, "refused its side"):
             await me.get(ac.all_gather(_full(1, 2)))
         second = ac.all_reduce(_full(me.rank + 2, 5), lane="other")
@@ -411,7 +411,7 @@ async def other_lanes(me: Rank) -> None:
 
 
 def test_other_lanes_travel_together_whenever_a_refusal_is_heard_of(several: World) -> None:
-    """A call whose lane was lost sent them along on the ranks that did not know yet, and on those alone."""
+    """A call on a lost lane used to send them early, and only on ranks that did not know of the loss."""
     several.run(other_lanes)
 
 
@@ -436,7 +436,7 @@ async def messages_between(me: Rank) -> None:
 
 
 def test_messages_between_two_ranks_change_nothing_of_what_travels_together(several: World) -> None:
-    """On the two ranks they sent what was put off, on a third nobody did."""
+    """The two ranks used to send the deferred calls for a message, while a third rank did not."""
     several.run(messages_between)
 
 
@@ -457,7 +457,7 @@ async def filled_beside(me: Rank) -> None:
             with raising(ac.InvalidArgumentError, "reads, which has not been waited for"):
                 fills()
         oracle.same(await me.get(work), _full(total, n))
-    with ac.coalescing():  # on its own lane, what is refused takes it along
+    with ac.coalescing():  # on its own lane, a refused call takes the block along
         work = ac.all_reduce(x)
         with raising(ac.InvalidArgumentError, "reads, which has not been waited for"):
             ac.all_gather(_full(50, 1), out=x)
@@ -466,7 +466,7 @@ async def filled_beside(me: Rank) -> None:
 
 
 def test_what_waits_to_be_sent_is_not_overwritten_by_a_call_that_does_not(several: World) -> None:
-    """On another lane, or between two ranks, or once it is on its way."""
+    """The other call may be on another lane, between two ranks, or sent already."""
     several.run(filled_beside)
 
 
@@ -486,7 +486,7 @@ async def one_dropped(me: Rank) -> None:
 
 
 def test_whoever_waits_for_one_call_of_a_block_fills_what_others_of_it_were_given(several: World) -> None:
-    """Also that of a work which was dropped: until then it is nobody else's."""
+    """That includes a dropped work's: until then its memory must not be used."""
     several.run(one_dropped)
 
 
@@ -507,12 +507,12 @@ async def awaited_elsewhere(me: Rank, *, in_a_thread: bool) -> None:
 def test_a_future_of_a_call_that_was_put_off_leaves_the_lane_to_the_block(
     pair: World, in_a_thread: bool
 ) -> None:
-    """The thread or task that waits for it sent the block's calls, and had the lane from then on."""
+    """The thread or task waiting for it used to send the block's calls, and owned the lane from then on."""
     pair.run(awaited_elsewhere, in_a_thread=in_a_thread)
 
 
 def test_ctrl_c_while_a_block_is_sent_fails_its_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were neither sent nor failed, and gave None."""
+    """They used to be neither sent nor failed, and gave None."""
 
     def struck(*_: object) -> None:
         raise KeyboardInterrupt
@@ -527,7 +527,7 @@ def test_ctrl_c_while_a_block_is_sent_fails_its_works(monkeypatch: pytest.Monkey
 
 
 def test_a_thread_that_waits_while_a_block_is_sent_gets_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It found nothing left to be sent, and took None for the result."""
+    """Such a thread used to find nothing to send, and took None for the result."""
     got: list[object] = []
     thread = threading.Thread(target=lambda: got.append(work.wait()))
     fused = coalescing.autograd.fused

@@ -1,4 +1,4 @@
-"""The codecs alone: what goes round, what is refused, and that decoding runs nobody's code."""
+"""The codecs by themselves: round trips, refusals, and that decoding runs no code of the sender's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OBJECTS = st.recursive(
 @given(OBJECTS)
 @pytest.mark.parametrize("codec", [SAFE, PICKLE], ids=["safe", "pickle"])
 def test_plain_objects_go_round(codec: Any, value: Any) -> None:
-    """The same value of the same type comes back, by either codec."""
+    """Decoding gives the same value of the same type, for either codec."""
     got = codec.decode(codec.encode(value))
     assert type(got) is type(value)
     assert got == value
@@ -82,7 +82,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex6
 
 @given(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(DTYPES))
 def test_tensors_go_round(shape: list[int], dtype: torch.dtype) -> None:
-    """Every dtype bit for bit, of any shape, also empty, 0-d and from a strided view."""
+    """Every dtype is kept bit for bit, in any shape, also empty, 0-d and from a strided view."""
     value = oracle.moving(1, tuple(shape), dtype)
     oracle.same(SAFE.decode(SAFE.encode([value]))[0], value)
     turned = value.transpose(0, -1) if shape else value
@@ -97,7 +97,7 @@ def test_tensors_go_round(shape: list[int], dtype: torch.dtype) -> None:
     ],
 )
 def test_arrays_go_round(value: Any) -> None:
-    """NumPy arrays and scalars keep dtype, shape and kind, texts also the zeros at their end."""
+    """NumPy arrays and scalars keep dtype, shape and kind; texts also keep trailing zeros."""
     got, behind = SAFE.decode(SAFE.encode([value, "behind"]))
     assert behind == "behind"
     assert type(got) is type(value)
@@ -115,7 +115,7 @@ def test_arrays_go_round(value: Any) -> None:
     ],
 )
 def test_arguments_of_a_command_line_go_round(value: Any) -> None:
-    """What ``parse_args`` gives, the commonest object of all."""
+    """``parse_args`` returns a Namespace, the most common object to send."""
     got = SAFE.decode(SAFE.encode(value))
     assert type(got) is type(value)
     assert got == value
@@ -124,7 +124,7 @@ def test_arguments_of_a_command_line_go_round(value: Any) -> None:
 
 @pytest.mark.parametrize("factory", [None, list, dict, set, int, float, str])
 def test_a_defaultdict_keeps_its_default(factory: Any) -> None:
-    """Where it is made by a type of Python's own."""
+    """This holds if the default factory is a built-in type."""
     value = collections.defaultdict(factory, {"a": [1], (2, 3): {"b": 4.0}})
     got = SAFE.decode(SAFE.encode(value))
     assert type(got) is collections.defaultdict
@@ -144,7 +144,7 @@ def test_new_kinds_are_shared_and_may_contain_themselves() -> None:
 
 @pytest.mark.parametrize("name", ["__deepcopy__", "__dict__", "_get_kwargs", 3])
 def test_a_message_sets_no_attribute_that_is_called(name: object) -> None:
-    """The names of a Namespace's attributes are the sender's."""
+    """The sender chooses the names of a Namespace's attributes, so they are checked."""
     plain = SAFE.encode(collections.OrderedDict({name: 1, "b": 2}))
     crafted = bytes([tags.NAMESPACE]) + plain[1:]
     assert plain[0] == tags.ORDERED
@@ -153,7 +153,7 @@ def test_a_message_sets_no_attribute_that_is_called(name: object) -> None:
 
 
 def test_what_comes_back_may_be_written_to() -> None:
-    """Tensors and arrays own their memory."""
+    """Decoded tensors and arrays own their memory."""
     x, a = SAFE.decode(SAFE.encode([torch.zeros(2), np.zeros(2)]))
     x += 1
     a += 1
@@ -161,11 +161,11 @@ def test_what_comes_back_may_be_written_to() -> None:
 
 
 class Stranger:
-    """A class that the default codec knows nothing of."""
+    """A class that the default codec does not know."""
 
 
 class OwnList(list):
-    """A subclass of a harmless type is a class like any other."""
+    """A subclass of a harmless type counts as a class like any other."""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ class OwnList(list):
     ids=lambda value: type(value).__name__,
 )
 def test_classes_are_refused_where_they_are_sent(value: Any) -> None:
-    """A typed error that names the type and the codec that would carry it."""
+    """The error names the type and a codec that can send it."""
     with pytest.raises(ac.PayloadTypeError):
         SAFE.encode(value)
 
@@ -185,7 +185,7 @@ def test_the_refusal_names_the_type_and_the_cure() -> None:
 
 
 class Trap:
-    """Unpickled, it runs a command that leaves a file."""
+    """Unpickling an instance runs a command that creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -195,14 +195,14 @@ class Trap:
 
 
 def test_a_trap_springs_in_plain_pickle(tmp_path: Path) -> None:
-    """What the next test relies on: the trap works where nobody guards."""
+    """The next test relies on this: plain pickle runs the trap."""
     assert pickle.loads(pickle.dumps(Trap(tmp_path / "sprung"))) == 0
     assert (tmp_path / "sprung").exists()
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_crafted_pickle_runs_nothing(tmp_path: Path, protocol: int) -> None:
-    """Bytes made to call os.system are refused, whatever pickle they are."""
+    """Bytes that would call os.system are refused, whatever the pickle protocol."""
     crafted = pickle.dumps([1, Trap(tmp_path / "sprung")], protocol=protocol)
     with pytest.raises(ac.CollectiveError, match="default codec"):
         SAFE.decode(crafted)
@@ -218,7 +218,7 @@ def _noted(name: str) -> Any:
 
 @dataclasses.dataclass
 class Record:
-    """Plain data whose class has methods that a stream of operations could call."""
+    """Plain data whose class has methods that a pickle's opcodes could call."""
 
     a: Any = 1
     b: Any = 2
@@ -244,7 +244,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("value", [Record(), Colour.RED, ac.ReduceOp.SUM], ids=["dataclass", "enum", "ours"])
 def test_no_operation_reaches_what_was_rebuilt(value: Any, operation: str) -> None:
-    """A message that goes on to act on the object it has built: no method runs, no member changes."""
+    """If a message goes on to act on the object it has built, no method runs and no member changes."""
     ran.clear()
     for encoded in (SAFE.encode(value), SAFE.encode([value])):
         crafted = encoded.rstrip(pickle.STOP) + OPERATIONS[operation] + pickle.STOP
@@ -254,7 +254,7 @@ def test_no_operation_reaches_what_was_rebuilt(value: Any, operation: str) -> No
 
 
 def test_an_enum_member_cannot_be_changed() -> None:
-    """A state for a member, as pickle's BUILD has it, is refused; the member is everybody's."""
+    """A state for a member, as pickle's BUILD sets it, is refused: the whole process shares the member."""
     state = pickle.dumps({"_value_": "product", "extra": 1})[2:-1]
     crafted = SAFE.encode(ac.ReduceOp.SUM).rstrip(pickle.STOP) + state + pickle.BUILD + pickle.STOP
     with pytest.raises(ac.CollectiveError):
@@ -264,12 +264,12 @@ def test_an_enum_member_cannot_be_changed() -> None:
 
 
 class WithUnit(np.ndarray):
-    """Numbers that mean something else without their unit."""
+    """Numbers whose meaning depends on the unit."""
 
 
 @dataclasses.dataclass
 class WithProperty:
-    """A field that is set by code."""
+    """A field whose setter runs code."""
 
     a: int
 
@@ -328,19 +328,19 @@ class Access(enum.Flag):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_would_run_code_when_decoded_is_refused_by_name(value: Any, says: str) -> None:
-    """At the sender, who is told why."""
+    """The sender gets the error, with the reason."""
     with pytest.raises(ac.PayloadTypeError, match=says):
         SAFE.encode(value)
 
 
 def test_plain_keys_may_be_records() -> None:
-    """A dataclass or named tuple that hashes as dataclasses and tuples do is a key like others."""
+    """A dataclass or named tuple with the standard hash is a key like any other."""
     value = {Key((1, "a")): 1, payloads.Point(1, 2): 2, Colour.RED: 3, frozenset({Key(2)}): 4}
     assert SAFE.decode(SAFE.encode(value)) == value
 
 
 def test_what_is_shared_stays_shared() -> None:
-    """One list, dict, tensor or record in two places is one at the other end; a cycle stays one."""
+    """A list, dict, tensor or record that appears twice is one object after decoding; cycles are kept."""
     x, record = torch.ones(2), Record([1], {})
     cycle: list[Any] = [x, record, {"x": x, "record": record}, ["a" * 100] * 3]
     cycle.append(cycle)
@@ -356,14 +356,14 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 def test_a_record_of_other_fields_is_refused() -> None:
-    """The class has changed on one rank: an error that gives both lists of fields."""
+    """If the class has changed on one rank, the error gives both lists of fields."""
     raw = SAFE.encode(Record()).replace(b"\x01b", b"\x01c")
     with pytest.raises(ac.CollectiveError, match="its fields are"):
         SAFE.decode(raw)
 
 
 def test_depth_is_bounded_on_both_sides() -> None:
-    """Deep nesting, also of what is hashed, ends in a typed error."""
+    """Deep nesting, also of hashed values, gives a typed error."""
     deep: Any = (1,)
     for _ in range(400):
         deep = (deep,)
@@ -377,7 +377,7 @@ def test_depth_is_bounded_on_both_sides() -> None:
 @pytest.mark.parametrize("length", [300, 2**31, 2**40, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("tag", range(30))
 def test_lengths_are_bounded_before_memory_is_taken(tag: int, length: int) -> None:
-    """A few bytes that announce a great many: refused at once, without the memory."""
+    """A few bytes that announce a huge length are refused before any memory is allocated."""
     size = bytes([tags.LONG]) + length.to_bytes(8, "little")
     name = bytes([7]) + b"float32"
     tracemalloc.start()
@@ -391,7 +391,7 @@ def test_lengths_are_bounded_before_memory_is_taken(tag: int, length: int) -> No
 
 
 def test_text_without_characters_takes_no_memory() -> None:
-    """numpy makes one character of none where it allocates: 155 PiB, for the few bytes of one message."""
+    """numpy allocates one character for an empty one: a message of a few bytes could take 155 PiB."""
     empty = np.empty(3, dtype=[("a", "U0"), ("b", "i4")])["a"]
     back = SAFE.decode(SAFE.encode(empty))
     assert (back.dtype, back.shape) == (empty.dtype, (3,))
@@ -405,7 +405,7 @@ def test_text_without_characters_takes_no_memory() -> None:
 
 
 def test_every_mutation_is_a_value_or_a_typed_error() -> None:
-    """Messages with bytes changed, lost and doubled: no other error, and nothing that they name runs."""
+    """Messages with changed, missing and repeated bytes raise no other error and run nothing they name."""
     values = [Record([1], {"a": Key()}), {Key(1): [torch.ones(2), np.ones(2)]}, {"a": [1, 2.5, None]}]
     values += [[Colour.RED, ac.ReduceOp.SUM], collections.Counter("abca"), [dt.date(2020, 1, 1)] * 2]
     values += [argparse.Namespace(a=[1], b="x"), collections.defaultdict(list, a=[1])]
@@ -426,7 +426,7 @@ def test_every_mutation_is_a_value_or_a_typed_error() -> None:
 
 @given(st.binary(max_size=60))
 def test_garbage_is_a_typed_error(raw: bytes) -> None:
-    """Whatever comes, decoding gives a value, which can be encoded again, or a CollectiveError."""
+    """For any input, decoding gives a value that can be encoded again, or a CollectiveError."""
     try:
         value = SAFE.decode(raw)
     except ac.CollectiveError as error:
@@ -437,7 +437,7 @@ def test_garbage_is_a_typed_error(raw: bytes) -> None:
 
 @pytest.mark.parametrize("returned", [bytearray(b"x"), "x", None])
 def test_what_a_codec_returns_are_bytes(returned: Any) -> None:
-    """Anything else was an AttributeError from within."""
+    """Other return values used to raise an AttributeError from internal code."""
     wrong: Any = ac.Codec("wrong", lambda _: returned, lambda raw: raw)
     with raising(ac.InvalidCallError, "codec 'wrong' returns must be bytes"):
         ac.all_gather_object(1, codec=wrong)
@@ -445,7 +445,7 @@ def test_what_a_codec_returns_are_bytes(returned: Any) -> None:
 
 @dataclasses.dataclass
 class Derived:
-    """An attribute that is no field, and values that are computed again."""
+    """An attribute that is no field, and values that can be recomputed."""
 
     x: Any = 1
 
@@ -463,13 +463,13 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass
 class Holder(Generic[Item]):
-    """Of which Python itself notes the type."""
+    """A generic class: Python itself sets an attribute with the type."""
 
     x: Any = 1
 
 
 def test_attributes_that_are_no_fields_are_refused_by_name() -> None:
-    """They were lost: whoever read them got an AttributeError, far from the call."""
+    """Such attributes used to be lost: reading one raised an AttributeError far from the call."""
     with raising(ac.PayloadTypeError, "Derived", "count"):
         ac.broadcast_object({"a": Derived().note()})
     with raising(ac.PayloadTypeError, "Derived", "count"):

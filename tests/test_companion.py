@@ -1,4 +1,4 @@
-"""A companion of a model is neither the model nor its optimizer, and says so if it is used as one."""
+"""A companion of a model is neither the model nor its optimizer, and raises if it is used as one."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_what_is_taken_for_the_model_says_what_to_call(make: Callable[[], Any], 
             getattr(one, name)
         assert not hasattr(one, name)
     with pytest.raises(AttributeError, match=r"no attribute 'wiat'$") as misspelt:
-        one.wiat  # noqa: B018  # looking it up is what is tried
-    assert (misspelt.value.name, misspelt.value.obj) == ("wiat", one)  # from which Python suggests `wait`
+        one.wiat  # noqa: B018  # the lookup is what is tested
+    assert (misspelt.value.name, misspelt.value.obj) == ("wiat", one)  # Python uses these to suggest `wait`
 
 
 def test_layers_that_are_shared_out_are_called_in_a_loop() -> None:
@@ -56,7 +56,7 @@ def test_layers_that_are_shared_out_are_called_in_a_loop() -> None:
     with pytest.raises(ac.InvalidCallError, match="async for layer in layers"):
         layers(torch.ones(2))
     with pytest.raises(ac.InvalidCallError, match="async for layer in layers"):
-        layers[0]  # type: ignore[index]  # which type checkers tell
+        layers[0]  # type: ignore[index]  # type checkers report this
 
 
 def test_an_optimizer_is_not_awaited_but_its_step() -> None:
@@ -65,7 +65,7 @@ def test_an_optimizer_is_not_awaited_but_its_step() -> None:
             optimizer.wait()
 
         async def main() -> None:
-            await optimizer  # type: ignore[misc]  # which type checkers tell
+            await optimizer  # type: ignore[misc]  # type checkers report this
 
         with pytest.raises(ac.InvalidCallError, match=r"`await optimizer\.step\(\)`"):
             main().send(None)

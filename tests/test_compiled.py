@@ -53,7 +53,7 @@ def _value_and_gradient(step: Step, rank: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _same_in_a_graph(step: Step, twin: Step, rank: int, compiler: str) -> None:
-    """Compiled, ``step`` gives the value and the gradient that ``twin`` has outside of a graph."""
+    """Check that compiled ``step`` gives the value and the gradient that ``twin`` gives outside a graph."""
     torch._dynamo.reset()
     expected = _value_and_gradient(twin, rank)
     in_a_graph = torch.compile(step, fullgraph=True, backend=compiler)
@@ -73,20 +73,20 @@ async def same_in_a_graph(me: Rank, compiler: str) -> None:
 
 
 def test_a_graph_gives_what_eager_gives(gloo_pair: World) -> None:
-    """One graph, no break; values and gradients are bit for bit those of the eager call.
+    """There is one graph without breaks; values and gradients equal those of the eager call bit for bit.
 
-    Where torch has no gradients there, they are refused while the graph is made.
+    If torch has no gradients in graphs, they are refused at compile time.
     """
     gloo_pair.run(same_in_a_graph, "aot_eager", runner="blocking", timeout=120.0)
 
 
 @pytest.mark.slow
 def test_inductor_gives_what_eager_gives(gloo_pair: World, tmp_path: Path) -> None:
-    """The same through the compiler that people use."""
+    """The same holds for the compiler that users use."""
     gloo_pair.run(same_in_a_graph, "inductor", runner="blocking", timeout=400.0)
 
 
-#: A step with a blocking call, and the same with the call whose gradient it has inside of a graph.
+#: A step with a blocking call, and the same with the call whose gradient it has in a graph.
 BLOCKING: dict[str, tuple[Step, Step]] = {
     "all_reduce": (lambda x: idist.all_reduce(x * x) * x, lambda x: ac.all_reduce(x * x).wait() * x),
     "broadcast": (
@@ -114,7 +114,7 @@ async def blocking_in_a_graph(me: Rank, compiler: str) -> None:
 
 
 def test_blocking_calls_in_a_graph(gloo_pair: World) -> None:
-    """`asynccoll.sync` traces too, without a break, and its results have gradients there."""
+    """`asynccoll.sync` traces without a break, too, and its results have gradients in a graph."""
     gloo_pair.run(blocking_in_a_graph, "aot_eager", runner="blocking", timeout=120.0)
 
 
@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a logical reduction": ({"op": "and"}, "not known inside torch.compile"),
     "a group": ({"group": [0, 1]}, "leave out group="),
 }
-#: Refused in the words of the eager call, for a tensor of this shape.
+#: Refused with the text of the eager call, for a tensor of this shape.
 AS_EAGER: dict[str, tuple[Step, tuple[int, ...]]] = {
     "all_gather along no dim": (lambda x: ac.all_gather(x, dim=3).wait(), (2, 1)),
     "all_gather of 0-d along no dim": (lambda x: ac.all_gather(x, dim=1).wait(), ()),
@@ -189,7 +189,7 @@ async def bools_in_a_graph(me: Rank) -> None:
 
 
 def test_bools_are_reduced_in_a_graph_as_outside(gloo_pair: World) -> None:
-    """To bytes of 0 and 1."""
+    """The results are bytes of 0 and 1."""
     gloo_pair.run(bools_in_a_graph, runner="blocking", timeout=60.0)
 
 
@@ -215,7 +215,7 @@ async def narrow_in_a_graph(me: Rank) -> None:
 
 
 def test_dtypes_that_gloo_does_not_know(gloo_pair: World) -> None:
-    """They are sent as wider ones, as outside of a graph."""
+    """They are sent in wider dtypes, as outside a graph."""
     gloo_pair.run(narrow_in_a_graph, runner="blocking", timeout=60.0)
 
 
@@ -239,12 +239,12 @@ async def sizes_of_the_graph(me: Rank) -> None:
 
 
 def test_sizes_that_the_graph_computes(gloo_pair: World) -> None:
-    """They are not compared while it is made."""
+    """Such sizes are not compared at compile time."""
     gloo_pair.run(sizes_of_the_graph, runner="blocking", timeout=60.0)
 
 
 def test_what_a_graph_cannot_do_is_refused_while_it_is_made(gloo_pair: World) -> None:
-    """Nothing is sent, and the text says what is known."""
+    """Nothing is sent, and the error says why."""
     gloo_pair.run(refused_in_a_graph, runner="blocking", timeout=60.0)
 
 
@@ -269,7 +269,7 @@ async def ddp_beside_ours(me: Rank) -> None:
 
 
 def test_ddp_runs_on_our_group_beside_our_collectives(gloo_pair: World, runner: str) -> None:
-    """DDP's traffic has connections of its own: neither side's numbers are touched."""
+    """DDP has its own connections: neither side changes the other's numbers."""
     gloo_pair.run(ddp_beside_ours, runner=runner)
 
 
@@ -316,7 +316,7 @@ ALONE: dict[str, Step] = {
 
 @pytest.mark.parametrize("step", ALONE.values(), ids=ALONE)
 def test_a_graph_in_a_world_of_one(step: Step) -> None:
-    """As under `python train.py`: what it gives on one rank, which is never the memory that came in."""
+    """Under `python train.py` a graph gives one rank's result, which never shares the input's memory."""
     _same_in_a_graph(step, step, 0, "aot_eager")
 
 
@@ -361,7 +361,7 @@ FIRST_ALONE = """
 
 
 def test_a_graph_of_another_world_is_made_anew(tmp_path: Path) -> None:
-    """Here of one rank, then two: how many there are is a constant in it."""
+    """The world has one rank, then two: its size is a constant in the graph."""
     for rank, ended in enumerate(scripts.run(tmp_path, FIRST_ALONE, ranks=2)):
         assert ended.code == 0, ended.err
         mine = float(rank + 1)
@@ -389,14 +389,14 @@ TWO_LIVES = """
 
 
 def test_a_graph_outlives_its_world(tmp_path: Path) -> None:
-    """finalize takes the group from torch; after the next initialize the same graph runs on the new one."""
+    """finalize takes the group from torch; after the next initialize the same graph runs on the new group."""
     for ended in scripts.run(tmp_path, TWO_LIVES, ranks=2):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["2.0", "forgotten"] * 2
 
 
 def test_ranks_that_are_threads_do_not_discard_the_graphs_of_each_other(monkeypatch) -> None:
-    """Their graphs have no collectives, which are refused, so no rank is a constant in them."""
+    """Graphs of such ranks have no collectives, which are refused, so no rank is a constant in them."""
     discarded: list[int] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: discarded.append(1))
     monkeypatch.setattr(compiled._graphs, "place", None)

@@ -1,4 +1,4 @@
-"""Forms of a call put together: trees, prepared operations and blocks within scopes and modes of autograd."""
+"""Combined forms of a call: trees, prepared operations and blocks, in scopes and under autograd modes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from ranks import Rank, raising
 from worlds import World
 
-LENGTHS = (3, 50_000)  # exchanged, and by the backend's own
+LENGTHS = (3, 50_000)  # the exchange, and the backend's own algorithm
 
 
 def _total(me: Rank, value: float = 0.0) -> float:
-    """The sum over all ranks of their rank and ``value``."""
+    """Return the sum over all ranks of their rank and ``value``."""
     return sum(range(me.size)) + me.size * value
 
 
@@ -33,7 +33,7 @@ def _mine(me: Rank, *shape: int) -> torch.Tensor:
 
 @contextlib.asynccontextmanager
 async def _scope(me: Rank) -> AsyncIterator[None]:
-    """A scope as one enters it with an event loop, or without."""
+    """Enter a scope as with an event loop, or as without one."""
     if me.runner == "blocking":
         with ac.scope():
             yield
@@ -71,7 +71,7 @@ async def scoped(me: Rank) -> None:
 
 
 def test_what_a_scope_ends_after_stays_as_it_was_got(world: World, runner: str) -> None:
-    """A tree, a tree with out=, a block and a prepared tree: finished once, before or at the scope's end."""
+    """A tree, a tree with out=, a block and a prepared tree are finished once, by the end of the scope."""
     world.run(scoped, runner=runner)
 
 
@@ -81,7 +81,7 @@ async def counted(me: Rank) -> None:
     async with _scope(me):
         members = scope_members.get()
         assert members is not None
-        tree = [_mine(me, 2) for _ in range(20)] + [me.rank, "name"]  # numbers and strings, too
+        tree = [_mine(me, 2) for _ in range(20)] + [me.rank, "name"]  # including numbers and strings
         works = [
             ac.all_reduce(tree[:-1]),
             ac.broadcast(tree),
@@ -105,7 +105,7 @@ def test_a_scope_knows_the_work_of_each_call_and_no_other(pair: World) -> None:
 
 
 def _calls_with_gradient(me: Rank) -> dict[str, Callable[[torch.Tensor], Any]]:
-    """Calls on a vector of ``2 n`` whose results are awaited where autograd is off."""
+    """Return calls on a vector of ``2 n`` whose results are awaited with autograd off."""
     n = me.size
     return {
         "postscale": lambda x: ac.all_reduce(x, postscale=3.0),
@@ -129,7 +129,7 @@ async def awaited_without_recording(me: Rank) -> None:
     n = me.size
     for name, call in _calls_with_gradient(me).items():
         if name == "dim" and me.rank >= 0:
-            wanted = 3.0 * n  # each rank's loss has all rows
+            wanted = 3.0 * n  # each rank's loss covers all rows
         else:
             wanted = 3.0 if name == "permute" else 3.0 * n
         with me.case(name):
@@ -219,7 +219,7 @@ async def into_out(me: Rank) -> None:
 
 
 def test_out_of_what_is_recorded_is_refused(pair: World) -> None:
-    """As torch's own functions refuse it: what fills ``out`` carries no gradient."""
+    """torch's own functions refuse it, too: values written into ``out`` would carry no gradient."""
     pair.run(into_out)
 
 
@@ -268,7 +268,7 @@ async def flushed_in_another_mode(me: Rank) -> None:
     with ac.coalescing():
         loss = ac.all_reduce(weight * 2)
         with torch.no_grad():
-            sizes = ac.all_gather(me.rank)  # sends what was put off
+            sizes = ac.all_gather(me.rank)  # sends the deferred calls
             metric = ac.all_reduce(weight * 5)
         gathered = ac.all_gather(me.rank)
     y, seen = await me.get(loss), await me.get(metric)
@@ -280,12 +280,12 @@ async def flushed_in_another_mode(me: Rank) -> None:
 
 
 def test_what_sends_a_block_says_nothing_of_its_modes(pair: World, runner: str) -> None:
-    """Calls that were put off, sent under another mode of autograd by one that is not."""
+    """Deferred calls may be sent by another kind of call under another autograd mode."""
     pair.run(flushed_in_another_mode, runner=runner)
 
 
 async def outs_differ_by_rank(me: Rank) -> None:
-    """What is sent together does not depend on what one rank does alone."""
+    """Check that which calls are sent together does not depend on one rank's modes and out=."""
     n = me.size
     x = torch.full((2,), 1.0, requires_grad=me.rank == 0)
     with contextlib.nullcontext() if me.rank == 0 else torch.no_grad(), ac.coalescing():
@@ -324,7 +324,7 @@ async def dependent(me: Rank) -> None:
                 await me.get(lost)
     with ac.coalescing():
         columns = [ac.all_reduce(grid[:, k], out=grid[:, k]) for k in range(4)]
-        await me.get(ac.all_reduce(t, out=t))  # awaited: the next one may follow
+        await me.get(ac.all_reduce(t, out=t))  # awaited, so that the next one may follow
         again = ac.all_reduce(t, out=t)
         both = [ac.all_reduce(u), ac.all_reduce(u)]
     for work in columns:
@@ -336,16 +336,16 @@ async def dependent(me: Rank) -> None:
 
 
 def test_calls_of_a_block_that_depend_on_each_other_are_refused(several: World) -> None:
-    """Together they would give 2 where one after the other they give 4; memory not shared is fine."""
+    """Together they would give 2, one after the other 4; columns that share no memory may be in one block."""
     several.run(dependent)
 
 
-# Memory that a call fills, before anybody has waited for it
+# Memory that a call fills, before it was waited for
 
 
 async def passed_too_early(me: Rank) -> None:
     n = me.size
-    large = 1 << 20  # more than one thread of a native library may be at work on it
+    large = 1 << 20  # large enough for several threads of a native library
     for x, part in (
         (y := torch.ones(3), y[:1]),
         (y := torch.ones(large), y[-1:]),
@@ -372,7 +372,7 @@ async def passed_too_early(me: Rank) -> None:
 
 
 def test_what_a_call_fills_is_nobody_elses_before_it_was_waited_for(several: World) -> None:
-    """Two calls at work on the same memory gave 3 where one after the other they give 4."""
+    """Two calls in flight on the same memory used to give 3 where one after the other they give 4."""
     several.run(passed_too_early)
 
 
@@ -390,7 +390,7 @@ async def passed_while_at_work(me: Rank) -> None:
 
 
 def test_what_nobody_waits_for_is_refused_while_it_is_written(several: World) -> None:
-    """Whoever let go of the first call gets a refusal of the second, or what one after the other gives."""
+    """After detaching the first call, the second one is refused or gives what one after the other gives."""
     several.run(passed_while_at_work)
 
 
@@ -425,7 +425,7 @@ async def detached(me: Rank) -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_what_is_detached_is_filled(several: World, loop: str) -> None:
-    """Though nobody waits: of a tree, and of memory that is no row of bytes, somebody has to copy it."""
+    """Though no task waits, results of a tree, and in memory that is not contiguous, are copied there."""
     several.run(detached, runner=loop)
 
 
@@ -439,7 +439,7 @@ async def cut_while_out(me: Rank, cut: str, filled: bool) -> None:
         again = f"again {len(leaves)} {filled}"
         operation = ac.prepare("all_reduce", like, out=oracle.snapshot(like) if filled else None)
         held = None
-        if me.rank == 0:  # the others start only once this one has stopped waiting
+        if me.rank == 0:  # the other ranks start only once this one has stopped waiting
             held = operation.start()
             if cut == "timed out":
                 with raising(ac.CollectiveTimeoutError):
@@ -450,7 +450,7 @@ async def cut_while_out(me: Rank, cut: str, filled: bool) -> None:
                     await held
                 assert scope.cancelled_caught
             assert held.cut_short
-            second = operation.start()  # waits in the lane for the first, which is in flight
+            second = operation.start()  # queued on the lane behind the first, which is in flight
             me.show(again)
         else:
             await anyio.to_thread.run_sync(me.see, again)
@@ -464,7 +464,7 @@ async def cut_while_out(me: Rank, cut: str, filled: bool) -> None:
                 await held
         for leaf in leaves:
             leaf.add_(1)
-        result = await operation.start()  # as if nothing had been
+        result = await operation.start()  # as if nothing had happened
         for leaf in result.values() if isinstance(result, dict) else [result]:
             oracle.same(leaf, torch.full(leaf.shape, 2.0 * n, dtype=leaf.dtype))
         unawaited = operation.start()
@@ -501,7 +501,7 @@ async def of_one_element(me: Rank) -> None:
 
 
 def test_a_single_element_has_any_stride(several: World) -> None:
-    """Torch does not view it as bytes, and refuses to add to it in another stride, which nobody can see."""
+    """torch refuses to view it as bytes, and to add to it with another stride that has no effect."""
     several.run(of_one_element)
 
 
@@ -561,7 +561,7 @@ def test_complex_numbers_of_half_precision_are_reduced(world: World) -> None:
 
 
 def _strided(rank: int, shape: tuple[int, ...], way: int) -> torch.Tensor:
-    """The same elements whatever the memory: channels last, transposed, with gaps, or plain."""
+    """Return the same elements in different memory: channels last, transposed, with gaps, or plain."""
     plain = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + rank
     if way == 0:
         return plain.contiguous(memory_format=torch.channels_last)
@@ -578,7 +578,7 @@ async def strides_kept(me: Rank) -> None:
     n = me.size
     for shape in ((2, 3, 2, 2), (8, 16, 24, 24)):
         for turn in range(4):
-            x = _strided(me.rank, shape, (me.rank + turn) % 4)  # each rank's are others
+            x = _strided(me.rank, shape, (me.rank + turn) % 4)  # different on each rank
             plain = [_strided(rank, shape, 3) for rank in range(n)]
             total = torch.stack(plain).sum(0)
             wanted = torch.empty_like(x).stride()
@@ -614,14 +614,14 @@ async def strides_kept(me: Rank) -> None:
 
 
 def test_results_have_the_strides_of_the_input(world: World) -> None:
-    """As torch.empty_like has them; ranks may have others, for what meets are elements of one index."""
+    """They are those of torch.empty_like; ranks may have different strides, as elements match by index."""
     if "xla" in str(world):
         pytest.skip("tensors of XLA have no strides")
     world.run(strides_kept)
 
 
 async def filled_behind_autograd(me: Rank) -> None:
-    """Each call fills ``b``, which the backward of ``b ** 2`` reads."""
+    """Let each call fill ``b``, which the backward of ``b ** 2`` reads."""
     x = torch.ones(2, requires_grad=True)
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
         "all_reduce": lambda b: ac.all_reduce(b, out=b),
@@ -640,21 +640,21 @@ async def filled_behind_autograd(me: Rank) -> None:
 
 
 def test_autograd_is_told_of_what_is_filled(pair: World) -> None:
-    """A backward that needs what ``out=`` held before raises, and is not silently wrong."""
+    """A backward that needs the previous contents of ``out=`` raises instead of being silently wrong."""
     pair.run(filled_behind_autograd)
 
 
-# The numbers and texts of a tree travel together
+# The numbers and texts of a tree are sent together
 
 
 def _numbers_of(rank: int) -> dict[str, Any]:
-    """A tree of numbers of every kind, in which a NumPy scalar is the number that it stands for."""
+    """Return a tree of numbers of every kind, in which a NumPy scalar stands for its number."""
     numbers = {f"loss{i}": i + rank / 4 for i in range(60)}
     return {**numbers, "seen": 2**40 + rank, "ok": rank != 1, "z": complex(rank, -1), "np": np.float32(rank)}
 
 
 def _texts_of(rank: int) -> dict[str, Any]:
-    """Texts too, which differ in length between ranks and need not fit into one message, beside a tensor."""
+    """Return such a tree with a tensor, and texts whose lengths differ and that may exceed one message."""
     texts = {"name": f"n\u00e9{rank}", "log": "x" * (700 * rank), "empty": "", "at": Path("/a") / str(rank)}
     return {**_numbers_of(rank), **texts, "x": torch.arange(3.0) + rank}
 
@@ -684,12 +684,12 @@ async def _values_of_trees(me: Rank) -> None:
 
 
 def test_numbers_and_texts_of_a_tree_are_one_operation(world: World, runner: str) -> None:
-    """However many there are, of whatever kinds: each keeps its type, and meets that of its own name."""
+    """However many and whatever they are, each keeps its type, and matches the one of its own name."""
     world.run(_values_of_trees, runner=runner)
 
 
 async def _other_values(me: Rank) -> None:
-    """Trees of one structure, whose leaves are of other kinds on one rank."""
+    """Use trees of one structure whose leaves are of another kind on one rank."""
     differs = me.rank == me.size - 1
     for call in (ac.all_reduce, ac.all_gather):
         x = {"a": 1, "b": torch.ones(2) if differs else 2.0, "c": 3}
@@ -701,5 +701,5 @@ async def _other_values(me: Rank) -> None:
 
 
 def test_leaves_of_another_kind_on_one_rank_are_a_mismatch(several: World, runner: str) -> None:
-    """Packed or not, a number never meets a text or a tensor; every rank is told."""
+    """Packed or not, a number never matches a text or a tensor; every rank gets the error."""
     several.run(_other_values, runner=runner)

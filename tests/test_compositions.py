@@ -1,6 +1,6 @@
-"""Programs that combine what there is, drawn at random: each rank gets what one process would have got.
+"""Random programs that combine the library's features: each rank gets what one process would have got.
 
-`make compositions` draws others, for as long as it is told.
+`make compositions` draws further ones, for as long as it is asked to.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from compositions_tried import complaints, has_messages, report
 from patience import patient
 from worlds import World
 
-#: Seconds for making a program smaller.
+#: Seconds for reducing a failing program.
 REDUCING_SECONDS = 40
-#: How many are drawn, by the number of ranks.
+#: How many programs are drawn, by the number of ranks.
 COUNTS = {1: 15, 2: 60, 3: 30, 4: 10, 5: 10}
 
 
 def test_programs(world: World) -> None:
-    """None of them gives a wrong number, a mode, a lane or a gradient of another, or hangs."""
+    """No program gets a wrong number, mode, lane or gradient, or hangs."""
     look_at_programs(world)
 
 
 @pytest.mark.slow
-@pytest.mark.processes  # of replicas in one process there are two, or four
+@pytest.mark.processes  # replicas in one process are two or four
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_programs_on_five_ranks(backend: str) -> None:
-    """Nor there, where groups have members in between."""
+    """The same holds on five ranks, where groups have members in the middle."""
     look_at_programs(worlds.world(backend, 5))
 
 
@@ -51,12 +51,12 @@ def look_at_programs(world: World) -> None:
 
 
 def alone(*calls: Call) -> Program:
-    """One task on two ranks."""
+    """Return a program of one task on two ranks."""
     return Program(2, (Task(calls),))
 
 
 def overlapping(*tasks: Call, start: str = "task group") -> Program:
-    """Tasks of one call each."""
+    """Return a program of tasks with one call each."""
     return Program(2, tuple(Task((call,)) for call in tasks), start=start)
 
 
@@ -64,7 +64,7 @@ def of(payload: str, operation: str = "all_reduce", **said: Any) -> Call:
     return Call(operation, payload, **said)
 
 
-#: Those that failed once, by what they are.
+#: Programs that failed once, by description.
 FOUND = {
     "a tree in a scope": alone(of("tree of tensors", around=("scope",))),
     "a prepared tree in a scope": alone(of("tree of tensors", form="prepared", around=("scope",))),
@@ -145,6 +145,6 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_programs_that_failed_once(backend: str, name: str) -> None:
-    """They stay right."""
+    """They no longer fail."""
     found = complaints(FOUND[name], backend)
     assert not found, "\n".join(found)

@@ -22,14 +22,14 @@ from asynccoll.testing import Kill, Link, Stop, simulate
 
 
 def test_a_loop_is_expected_once_it_has_repeated_itself() -> None:
-    """After the same two calls the same one."""
+    """A call is expected once the same call has followed the same two calls before."""
     prediction = Prediction()
     expected = [prediction.expects(call) for call in [1, 2, 3, 4] * 3]
     assert expected == [False] * 6 + [True] * 6
 
 
 def test_what_is_new_is_expected_the_next_time() -> None:
-    """And what has come instead of another call replaces it."""
+    """A call that came instead of the expected one replaces it."""
     prediction = Prediction()
     for call in [1, 1, 1, 1]:
         prediction.expects(call)
@@ -51,7 +51,7 @@ def of(rank: int, count: int = 3) -> torch.Tensor:
     return torch.full((count,), float(rank), device="cpu")
 
 
-#: What is called, and what comes of it among so many ranks.
+#: What is called, and its result on that many ranks.
 CALLS: dict[str, tuple[Any, Any]] = {
     "sum": (lambda rank, size: ac.all_reduce(of(rank)), lambda size: [float(sum(range(size)))] * 3),
     "max": (lambda rank, size: ac.all_reduce(of(rank), op="max"), lambda size: [size - 1.0] * 3),
@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 
 
 class Drawn:
-    """A loop with something else in it here and there; in most of them some ranks differ at one call."""
+    """A loop with a few other calls inserted; in most of them some ranks differ at one call."""
 
     def __init__(self, seed: int, size: int) -> None:
         source = random.Random(seed)
@@ -102,10 +102,10 @@ class Drawn:
         return got
 
     def check(self, rank: int, got: list[Any], ends_alone: bool) -> None:
-        """A result is right; who differs, and everybody else, is told there, of both."""
+        """Check that results are right, and that every rank's mismatch error names both sides' lines."""
         for place, result in enumerate(got):
             name = self.name(rank, place)
-            through = ends_alone and name == "broadcast"  # ranks that agree on a root may be over with it
+            through = ends_alone and name == "broadcast"  # ranks that agree on a root may have completed it
             if place != self.place or (through and isinstance(result, list)):
                 assert result == CALLS[name][1](self.size), (rank, place, name, result)
             else:
@@ -118,7 +118,7 @@ class Drawn:
     [("gloo", 2, 2), ("gloo", 4, 2), ("gloo", 3, 3), ("memory", 4, 2), ("mpi", 3, 3), ("horovod", 2, 2)],
 )
 def test_who_differs_is_told_on_every_rank(transport: str, size: int, nodes: int) -> None:
-    """And nobody else: the lane goes on with results that are right."""
+    """All other calls are unaffected: the lane still works, with right results."""
     for seed in range(30):
         drawn = Drawn(seed, size)
         report = simulate(
@@ -131,7 +131,7 @@ def test_who_differs_is_told_on_every_rank(transport: str, size: int, nodes: int
 
 
 def test_a_held_call_has_its_deadline_and_names_who_has_not_made_it() -> None:
-    """As one in flight has."""
+    """It has both like a call in flight."""
 
     async def main(rank: int) -> str:
         await ac.all_reduce(of(rank))
@@ -153,7 +153,7 @@ def test_a_held_call_has_its_deadline_and_names_who_has_not_made_it() -> None:
 
 
 def test_a_rank_that_dies_is_named_while_a_call_is_held_for_it() -> None:
-    """Nobody confirms for it."""
+    """After its death it confirms no call, and no other rank does so for it."""
 
     async def main(rank: int) -> str:
         await ac.all_reduce(of(rank))
@@ -171,7 +171,7 @@ def test_a_rank_that_dies_is_named_while_a_call_is_held_for_it() -> None:
 
 
 def test_calls_of_trees_of_many_leaves_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A note has the names and shapes of all leaves, as far as there is room for them in a text."""
+    """A note has the names and shapes of all leaves, as far as they fit into a text."""
     texts: list[str] = []
     plain = confirming._plain
 
@@ -196,7 +196,7 @@ def test_calls_of_trees_of_many_leaves_are_confirmed(monkeypatch: pytest.MonkeyP
 
 
 def test_messages_pass_a_call_that_is_held() -> None:
-    """The other rank needs the message before it makes that call."""
+    """The other rank needs the message before it makes the held call."""
 
     async def main(rank: int) -> float:
         await ac.all_reduce(of(rank))
@@ -222,7 +222,7 @@ def test_messages_pass_a_call_that_is_held() -> None:
 def test_a_rank_that_comes_hundreds_of_calls_late_hears_what_the_others_have_called(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1's node has spoken for it: the others are through on MPI, and have it all in flight on gloo."""
+    """Rank 1's node has spoken for it: on MPI the others have completed, on gloo all calls are in flight."""
     monkeypatch.setattr(confirming, "OVER", 64)
 
     async def main(rank: int) -> bool:
@@ -238,7 +238,7 @@ def test_a_rank_that_comes_hundreds_of_calls_late_hears_what_the_others_have_cal
 
 
 def test_calls_that_are_forgotten_are_taken_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more calls that could not be expected than a rank keeps."""
+    """They are more calls that could not be expected than a rank keeps."""
     monkeypatch.setattr(confirming, "MOST_UNEXPECTED", 8)
     monkeypatch.setattr(confirming, "OVER", 2)
 
@@ -257,7 +257,7 @@ def test_calls_that_are_forgotten_are_taken_for_the_same(monkeypatch: pytest.Mon
 def test_a_rank_that_differs_about_what_was_expected_hundreds_of_calls_ago_is_told(
     transport: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On MPI the root was through before, and goes on with what is in step again."""
+    """On MPI the root had completed earlier, and continues with calls that are in step again."""
     monkeypatch.setattr(confirming, "OVER", 64)
 
     async def main(rank: int) -> list[str]:
@@ -288,7 +288,7 @@ def test_a_rank_that_differs_about_what_was_expected_hundreds_of_calls_ago_is_to
     ("transport", "nodes"), [("gloo", 1), ("gloo", 2), ("memory", 1), ("memory", 2), ("mpi", 1), ("mpi", 2)]
 )
 def test_a_block_that_has_more_calls_on_one_rank_is_a_mismatch(transport: str, nodes: int) -> None:
-    """At once: also where the others call nothing else (the last turn), and wait for it."""
+    """The mismatch is immediate, also if the others call nothing else (the last turn) and wait for it."""
 
     async def main(rank: int) -> list[str]:
         said = []
@@ -333,7 +333,7 @@ def test_a_block_on_a_lane_that_took_a_closed_ones_place_in_the_recorder_has_an_
 
 
 def test_a_lane_for_which_the_recorder_has_no_room_leaves_the_others_headers_alone() -> None:
-    """It would be taken for another lane's."""
+    """Its header would be taken for another lane's."""
     recorder = Recorder(0, 2)
     Headers(recorder, -1, "world", "one too many", {}).write(1, 1, 1, 1)
     assert not any(recorder.headers)
@@ -341,7 +341,7 @@ def test_a_lane_for_which_the_recorder_has_no_room_leaves_the_others_headers_alo
 
 
 def test_a_held_call_that_a_refusal_overtakes_is_lost_or_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its rank was about to begin with it: nobody says any more what the others call."""
+    """Also if its rank was about to start it: no rank announces what the others call any more."""
     start = Queue.start
 
     def late(queue: Queue) -> None:
@@ -368,7 +368,7 @@ def test_a_held_call_that_a_refusal_overtakes_is_lost_or_made(monkeypatch: pytes
 
 
 def test_a_stopped_host_does_not_hold_up_the_calls_of_others() -> None:
-    """It is asked again and again what it calls in one lane, while a group without it goes on."""
+    """It is asked repeatedly what it calls on one lane, while a group without it continues."""
 
     async def main(rank: int) -> float:
         group = ac.new_group([0, 1])
@@ -384,5 +384,5 @@ def test_a_stopped_host_does_not_hold_up_the_calls_of_others() -> None:
 
     report = simulate(main, world_size=3, nodes=3, faults=[Stop(2, 80.0, at=1.0)], timeout=200)
     report.check()
-    # The first note waits for half a second for the answer of the stopped rank. Others would, too.
+    # The first note waits half a second for the answer of the stopped rank. Further notes would, too.
     assert max(report.results.values()) < 2, report.results

@@ -1,4 +1,4 @@
-"""A result that is thrown away where it is awaited: the call has changed nothing, and in torch would have."""
+"""A result discarded where it is awaited: the call has changed nothing, although in torch it would have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asynccoll.waiting.discarded import discarded_by
 
 
 def call(*_: object, **__: object) -> Any:
-    """What the functions below seem to call: they are read, not run."""
+    """Stand for a collective in the functions below, which are only read, never run."""
 
 
 async def awaited() -> None:
@@ -72,7 +72,7 @@ def kept() -> object:
 
 
 def called(function: Callable[..., object]) -> int:
-    """Where in its bytecode it calls ``call``."""
+    """Return where the bytecode of ``function`` calls ``call``."""
     steps = list(dis.get_instructions(function))
     loaded = next(step.offset for step in steps if step.argval == "call")
     return next(step.offset for step in steps if step.offset > loaded and step.opname.startswith("CALL"))
@@ -92,7 +92,7 @@ def test_what_somebody_may_get_is_not(function: Callable[..., object]) -> None:
 
 
 def heard(main: Callable[[int], Coroutine[Any, Any, None]]) -> list[str]:
-    """What two simulated ranks are told to write."""
+    """Return what the warnings tell two simulated ranks to write."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         simulate(main, world_size=2).check()
@@ -136,7 +136,7 @@ def test_what_has_an_effect_or_is_kept_is_fine() -> None:
         await ac.all_reduce(x, out=x)
         total = await ac.all_reduce(x)
         assert total.tolist() == [4.0, 4.0]
-        await ac.all_reduce(1)  # a number cannot change: it can only be meant to wait
+        await ac.all_reduce(1)  # a number cannot be filled, so the call can only be meant to wait
         await ac.barrier()
         work = ac.all_reduce(x)
         await work
@@ -152,7 +152,7 @@ def test_what_has_an_effect_or_is_kept_is_fine() -> None:
 
 
 def test_the_source_of_a_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not its result is thrown away."""
+    """It is read once whether or not the result is discarded."""
     looked: list[int] = []
     real = discarded.discarded_by
     monkeypatch.setattr(discarded, "discarded_by", lambda *at: looked.append(1) or real(*at))

@@ -41,7 +41,7 @@ FULL = Capabilities(
     ),
     move=frozenset({torch.float32, torch.int64, torch.uint8}),
 )
-#: One that can only move bytes around.
+#: One that can only move bytes.
 MOVER = Capabilities(
     backend="mover",
     ops=frozenset({Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST, Op.BARRIER}),
@@ -60,14 +60,14 @@ def plan(
     device: str = "cpu",
     check: bool = False,
 ) -> Plan:
-    """The plan for four ranks."""
+    """Return the plan for four ranks."""
     spec = TensorSpec(dtype, shape, device)
     parsed = ReduceOp.parse(reduce) if reduce else None
     return dispatch.plan(op, spec, Topology(known, 4), Policy(check), parsed)
 
 
 def test_what_is_native_is_called_directly() -> None:
-    """Nothing to encode, stage or compose: the tensor goes as it is."""
+    """Nothing is encoded, staged or composed: the tensor is sent as it is."""
     chosen = plan(Op.ALL_REDUCE, reduce="sum")
     assert chosen.direct
     assert (chosen.native, chosen.via, chosen.wire) == ("all_reduce", "native", Wire.SAME)
@@ -76,7 +76,7 @@ def test_what_is_native_is_called_directly() -> None:
 
 @pytest.mark.parametrize("name", oracle.DTYPES)
 def test_every_dtype_moves(name: str) -> None:
-    """What the wire does not know is sent as an integer of the same width that it knows, else as bytes."""
+    """A dtype that the wire lacks is sent as an integer of the same width that it has, else as bytes."""
     dtype = oracle.DTYPES[name]
     chosen = plan(Op.ALL_GATHER, dtype)
     if dtype in FULL.move:
@@ -90,7 +90,7 @@ def test_every_dtype_moves(name: str) -> None:
 @pytest.mark.parametrize("name", oracle.DTYPES)
 @pytest.mark.parametrize("op", oracle.OPS)
 def test_what_means_nothing_is_refused(name: str, op: str) -> None:
-    """Exactly the meaningless pairs of dtype and reduction raise, naming both."""
+    """Exactly the undefined pairs of dtype and reduction raise, naming both."""
     dtype = oracle.DTYPES[name]
     for collective in (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER):
         if op in oracle.reductions(dtype):
@@ -103,7 +103,7 @@ def test_what_means_nothing_is_refused(name: str, op: str) -> None:
 
 
 def test_a_backend_without_arithmetic_gathers_and_reduces_locally() -> None:
-    """Reductions are composed of movements where the wire cannot compute."""
+    """Reductions are composed of data movements if the wire cannot compute."""
     assert plan(Op.ALL_REDUCE, known=MOVER, reduce="sum").via == "all_gather"
     assert plan(Op.REDUCE_SCATTER, known=MOVER, reduce="sum").via == "all_to_all"
 
@@ -125,7 +125,7 @@ def test_compose_overrides_native() -> None:
 
 
 def test_tensors_elsewhere_are_staged() -> None:
-    """A tensor on a device that the backend does not work on goes through one that it does."""
+    """A tensor on a device that the backend does not support goes through one that it supports."""
     assert plan(Op.ALL_REDUCE, reduce="sum", device="cuda").stage == "cpu"
     known = dataclasses.replace(FULL, devices=frozenset({"cuda"}))
     assert plan(Op.ALL_REDUCE, known=known, reduce="sum").stage == "cuda"
@@ -133,7 +133,10 @@ def test_tensors_elsewhere_are_staged() -> None:
 
 
 def test_half_precision_is_averaged_in_float32() -> None:
-    """Its sum could overflow: on the wire where the backend reduces, where it is reduced otherwise."""
+    """Its sum could overflow.
+
+    The wire has float32 if the backend reduces; otherwise the local reduction does.
+    """
     native = dataclasses.replace(
         FULL, reduce=(*FULL.reduce, (torch.float16, ARITHMETIC)), move=FULL.move | {torch.float16}
     )
@@ -150,7 +153,7 @@ def test_half_precision_is_averaged_in_float32() -> None:
 
 
 def test_planning_is_pure_and_cached() -> None:
-    """Equal questions give the same object; plans are frozen and hashable."""
+    """Equal arguments give the same object; plans are frozen and hashable."""
     first = plan(Op.ALL_REDUCE, torch.int16, reduce="sum")
     assert plan(Op.ALL_REDUCE, torch.int16, reduce="sum") is first
     assert hash(first) == hash(dataclasses.replace(first))
@@ -197,7 +200,7 @@ def test_explain_knows_how_numbers_and_texts_travel() -> None:
             ac.explain("all_reduce", {"x": refused}, op=op)
 
 
-#: Payloads that describe themselves, or are sent as those that do.
+#: Payloads with a self-describing encoding, or sent like those.
 IN_MESSAGES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "anything": ("broadcast", torch.ones(3), {"safe_mode": True}),
     "any tree": ("broadcast", {"x": torch.ones(3), "n": 1}, {"safe_mode": True}),
@@ -215,7 +218,7 @@ IN_MESSAGES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", IN_MESSAGES)
 def test_explain_tells_of_messages_what_is_sent(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native call that there is, of bytes, where the plain call sends the tensor itself."""
+    """It names the native call with bytes, while the plain call sends the tensor itself."""
     name, x, call = IN_MESSAGES[case]
     sent: list[tuple[str, torch.dtype]] = []
 
@@ -233,13 +236,13 @@ def test_explain_tells_of_messages_what_is_sent(case: str, monkeypatch: pytest.M
     getattr(ac, name)(x, **call).wait()
     chosen = ac.explain(name, x, **call)
     assert (chosen.native, torch.uint8) in sent
-    assert {chosen.native} == {native for native, _ in sent}  # of parts for all, their lengths go first
+    assert {chosen.native} == {native for native, _ in sent}  # for parts, their lengths are sent first
     assert "in a message" in str(chosen) or "in one message" in str(chosen)
     assert chosen.wire is Wire.SAME
 
 
 def test_explain_refuses_what_the_call_refuses() -> None:
-    """A number where tensors alone are taken, or an object."""
+    """It refuses a number or an object where only tensors are allowed."""
     for name, x in (("reduce_scatter", 5), ("all_gather", [torch.ones(1), object()]), ("send", "text")):
         with pytest.raises(ac.PayloadTypeError, match=name):
             ac.explain(name, x)
@@ -247,7 +250,7 @@ def test_explain_refuses_what_the_call_refuses() -> None:
 
 @pytest.mark.parametrize("op", oracle.OPS)
 def test_reductions_are_named_in_any_way(op: str) -> None:
-    """Any case, our enum, torch's ReduceOp."""
+    """A reduction may be in any case, our enum, or torch's ReduceOp."""
     for spelling in (op, op.upper(), op.title(), ReduceOp(op)):
         assert ReduceOp.parse(spelling) is ReduceOp(op)
     if op not in ("and", "or"):
@@ -263,7 +266,7 @@ def test_a_reduction_that_multiplies_first_says_how_else(given: object) -> None:
 
 @pytest.mark.parametrize("given", ["median", "", 3, None, object()], ids=lambda given: type(given).__name__)
 def test_an_unknown_reduction_lists_the_known(given: object) -> None:
-    """The error says what was given and all that there is."""
+    """The error says what was given, and lists all reductions."""
     with pytest.raises(ac.InvalidArgumentError) as caught:
         ReduceOp.parse(given)
     assert repr(given) in str(caught.value)
@@ -271,7 +274,7 @@ def test_an_unknown_reduction_lists_the_known(given: object) -> None:
 
 
 def test_specs_describe_tensors() -> None:
-    """Shape, dtype, size and contiguity, without the data."""
+    """They have shape, dtype, size and contiguity, without the data."""
     spec = TensorSpec.of(torch.zeros(3, 4, dtype=torch.int16).t())
     assert (spec.shape, spec.dtype, spec.contiguous) == ((4, 3), torch.int16, False)
     assert (spec.numel, spec.size_bytes) == (12, 24)
@@ -280,7 +283,7 @@ def test_specs_describe_tensors() -> None:
 
 
 def test_all_questions_have_an_answer() -> None:
-    """Every operation, dtype and reduction on a full backend: a plan or a typed refusal."""
+    """On a full backend every operation, dtype and reduction gives a plan or a typed refusal."""
     for op, dtype, reduce in itertools.product(Op, oracle.DTYPES.values(), ReduceOp):
         try:
             chosen = plan(op, dtype, reduce=reduce.value if op.reduces else None)
@@ -302,6 +305,6 @@ def test_sources_import_no_moving_part() -> None:
 
 
 def test_shapes_are_written_as_lists():
-    """Of one tensor, and of several that are sent as one."""
+    """This holds for one tensor, and for several that are sent as one."""
     assert shown((torch.float32, torch.Size([4, 8]))) == "float32 [4, 8]"
     assert shown([torch.Size([4]), torch.Size([8, 2])]) == "[[4], [8, 2]]"

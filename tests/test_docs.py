@@ -1,4 +1,4 @@
-"""What is public is documented, and what the documents say can be typed: names, arguments, commands."""
+"""Everything public is documented, and what the documents name can be typed: names, arguments, commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_logger_is_in_the_table_of_what_is_logged():
     assert sorted(re.findall(r"`([\w.]+)`", " ".join(rows))) == sorted(set(made))
 
 
-#: An alias of types has no place for a docstring: what it says is a comment, which the reference shows.
+#: A type alias cannot have a docstring: a comment documents it, and the reference shows that.
 ALIASES = {"GroupLike", "ReduceOpLike"}
 
 
@@ -55,13 +55,13 @@ def test_every_public_name_says_what_it_is(name):
 
 
 def spans(page: Path) -> list[str]:
-    """What stands between backticks in the text, on one line or two."""
+    """Return what is in backticks in the text, on one line or across two."""
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
 def parsed(code: str) -> ast.AST | None:
-    """As in the body of a coroutine; None if it is no Python."""
+    """Parse code as the body of a coroutine; return None if it is not Python."""
     try:
         return ast.parse("async def example():\n" + textwrap.indent(code, "    "))
     except SyntaxError:
@@ -69,7 +69,7 @@ def parsed(code: str) -> ast.AST | None:
 
 
 def meant(node: ast.AST, known: dict[str, Any]) -> Any:
-    """What a dotted name stands for, if it begins with one of ours."""
+    """Return what a dotted name refers to if it begins with one of ours, else None."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute) and (owner := meant(node.value, known)) is not None:
@@ -78,7 +78,7 @@ def meant(node: ast.AST, known: dict[str, Any]) -> Any:
 
 
 def wrong(tree: ast.AST) -> Iterator[str]:
-    """Names of ours that do not exist, and calls that they do not take."""
+    """Yield names of ours that do not exist, and calls with arguments that they do not take."""
     known: dict[str, Any] = {"ac": asynccoll, "asynccoll": asynccoll, "idist": asynccoll.sync}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("asynccoll"):
@@ -99,7 +99,7 @@ def wrong(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_names_what_there_is(page):
-    """Every block is Python; every name of ours in it, and in the text, exists and takes what it is given."""
+    """Every block is Python; every name of ours in blocks and text exists and takes the given arguments."""
     found = []
     for block in blocks(page, "python"):
         tree = parsed(block.code)
@@ -124,7 +124,7 @@ def test_wrong_code_would_be_found():
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every command line that a page tells to type."""
+    """Yield the words of every command line that a page gives."""
     for block in blocks(page, "console", "bash"):
         for line in block.code.replace("\\\n", " ").splitlines():
             typed = shlex.split(line.removeprefix("$ "), comments=True)
@@ -136,7 +136,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_can_be_typed(page):
-    """Targets of make, programs of this repository, and command lines of asynccoll."""
+    """Make targets, programs of this repository, and command lines of asynccoll exist."""
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands(page):
         if words[:1] == ["make"] and len(words) > 1:

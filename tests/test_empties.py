@@ -1,4 +1,4 @@
-"""Tensors without elements, in every form of a call: results have the shape that one process would give."""
+"""Tensors without elements, in every form of a call: results have the shapes that one process would give."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FUSED: dict[str, Callable[..., Any]] = {
 
 
 def places() -> list[torch.device]:
-    """Where tensors of users are: on the CPU, and on a device that a backend has for itself."""
+    """Return the devices of users' tensors: the CPU, and the device of a backend that has one."""
     host = torch.device("cpu")
     return [host] if ac.device() == host else [host, ac.device()]
 
 
 def on_host(value: Any) -> Any:
-    """As the oracle compares it."""
+    """Return the value on the CPU, where the oracle compares it."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, dict):
@@ -38,7 +38,7 @@ def on_host(value: Any) -> Any:
 
 
 def calls(me: Rank) -> dict[str, tuple[Callable[..., Any], Callable[[list[torch.Tensor], int], Any]]]:
-    """Each collective of one tensor, and what a rank gets of all ranks' tensors."""
+    """Return each collective of one tensor, and what a rank gets given all ranks' tensors."""
     size, last = me.size, me.size - 1
     ring = [(rank, (rank + 1) % size) for rank in range(size)]
     return {
@@ -95,7 +95,7 @@ async def of_one_tensor(me: Rank) -> None:
 
 
 def test_every_collective_of_nothing(pair: World) -> None:
-    """Alone, in a coalescing block, and with out=."""
+    """Each is called alone, in a coalescing block, and with out=."""
     pair.run(of_one_tensor, runner="asyncio", timeout=patient(60))
 
 
@@ -139,5 +139,5 @@ async def _of_tree(me: Rank, name: str, call: Callable[..., Any], x: Any, want: 
 
 
 def test_trees_with_leaves_of_nothing(pair: World) -> None:
-    """Plain, with out=, in place, prepared, in a block: torch itself has lost their dimensions in packing."""
+    """Also with out=, in place, prepared, and in a block: torch's own packing loses their dimensions."""
     pair.run(of_trees, runner="asyncio", timeout=patient(60))

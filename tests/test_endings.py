@@ -1,4 +1,4 @@
-"""How a rank ended is told to those who wait for it: its exit code, its signal, the error it died of."""
+"""How a rank ended is reported to those who wait for it: its exit code, its signal, its last error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCRIPT = """
         os._exit(0)
 """
 
-#: What rank 1 does, and what rank 0 is told of it.
+#: What rank 1 does, and what rank 0 is told about it.
 ENDS = {
     "ends": ("pass", r"it ended with exit code 0, \d\.\d s ago"),
     "exits with 3": ("sys.exit(3)", r"it ended with exit code 3, \d\.\d s ago"),
@@ -51,7 +51,7 @@ def test_how_a_rank_ended_is_told(tmp_path, how: str) -> None:
     does, said = ENDS[how]
     source = SCRIPT.replace("BACKEND", "gloo").replace("HOW", does)
     script = jobs.writing(tmp_path)(source)
-    with jobs.starting(tmp_path) as start:  # the launcher would end rank 0 as soon as it looks
+    with jobs.starting(tmp_path) as start:  # otherwise the launcher would end rank 0 as soon as it looks
         (heard,) = start("run", "-n", 2, "--monitor-interval", 30, script).lines(1)
     assert heard.startswith("PeerLostError (1,) rank 1 (host "), heard
     assert re.search(
@@ -64,7 +64,7 @@ def test_how_a_rank_ended_is_told(tmp_path, how: str) -> None:
 
 @pytest.fixture
 def witness(tmp_path):
-    """Whoever watches the ranks of a directory, however long its name."""
+    """Return an observer of the ranks of a directory with a long name."""
     directory = tmp_path / ("long" * 30)
     directory.mkdir()
     watching = Witness(directory)
@@ -74,7 +74,7 @@ def witness(tmp_path):
 
 @pytest.fixture
 def rank(witness):
-    """A process with a flight recorder that joins there, and ends as it is told to."""
+    """Return a process with a flight recorder that joins there, and ends as it is told to."""
     program = (
         "import sys, os, signal\n"
         "from asynccoll import flight\n"
@@ -116,7 +116,7 @@ def test_who_starts_a_rank_writes_down_how_it_ended(witness, rank, how: str) -> 
     peers = shared_memory.look(rank.pid, rank.memory)
     witness.watch()
     while 1 not in witness.flights():
-        pass  # it looks at once
+        pass  # until the watcher has seen it
     assert flight.read(peers).ending == "running"
     end(rank, how)
     assert shared_memory.exit_code(rank.pid) == CODES[how]
@@ -144,7 +144,7 @@ def test_what_a_rank_recorded_is_kept_though_it_ends_before_anybody_looks(
 
 @pytest.mark.parametrize("why", ["forbidden", "numbered otherwise"])
 def test_a_rank_that_cannot_be_watched_is_not_said_to_have_ended(monkeypatch, witness, rank, why) -> None:
-    """As where a container forbids process descriptors, or numbers its processes itself."""
+    """For example, a container may forbid process descriptors, or number its processes itself."""
 
     def forbidden(_pid: int) -> int:
         raise PermissionError
@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_be_watched_is_not_said_to_have_ended(monkeypatch, wi
 
 
 def test_a_rank_that_has_not_joined_is_seen_by_its_number(witness) -> None:
-    """Also where its note comes within one tick of the kernel's clock, as the directory is read."""
+    """Also if its note is written within one tick of the kernel's clock after the directory was read."""
     changed = witness.directory.stat().st_mtime_ns
     witness._look()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as rank:
@@ -187,7 +187,7 @@ def test_a_process_that_runs_has_no_exit_code() -> None:
     assert endings.in_a_line(KeyError("a\nb")) == "KeyError: 'a\\nb'"
 
 
-class Several(Exception):  # noqa: N818  # as ExceptionGroup, which Python 3.10 has not
+class Several(Exception):  # noqa: N818  # like ExceptionGroup, which Python 3.10 lacks
     def __init__(self, *exceptions: Exception) -> None:
         super().__init__(f"{len(exceptions)} sub-exceptions")
         self.exceptions = exceptions
@@ -200,12 +200,12 @@ def test_a_program_that_exits_with_0_has_not_failed() -> None:
 
 
 def test_an_exit_code_is_what_the_system_keeps_of_it() -> None:
-    """-1 is no signal."""
+    """-1 stands for 255, not for a signal."""
     assert [child._exit_code(SystemExit(code)) for code in (None, 3, -1, 256, "no more")] == [0, 3, 255, 0, 1]
 
 
 def test_a_group_is_told_by_what_is_in_it() -> None:
-    """That it is unhandled and has so many sub-exceptions tells nobody why a rank ended."""
+    """That a group is unhandled and has a number of sub-exceptions does not say why a rank ended."""
     group = Several(ValueError("a"), Several(OSError("b")))
     assert endings.in_a_line(group) == "ValueError: a; OSError: b (in Several) (in Several)"
 
@@ -223,7 +223,7 @@ DIFFER = """
 
 
 def test_an_abort_of_native_code_is_explained(tmp_path) -> None:
-    """Tensors of different size end a process in gloo: the launcher says who called what, and what to do."""
+    """gloo aborts on tensors of different sizes: the launcher says who called what, and what to do."""
     script = jobs.writing(tmp_path)(DIFFER)
     with jobs.starting(tmp_path) as start:
         code, _, said = start("run", "-n", 2, script).wait()
@@ -253,7 +253,7 @@ def test_a_launcher_makes_a_secret_unless_the_user_has_one(tmp_path, monkeypatch
 
 
 def test_of_ranks_that_are_seen_to_end_at_once_the_one_that_waited_for_nobody_is_first(witness) -> None:
-    """mpiexec kills the others within milliseconds, of which a busy machine lets the launcher see nothing."""
+    """mpiexec kills the others within milliseconds, which the launcher on a busy machine may not see."""
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE)) for _ in range(3)]
         recorders = [flight.Recorder(rank, 3) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""A lane's communicators that cannot be made or ended, and helper threads that meet what nobody expects."""
+"""Communicators of lanes that cannot be opened or closed, and helper threads with unexpected errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asynccoll.world.context import Context, Identity
 
 
 class Ending:
-    """A communicator, or a region of messages, that notes how it ends; Ctrl-C comes where it is told."""
+    """A communicator, or a message region, that notes how it ends; Ctrl-C strikes where ``struck`` says."""
 
     region: Any
 
@@ -51,7 +51,7 @@ class Ending:
 def test_a_lane_whose_communicator_could_not_be_made_makes_it_for_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next call was queued for good."""
+    """The next call used to be queued forever."""
     context = Context(SerialBackend(), Identity(), check="off")
     lane = context.world.lane("again")
 
@@ -69,7 +69,7 @@ def test_a_lane_whose_communicator_could_not_be_made_makes_it_for_the_next_call(
 
 
 def test_a_call_is_recorded_before_native_code_gets_it() -> None:
-    """Native code may block in it, or end the process: then a launcher could not tell what was called."""
+    """Native code may block in it or end the process, and a launcher could not tell what was called."""
     context = Context(SerialBackend(), Identity(), check="off")
     lane, seen = context.world.lane("recorded"), []
 
@@ -89,7 +89,7 @@ def test_a_call_is_recorded_before_native_code_gets_it() -> None:
     lane.issue(Estimate("first"), start)
     with pytest.raises(OSError, match="no room"):
         lane.issue(Estimate("fails"), start)
-    assert recorded() == [("first", 1, 1, "in flight")]  # what was not accepted is not there
+    assert recorded() == [("first", 1, 1, "in flight")]  # a call that was not accepted is not recorded
     lane.issue(Estimate("second"), start)
     assert seen == [(name, n, n, "in flight") for name, n in (("first", 1), ("fails", 2), ("second", 2))]
 
@@ -109,7 +109,7 @@ def test_whatever_one_communicator_raises_the_others_are_ended(struck: str) -> N
 
 
 def test_messages_that_ctrl_c_strikes_as_they_end_leave_all_ranks() -> None:
-    """These would wait for this rank's messages until its process ends."""
+    """They would otherwise wait for this rank's messages until its process ends."""
     ended: list[str] = []
     messages = Messages(lambda *_: None, lambda job: None, None)  # type: ignore[arg-type,return-value]
     messages._pairs = {peer: Ending(str(peer), ended, "flush 2") for peer in (1, 2, 3)}  # type: ignore[misc]
@@ -130,7 +130,7 @@ def test_a_communicator_whose_collectives_ctrl_c_strikes_ends_its_messages_too()
 
 @pytest.mark.parametrize("struck", ["", "abort within", "abort across"])
 def test_the_parts_of_a_communicator_by_node_are_aborted_all(struck: str) -> None:
-    """Also those that are opened when it has been aborted: other ranks wait in each of them."""
+    """Also parts that are opened after the abort: other ranks wait in each of them."""
     ended: list[str] = []
     parts = Ending("within", ended, struck), Ending("across", ended, struck)
     for late in (False, True):
@@ -158,7 +158,7 @@ def test_a_message_after_the_end_of_its_lane_opens_nothing() -> None:
 
 
 def test_a_line_of_code_that_is_gone_gives_its_place_to_no_other() -> None:
-    """The lines of calls are known by the address of their code."""
+    """Lines of calls are keyed by the address of their code."""
     engine = Ending("collectives", [], "")
     engine.region = SimpleNamespace(size=2)
     communicator = MemoryCommunicator(engine, Ending("messages", [], ""), print)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_a_line_of_code_that_is_gone_gives_its_place_to_no_other() -> None:
 
 
 def test_a_mistake_while_a_refusal_is_settled_ends_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, with its own words: calls on the lane waited for their timeout."""
+    """It ends immediately with its own error; calls on the lane used to wait for their timeout."""
 
     def wrong(_: object) -> Verdict:
         raise ValueError("a mistake of ours")
@@ -195,7 +195,7 @@ def test_a_mistake_while_a_refusal_is_settled_ends_the_lane(monkeypatch: pytest.
 
 
 def test_a_mistake_while_calls_are_compared_ends_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The held call, and all later ones of the world that are held, waited for their timeouts."""
+    """The held call and all later held calls of the world used to wait for their timeouts."""
 
     def wrong(*_: object) -> None:
         raise ValueError("a mistake of ours")

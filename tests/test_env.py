@@ -1,4 +1,4 @@
-"""Launcher detection: environments as tables, host lists as properties."""
+"""Launcher detection: environments as tables, and host lists as properties."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ONE_NODE = {
     "SLURM_NTASKS": "1",
 }
 
-#: A task of a step that spans both groups of a hetjob: srun counts over all of it.
+#: A task of a step across both groups of a hetjob: srun counts over the whole step.
 HETJOB = {
     **SLURM,
     "SLURM_PROCID": "2",
@@ -72,19 +72,19 @@ HETJOB = {
     "SLURM_STEP_TASKS_PER_NODE": "1,2",
     "SLURM_GTIDS": "1,2",
 }
-#: The same where the groups' hosts are told, the first group is on the second host, and this is rank 0.
+#: The same with the groups' hosts set; the first group is on the second host, and this is rank 0.
 HETJOB_FIRST = {
     **HETJOB,
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",  # by the hosts' names, unlike the node's number
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",  # ordered by the hosts' names, unlike the node number
     "SLURM_GTIDS": "0",
     "SLURMD_NODENAME": "n2",
     "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
 }
-#: One of a step on the second group alone.
+#: A task of a step on the second group alone.
 HET_GROUP = {
     **HETJOB,
     "SLURM_PROCID": "1",
@@ -321,11 +321,11 @@ FOUND = {
         LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
     ),
     "srun-in-a-batch-script": ({**SLURM, "ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"}, SLURM_INFO),
-    "mpich-in-an-allocation": (  # its daemons are SLURM's tasks, one a node
+    "mpich-in-an-allocation": (  # its daemons are SLURM's tasks, one per node
         {**DAEMON, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
         LaunchInfo("mpich", 3, 4, 1, 2, 1, 2),
     ),
-    "openmpi-in-an-allocation": (  # the ranks of the first node are no task of SLURM's
+    "openmpi-in-an-allocation": (  # the ranks of the first node are not SLURM tasks
         {**DAEMON, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1", **OPENMPI},
         LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2),
     ),
@@ -356,14 +356,14 @@ FOUND = {
         LaunchInfo("tpu", 3, 4, 1, 2, 1, 2, "a"),
     ),
     "tpu-alone": ({"PJRT_DEVICE": "TPU"}, LaunchInfo("tpu")),
-    # How people start a process of a job as a world of one: what is left then says nothing.
+    # How users start a process of a job as a world of one: the variables that are left say nothing.
     "torchrun-without-the-three-that-are-all-or-none": (
         without(TORCHRUN, "RANK", "LOCAL_RANK", "WORLD_SIZE"),
         LaunchInfo("serial"),
     ),
     "srun-without-the-job": (without(SLURM, "SLURM_JOB_ID"), LaunchInfo("serial")),
     "mpiexec-without-pmi": (without(MPICH, "PMI_RANK", "PMI_SIZE"), LaunchInfo("serial")),
-    # MVAPICH's way to choose a GPU, set by hand from SLURM's.
+    # MVAPICH's variable to choose a GPU, set by hand from SLURM's.
     "local-rank-of-mvapich-beside-srun": ({**SLURM, "MV2_COMM_WORLD_LOCAL_RANK": "1"}, SLURM_INFO),
     "local-rank-of-another-launcher": (
         {**MPICH, "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
@@ -400,7 +400,7 @@ REFUSED = {
     ),
     "pals-without-pmi": ({"PALS_RANKID": "0"}, ["PALS started this process", "RANK and WORLD_SIZE"]),
     "aprun": ({"ALPS_APP_PE": "0"}, ["aprun started this process", "ALPS_APP_PE='0'"]),
-    "mpiexec-with-pmi-port": (  # as MPICH's sets them
+    "mpiexec-with-pmi-port": (  # as MPICH sets them
         {"PMI_ID": "1", "PMI_PORT": "n1:38611", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
         ["mpiexec -pmi-port started this process (PMI_ID='1')", "how many ranks"],
     ),
@@ -517,7 +517,7 @@ NOWHERE = {
 @pytest.mark.parametrize(("meeting", "text"), NOWHERE.values(), ids=NOWHERE)
 @pytest.mark.parametrize("place", [{}, {"LOCAL_RANK": "1"}], ids=["bare", "placed"])
 def test_ranks_that_do_not_know_where_they_meet_are_refused(monkeypatch, place, meeting, text):
-    """Each says what it was told, and what to do; one rank meets nobody."""
+    """The error says what the rank was told, and what to do; a single rank meets no other."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **place, **meeting}.items():
@@ -540,7 +540,7 @@ def test_ranks_that_do_not_know_where_they_meet_are_refused(monkeypatch, place, 
     ids=["one-of-its-own", "one-for-each", "one-for-all", "none"],
 )
 def test_nccl_is_chosen_where_each_rank_has_a_gpu(monkeypatch, launch, gpus, backend):
-    """With ``srun --gpus-per-task=1`` each sees its own only, and there are as many as ranks."""
+    """With ``srun --gpus-per-task=1`` each rank sees only its own GPU; there are as many GPUs as ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -610,7 +610,7 @@ ranges = st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4))
 
 @st.composite
 def hostlists(draw):
-    """A host list and, made beside it by the plainest means, what it stands for."""
+    """Draw a host list and what it stands for, computed by the simplest means."""
     texts, expected = [], []
     for prefix in draw(st.lists(names, min_size=1, max_size=4)):
         groups = draw(st.lists(st.lists(ranges, min_size=1, max_size=3), max_size=2))

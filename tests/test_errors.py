@@ -1,4 +1,4 @@
-"""Bad input: a typed error that says what was given and what is allowed; peers unharmed."""
+"""Bad input gives a typed error that says what was given and what is allowed; peers are unharmed."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ BAD: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
 
 async def bad(me: Rank, name: str) -> None:
     call, error, says = BAD[name]
-    if name == "out of a sparse sum" and me.backend == "xla-tpu":  # where there is no such sum
+    if name == "out of a sparse sum" and me.backend == "xla-tpu":  # which has no such sum
         error, says = ac.UnsupportedOpError, ("sparse", "all_reduce")
     await me.refuses(name, error, call, says=says)
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
@@ -200,20 +200,20 @@ async def bad(me: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(pair: World, name: str) -> None:
-    """The error says what was given and what is allowed, and the lane goes on."""
+    """The error says what was given and what is allowed, and the lane still works."""
     pair.run(bad, name)
 
 
 @pytest.mark.parametrize("name", ["object", "unknown op", "src", "meta"])
 def test_raises_at_the_call_alone(name: str) -> None:
-    """The serial world refuses the same at the call, before anything is awaited."""
+    """The serial world refuses the same input at the call, before anything is awaited."""
     call, error, _ = BAD[name]
     with pytest.raises(error) as caught:
         call()
     assert isinstance(caught.value, ac.AsyncCollError)
 
 
-#: our error -> what else it is, so that code that knows nothing of us can catch it.
+#: our error -> its built-in base class, so that code that knows nothing of us can catch it.
 ALSO = {
     ac.NotInitializedError: RuntimeError,
     ac.InvalidArgumentError: ValueError,
@@ -232,14 +232,14 @@ ALSO = {
 
 @pytest.mark.parametrize("error", ALSO, ids=lambda error: error.__name__)
 def test_every_error_is_ours_and_a_builtin(error: type[Exception]) -> None:
-    """One base for all, and the builtin that a caller would expect."""
+    """All have one base class, and the built-in one that a caller would expect."""
     assert issubclass(error, ac.AsyncCollError)
     assert issubclass(error, ALSO[error])
 
 
 @pytest.mark.parametrize("timeout", [timedelta(seconds=3), 0, -1.0, float("nan"), "3"])
 def test_a_timeout_is_a_positive_number_of_seconds(timeout) -> None:
-    """Of torch's ``timedelta`` it is said how to write it."""
+    """For torch's ``timedelta`` the error says how to write it."""
     says = f"seconds, got {timeout!r}" + "; write timeout=3" * isinstance(timeout, timedelta)
     with raising(ac.InvalidArgumentError, "None or a positive", says):
         ac.all_reduce(1, timeout=timeout)

@@ -23,7 +23,7 @@ LIMIT_S = patient(140)
 
 
 def run(directory: Path, name: str, *arguments: str, ranks: int = 2, launched: bool = True) -> str:
-    """What an example prints; it must end well, in time, and without a warning of ours."""
+    """Return what an example prints; it must succeed in time and without a warning of ours."""
     environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     here = str(Path(asynccoll.__file__).parent.parent)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environ.get("PYTHONPATH")]))
@@ -69,7 +69,7 @@ def test_two_lanes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "launched"), [(1, False), (2, True)], ids=["plain", "2"])
 def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
-    """It reaches its accuracy, agrees on all ranks and with the blocking run, and draws its picture."""
+    """It reaches its accuracy, agrees on all ranks and with the blocking run, and writes its picture."""
     needs.need_package_of("demo", "sklearn")
     picture = tmp_path / "here" / "timeline.png"
     epochs = ("--epochs", "3" if launched else "1")
@@ -97,7 +97,7 @@ def test_train_digits(tmp_path: Path, ranks: int, launched: bool) -> None:
 
 @pytest.mark.slow
 def test_slow_link(tmp_path: Path) -> None:
-    """It times the steps, and leaves nothing of its two hosts."""
+    """It times the steps, and leaves no process of its two hosts behind."""
     needs.need_package_of("demo", "sklearn")
     needs.need_root("a network of two hosts")
     said = run(tmp_path, "slow_link", "--steps", "2", launched=False)
@@ -109,7 +109,7 @@ def test_slow_link(tmp_path: Path) -> None:
 
 
 def test_slow_link_is_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C ends the ranks on both hosts, and the hosts."""
+    """Ctrl-C ends the ranks on both hosts, and the hosts themselves."""
     needs.need_package_of("demo", "sklearn")
     needs.need_root("a network of two hosts")
     line = [sys.executable, str(EXAMPLES / "slow_link.py"), "--steps", "1000000"]
@@ -123,7 +123,7 @@ def test_slow_link_is_interrupted(tmp_path: Path) -> None:
 
 
 def timing() -> list[str]:
-    """The processes of ranks that time their steps over a link."""
+    """Return the ids of rank processes that time their steps over a link."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def timing() -> list[str]:
     return found
 
 
-#: By steps: each way's worlds, and until when each trains. The whole at night.
+#: By number of steps: for each way its runs as (ranks, last step). All ways run at night only.
 GPT = {
     4: {"ddp": [(2, 4)], "overlapped": [(2, 2), (2, 4)]},
     8: {"ddp": [(2, 8)], "overlapped": [(2, 4), (2, 8)], "sharded": [(2, 4), (1, 8)]},
@@ -142,7 +142,7 @@ GPT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [4, pytest.param(8, marks=pytest.mark.nightly)])
 def test_train_gpt(tmp_path: Path, steps: int) -> None:
-    """Stopped and resumed, it takes DDP's steps: bit for bit, or to within rounding with sharded sums."""
+    """Stopped and resumed, it matches DDP's steps: bit for bit, or up to rounding if sums are sharded."""
     needs.need_package_of("demo", "matplotlib")
     options = ("--steps", str(steps), "--dtype", "float64", "--checkpoint")
     found = {}

@@ -26,7 +26,7 @@ ENDS_IN_FLIGHT = """
 
 
 def test_a_script_that_ends_with_work_in_flight(tmp_path: Path) -> None:
-    """The peer never joins: both end by themselves, by no signal."""
+    """The peer never joins; both ranks end by themselves, not by a signal."""
     first, second = scripts.run(tmp_path, ENDS_IN_FLIGHT, ranks=2)
     assert "end of script" in first.out
     assert "end of script" in second.out
@@ -106,7 +106,7 @@ INTERRUPTED = """
 
 
 def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
-    """KeyboardInterrupt gets through to a blocking wait, and the process ends."""
+    """KeyboardInterrupt interrupts a blocking wait, and the process ends."""
     for ended in scripts.run(tmp_path, INTERRUPTED, ranks=2, interrupt_at="waiting"):
         assert "KeyboardInterrupt" in ended.err
         assert ended.code != 0
@@ -130,7 +130,7 @@ ASYNC_INTERRUPTED = """
     ("loop", "call"), [pytest.param("asyncio", "()", marks=pytest.mark.nightly), ("trio", "")]
 )
 def test_ctrl_c_while_awaiting(tmp_path: Path, loop: str, call: str) -> None:
-    """Also out of an event loop."""
+    """It also leaves an event loop."""
     source = ASYNC_INTERRUPTED.format(loop=loop, call=call)
     for ended in scripts.run(tmp_path, source, ranks=2, interrupt_at="waiting"):
         assert "KeyboardInterrupt" in ended.err
@@ -148,7 +148,7 @@ DROPS = """
 
 
 def test_a_dropped_handle_is_heard_in_a_plain_script(tmp_path: Path) -> None:
-    """The warning is on stderr with the script's line."""
+    """The warning on stderr has the script's line."""
     for ended in scripts.run(tmp_path, DROPS, ranks=2):
         assert ended.code == 0
         assert "script.py:6" in ended.err
@@ -167,7 +167,7 @@ DROPS_AS_ERRORS = """
 
 
 def test_a_dropped_handle_ends_the_program_where_warnings_are_errors(tmp_path: Path) -> None:
-    """Python prints the errors of finalizers and goes on; the end of the world raises it once it is left."""
+    """Python only prints errors in finalizers; leaving the world raises the warning as an error."""
     for ended in scripts.run(tmp_path, DROPS_AS_ERRORS, ranks=2):
         assert ended.code == 1, ended.err
         assert "not reached" not in ended.out
@@ -192,7 +192,7 @@ DIES = """
 
 
 def test_handles_that_a_program_dies_with_do_not_hide_its_error(tmp_path: Path) -> None:
-    """What the failing frame held was not dropped by mistake: the traceback is all there is to read."""
+    """The failing frame's handles were not dropped by mistake, and the traceback must stay the last text."""
     for ended in scripts.run(tmp_path, DIES, ranks=2):
         assert ended.code == 1
         assert "LookupError: of my own" in ended.err
@@ -218,7 +218,7 @@ DIES_WITH_AN_ERROR_UNHEARD = """
 
 
 def test_an_error_in_a_handle_that_a_program_dies_with_is_told(tmp_path: Path) -> None:
-    """And one that was dropped before the end warns as ever."""
+    """A handle that was dropped before the end also warns as usual."""
     first, second = scripts.run(tmp_path, DIES_WITH_AN_ERROR_UNHEARD, ranks=2)
     assert second.out.split() == ["refused"]
     assert "script.py:6 was never awaited: its result, and an error in it, would be lost" in first.err
@@ -227,7 +227,7 @@ def test_an_error_in_a_handle_that_a_program_dies_with_is_told(tmp_path: Path) -
 
 
 def test_an_error_of_the_program_comes_before_a_dropped_handle(tmp_path: Path) -> None:
-    """It is what the user looks for."""
+    """The program's error is what the user looks for."""
     source = DROPS_AS_ERRORS.replace("ac.barrier().wait()", "ac.barrier().wait(); 1 / 0")
     for ended in scripts.run(tmp_path, source, ranks=2):
         assert ended.code == 1
@@ -251,7 +251,7 @@ FORKS = """
 
 
 def test_a_forked_child_starts_uninitialised(tmp_path: Path) -> None:
-    """The child's call is NotInitializedError; the parent goes on."""
+    """The child's call raises NotInitializedError; the parent continues."""
     for ended in scripts.run(tmp_path, FORKS, ranks=2):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["7", "2"]
@@ -275,7 +275,7 @@ COPIES_AND_FORKS = """
 
 
 def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
-    """What a thread does for a large call, the parent's thread cannot do for the child."""
+    """The parent's thread for large calls does not exist in the child, which needs its own."""
     (ended,) = scripts.run(tmp_path, COPIES_AND_FORKS, ranks=1)
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["0"]
@@ -295,7 +295,7 @@ FINALIZES = """
 
 @pytest.mark.slow
 def test_four_ranks_end_without_an_abort(tmp_path: Path) -> None:
-    """Initialize and finalize ten times, each at a port of its own: no signal ends a process."""
+    """All ranks initialize and finalize ten times, each time at another port: no signal ends a process."""
     ports = " ".join(str(free_port()) for _ in range(10))
     for ended in scripts.run(tmp_path, FINALIZES, ranks=4, env={"PORTS": ports}):
         assert ended.code == 0, ended.err
@@ -318,7 +318,7 @@ ROUNDS = """
 
 
 def test_worlds_that_follow_each_other(tmp_path: Path) -> None:
-    """At one address, on three lanes and with messages: no rank meets an earlier world, and all is quiet."""
+    """At one address, with three lanes and messages, no rank meets an earlier world; stderr stays empty."""
     for ended in scripts.run(tmp_path, ROUNDS, ranks=4):
         assert ended.code == 0, ended.err
         assert ended.err == ""
@@ -341,7 +341,7 @@ RANK_0_FIRST = """
 
 
 def test_rank_0_ends_first(tmp_path: Path) -> None:
-    """The rank that serves the store stays until the others need it no more: they still open lanes."""
+    """The rank that serves the store stays until the others no longer need it to open lanes."""
     first, *others = scripts.run(tmp_path, RANK_0_FIRST, ranks=3)
     assert (first.code, first.err) == (0, "")
     for ended in others:
@@ -359,7 +359,7 @@ DIES_BEFORE_THE_STORE = """
 
 
 def test_rank_0_waits_for_no_dead_rank(tmp_path: Path) -> None:
-    """A rank that died says no goodbye, and is not waited for."""
+    """A rank that died sends no goodbye, and is not waited for."""
     first, second = scripts.run(tmp_path, DIES_BEFORE_THE_STORE, ranks=2)
     assert second.code == 3
     assert (first.code, first.err) == (0, "")
@@ -393,7 +393,7 @@ POOL_WAITS = """
     ],
 )
 def test_a_script_that_ends_while_another_thread_waits(tmp_path: Path, started: str) -> None:
-    """The peer never joins: Python joins that thread first, and it is not held for the whole timeout."""
+    """The peer never joins. Python joins that thread first, but does not wait for its whole timeout."""
     first, _ = scripts.run(tmp_path, POOL_WAITS.replace("STARTED", started), ranks=2, timeout=40)
     assert first.code == 0, first.err
     assert re.search(
@@ -419,7 +419,7 @@ POOL_WORKS = """
 
 
 def test_a_script_whose_threads_go_on_when_its_main_thread_has_ended(tmp_path: Path) -> None:
-    """For longer than an operation is given then: what they do is done."""
+    """They run longer than operations get at exit, and still complete their work."""
     for ended in scripts.run(tmp_path, POOL_WORKS, ranks=2, timeout=40):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["trained"], ended.err

@@ -1,4 +1,4 @@
-"""Exploring simulated worlds: faults strike as they say; what goes wrong is found, made small, and shown."""
+"""Exploring simulated worlds: faults strike where they say; failures are found, reduced and shown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TRANSPORTS = ["gloo", "mpi", "horovod", "xla", "nccl"]
 
 
 async def steps(rank: int) -> list[float]:
-    """Four sums, one after the other, and who waits for them."""
+    """Run four sums, one after the other, each awaited."""
     size = ac.get_world_size()
     sums = [(await ac.all_reduce(torch.tensor([rank + 10.0 * step]))).item() for step in range(4)]
     assert sums == [sum(r + 10.0 * step for r in range(size)) for step in range(4)]
@@ -87,7 +87,7 @@ def test_what_is_late_is_right(fault: Fault, least: float, loop: str) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("moment", [{"after_call": 2}, {"at": 0.003}], ids=["call", "time"])
 def test_cancelling_and_interrupting(loop: str, moment: dict[str, Any]) -> None:
-    """Whoever it strikes ends as asyncio and trio have it; the others are told that it has gone."""
+    """The rank it strikes ends as under asyncio or trio; the others are told that they have lost it."""
     for fault, kind in ((Cancel(1, **moment), "Cancelled"), (Interrupt(1, **moment), "KeyboardInterrupt")):
         report = simulate(steps, world_size=3, seed=5, loop=loop, faults=[fault])
         assert type(report.errors[1]).__name__.startswith(kind), report.errors
@@ -108,7 +108,7 @@ def test_interrupting_where_no_loop_is() -> None:
 
 
 def test_a_host_without_power_is_named() -> None:
-    """Its connections stay open: it takes until the kernel has asked in vain."""
+    """Its connections stay open, so that it is noticed only after the kernel's probes have failed."""
     for seed in range(5):
         report = simulate(steps, world_size=3, seed=seed, faults=[Kill(2, silent=True, after_call=2)])
         assert report.killed == [2]
@@ -153,7 +153,7 @@ def test_transports(transport: str, loop: str) -> None:
 
 def test_on_nccl_a_call_is_done_while_the_device_is_behind() -> None:
     async def main(rank: int) -> tuple[bool, float, float]:
-        await ac.all_reduce(torch.ones(1))  # which opens the lane
+        await ac.all_reduce(torch.ones(1))  # opens the lane
         work = ac.all_reduce(torch.ones(1 << 18))
         done, begun = work.done(), anyio.current_time()
         total = await work.on_host()
@@ -163,7 +163,7 @@ def test_on_nccl_a_call_is_done_while_the_device_is_behind() -> None:
         main, world_size=2, transport="nccl", link=Link(1e-3, 1e9)
     ).results.items():
         assert done, rank
-        assert seconds > 2e-3  # 1 ms, and 1 MiB at 1 GB/s
+        assert seconds > 2e-3  # 1 ms of latency, and 1 MiB at 1 GB/s
         assert total == 2 * (1 << 18)
 
 
@@ -198,7 +198,7 @@ def test_nodes_have_quick_links_within() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_worker_threads(loop: str) -> None:
-    """Of anyio's, of asyncio's and of trio's."""
+    """Worker threads of anyio, of asyncio and of trio can wait."""
 
     async def main(rank: int) -> float:
         work = ac.all_reduce(torch.tensor([rank + 1.0]))
@@ -245,7 +245,7 @@ def test_a_race_between_statements_is_found_where_one_asks_for_them() -> None:
     assert found.world_size <= 2
     assert len(found.taken) <= 3
     code = racing.count.__code__
-    assert not any("statement" in name for name in code.co_names)  # as it was
+    assert not any("statement" in name for name in code.co_names)  # restored
 
 
 def test_modules_without_source_are_refused() -> None:
@@ -287,7 +287,7 @@ def _run(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
     return _python(directory, ["shows.py"])
 
 
-#: A script that explores its own function, and judges by another.
+#: A script that explores its own function, and checks with another one.
 _SCRIPT = """
 import sys
 import asynccoll as ac
@@ -371,7 +371,7 @@ def test_what_one_expects_can_be_said() -> None:
 
 def test_other_processes_must_find_the_function() -> None:
     async def inside(rank: int) -> None:
-        """Not at the top of a module."""
+        """Not at the top level of a module."""
 
     with pytest.raises(
         ac.InvalidArgumentError, match="jobs= needs a function that other processes can import"
@@ -383,7 +383,7 @@ def test_other_processes_must_find_the_function() -> None:
 def asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """Types ``asynccoll explore ...`` beside this file: the exit code, and what is printed."""
+    """Return a function that runs ``asynccoll explore ...`` in this directory: exit code and output."""
     monkeypatch.chdir(HERE)
 
     def ask(*arguments: str) -> tuple[int, str, str]:
@@ -394,7 +394,7 @@ def asked(
 
 
 def test_who_passes_no_expect_is_told_that_results_are_not_checked() -> None:
-    """Wrong numbers are found by ``expect`` alone."""
+    """Only ``expect`` finds wrong numbers."""
     told = str(explore(racing.fine, seeds=range(1), world_size=2))
     assert told.endswith("(no error, hang or mismatch; results are checked only with expect=, or --expect)")
     told = str(explore(racing.fine, seeds=range(1), world_size=2, expect=lambda report: None))
@@ -442,7 +442,7 @@ def test_the_command_line_takes_what_joins_the_world_itself(asked: Any) -> None:
 
 
 def test_a_script_that_reads_its_arguments_gets_none(asked: Any, tmp_path: Path) -> None:
-    """It would take those of the command, and say how asynccoll is to be used."""
+    """It would otherwise parse the command's own arguments, and print a usage of asynccoll."""
     (tmp_path / "reading.py").write_text(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--die', default='never')\n"
         "given = parser.parse_args()\n\n\nasync def main(rank):\n    assert given == parser.parse_args()\n"
@@ -458,7 +458,7 @@ def test_a_script_that_reads_its_arguments_gets_none(asked: Any, tmp_path: Path)
 def test_the_command_line_names_files_that_schedules_leave_each_other(
     asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that resumes from a checkpoint is tried from its beginning in the first one only."""
+    """With a loop that resumes from a checkpoint, only the first schedule would start at the beginning."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept").mkdir()
     (tmp_path / "old.txt").write_text("as it was")
@@ -470,7 +470,7 @@ def test_the_command_line_names_files_that_schedules_leave_each_other(
     code, told, _ = asked("saving.py::main", *typed)
     assert code == 0
     assert "Files were written meanwhile: b.pt, c, d, and 1 more. Files are not simulated" in told
-    code, told, _ = asked("saving.py::main", *typed, "--json")  # written again
+    code, told, _ = asked("saving.py::main", *typed, "--json")  # they are written again
     assert json.loads(told)["files"] == ["b.pt", "c", "d", "kept/a.pt"]
     assert "Files were" not in asked("saving.py::none", *typed)[1]
 
@@ -495,7 +495,7 @@ def test_what_is_typed_wrong(asked: Any, arguments: list[str], told: str) -> Non
 def test_a_file_is_not_taken_for_another_of_its_name(
     asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its function of that name would be called instead."""
+    """Otherwise the other file's function of that name would be called."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "alike", raising=False)
     one, other = tmp_path / "alike.py", tmp_path / "below" / "alike.py"
@@ -526,7 +526,7 @@ def test_ctrl_c_ends_all_processes_in_a_line(start: Any, script: Any) -> None:
     """)
     job = start("explore", "program.py::main", "--seeds", 1_000_000, "--jobs", 2, "-s")
     job.lines(1)
-    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    os.killpg(job.process.pid, signal.SIGINT)  # to all of them, as a terminal sends it
     code, _, errors = job.wait()
     assert code == 130
     assert re.fullmatch(r"interrupted after [\d,]+ schedules: nothing was found\n", errors), errors
@@ -540,7 +540,7 @@ def test_links_are_checked() -> None:
 
 
 async def goes_on_after_a_failure(rank: int) -> list[str]:
-    """Three calls; what each comes to."""
+    """Return the results of three calls, or the types of their errors."""
     said = []
     for step in range(3):
         try:
@@ -573,12 +573,12 @@ def test_what_is_made_smaller_shows_no_warning_again() -> None:
         found = explore(drops_and_fails, seeds=[3], world_size=2, shrink_seconds=patient(1.0))
     assert found.world_size == 1
     dropped = [one for one in heard if issubclass(one.category, ac.UnawaitedWorkWarning)]
-    assert len(dropped) == 4  # of each rank, as it was found, and once more before it is made smaller
+    assert len(dropped) == 4  # one per rank when it was found, and one per rank before the reduction
 
 
 async def _reading_early(rank: int) -> float:
-    """Looks at what a call fills before it has waited for it."""
-    await ac.barrier()  # opens the lane: a call that is queued would fill nothing yet
+    """Read what a call fills before waiting for it."""
+    await ac.barrier()  # opens the lane: a queued call would fill nothing yet
     gradient = torch.full((4,), float(rank))
     work = ac.all_reduce(gradient, out=gradient)
     seen = float(gradient.sum())

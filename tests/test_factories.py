@@ -1,4 +1,4 @@
-"""Tensors that the package makes for itself are on the CPU, whatever default device the caller has set."""
+"""Tensors that the package creates for itself are on the CPU, whatever default device the caller has set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def makes_one(node: ast.AST) -> bool:
 
 
 def test_every_factory_call_names_its_device() -> None:
-    """In every file of the package."""
+    """This holds for every file of the package."""
     bare = [
         f"{path.name}:{node.lineno}"
         for path in Path(ac.__file__).parent.rglob("*.py")
@@ -48,5 +48,5 @@ async def under_meta(me: Rank) -> None:
 
 
 def test_calls_under_another_default_device() -> None:
-    """Numbers, tensors, trees and objects give what they give without it."""
+    """Results for numbers, tensors, trees and objects do not depend on it."""
     worlds.world("gloo", 2).run(under_meta, timeout=40)

@@ -1,4 +1,4 @@
-"""A rank that is killed: the survivors hear of it, by name, within seconds."""
+"""If a rank is killed, the survivors get an error that names it within seconds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def one_dies(me: Rank, victim: int, lane: str | None) -> tuple[str, tuple[
     ],
 )
 def test_a_killed_rank_is_named(backend: str, size: int, victim: int, runner: str) -> None:
-    """kill -9 in the middle of an operation: PeerLostError names the rank, within seconds."""
+    """After kill -9 in the middle of an operation, PeerLostError names the rank within seconds."""
     with worlds.fresh(backend, size) as world:
         results = world.run(one_dies, victim, None, runner=runner, dies=[victim], timeout=30)
         world.kill()
@@ -80,7 +80,7 @@ async def afterwards(me: Rank) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_later_calls_fail_at_once_and_finalize_ends(backend: str) -> None:
-    """After a loss each call is a typed error, and finalize(abort=True) is quick."""
+    """After a loss each call raises a typed error, and finalize(abort=True) is quick."""
     with worlds.fresh(backend, 2) as world:
         results = world.run(afterwards, dies=[1], timeout=40)
         world.kill()

@@ -1,4 +1,4 @@
-"""Every fault of `faults_matrix` is told as its table says: one cell of each; `make faults` tries all."""
+"""Every fault of `faults_matrix` is reported as its table says: one cell of each; `make faults` tries all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_fault_is_told_as_the_table_says(one: Cell) -> None:
             assert set(own[1]) <= set(others), own
     for error, ranks, seconds, text in results:
         if one.operation == "broadcast" and error == "":
-            continue  # who sends need not wait for those that receive, nor they for each other
+            continue  # the sender need not wait for receivers, nor they for each other
         assert error == fault.error, text
         if fault.names and error:
             assert ranks == (CULPRIT,), text

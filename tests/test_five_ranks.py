@@ -1,6 +1,6 @@
-"""What holds on two and three ranks, on five: an odd number, with more in the middle than at the ends.
+"""Cases for two and three ranks also hold on five: an odd number, with more in the middle than at the ends.
 
-The cases are those of other files, each in one way to wait here; all share one world.
+The cases are those of other files, each with one way to wait; all share one world.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import worlds
 
 pytestmark = pytest.mark.slow
 
-#: By file: each case, how it waits, and what it is given.
+#: By file: each case, how it waits, and its arguments.
 CASES: dict[str, list[tuple[Any, ...]]] = {
     "test_composed": [
         ("scoped", "trio"),
@@ -79,7 +79,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 )
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_on_five_ranks(backend: str, file: str, said: tuple[Any, ...]) -> None:
-    """As on fewer."""
+    """The case holds as on fewer ranks."""
     name, runner, *given = said
     case = getattr(importlib.import_module(file), name)
     worlds.world(backend, 5).run(case, *given, runner=runner, timeout=30)

@@ -1,4 +1,4 @@
-"""The flight recorder: what is written in each call, and what is read from outside."""
+"""The flight recorder: what each call writes, and what other processes read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recorder():
 
 
 def test_a_lane_is_named_with_the_ranks_of_its_group() -> None:
-    """Of a long group, which is cut where it is recorded, with the last of them."""
+    """A long group is cut when it is recorded, and is named with its last ranks."""
     assert lane_name("eval", "world") == "lane 'eval'"
     assert lane_name("eval", "0-12") == "lane 'eval' of ranks [0, 12]"
     for count in (100, 101, 1000):
@@ -93,12 +93,12 @@ def test_the_last_1024_are_kept_and_how_far_each_lane_is(recorder):
 
 
 def test_how_far_a_lane_came_is_known_once_it_is_closed_and_where_there_is_no_room_for_it(recorder):
-    """Else who has made its calls there, and closed it, is blamed by those that still wait there."""
+    """Otherwise waiting ranks would blame a rank that has made its calls on a lane and closed it."""
     closed = recorder.lane("world", "closed")
     note(recorder, 3, lane=closed)
     recorder.forget_lane(closed)
     others = [recorder.lane("world", f"lane {number}") for number in range(layout.LANES)]
-    assert others[-2:] == [layout.LANES - 1, closed]  # its row was taken only when no other was left
+    assert others[-2:] == [layout.LANES - 1, closed]  # its row was reused only when no other was left
     text = recorder.learn(
         "late", ("world", "late", "late", "all_reduce", "float32[4] sum", "train.py:7"), None
     )
@@ -141,8 +141,8 @@ def test_what_is_told_of_a_record_that_is_no_more_changes_nothing(recorder):
 
 
 def test_the_numbers_of_texts_stay_small(recorder):
-    """Other ranks find a text by the low 32 bits of its number, also after months of new shapes."""
-    for number in range(7000):  # 14 MB, in 12 MB
+    """Other ranks find a text by the low 32 bits of its number, even after months of new shapes."""
+    for number in range(7000):  # 14 MB in a 12 MB area
         text = recorder.write(f"{number} {'x' * 2000}".encode(), None)
         assert 0 < text < 2 * layout.HALF_BYTES
         assert text_at(recorder.buffer, text).startswith(f"{number} x")
@@ -156,7 +156,7 @@ def test_a_long_failure_ends_with_a_word(recorder):
 
 
 def test_texts_without_end_leave_those_of_the_records_readable(recorder):
-    for place in range(1, 12_000):  # some 5 MB of texts, in 2 MB
+    for place in range(1, 12_000):  # about 5 MB of texts in 2 MB
         recorder.note(
             recorder.learn(place, ("g" * 300, f"k{place}", "l", "op", "of", "x" * 200 + f":{place}"), None),
             -1, place, 1, -1, 0, 1.0, 1.0,
@@ -177,7 +177,7 @@ def test_long_names_are_cut_and_stay_apart():
     assert layout.parted(layout.joined(["x\x1fy", "z"])) == ["x?y", "z"]
 
 
-#: Its name is cut: the first of its ranks are not in what is read.
+#: Its name is cut: the first ranks are missing from what is read.
 _LARGE, _ = lane_id("-".join(map(str, range(0, 64, 2))), "default")
 
 
@@ -195,7 +195,7 @@ def _reduced(number: int, ended: float) -> flight.Call:
 
 
 def test_a_rank_of_a_large_group_is_missed_although_its_name_is_cut() -> None:
-    """Those of 24 ranks and more, but for the world."""
+    """Names are cut for groups of 24 or more ranks, except the world."""
     over, waits = _reduced(1, 1.5), _reduced(2, 0.0)
     flights = {rank: _of_large(rank, over, *[waits] * (rank != 4)) for rank in range(0, 64, 2)}
     flights[1] = _of_large(1)
@@ -208,7 +208,7 @@ def test_a_rank_of_a_large_group_is_missed_although_its_name_is_cut() -> None:
 
 
 def test_messages_of_a_large_group_name_no_wrong_rank() -> None:
-    """Which rank the other end is cannot be told from a name that is cut."""
+    """A cut name does not say which rank the other end is."""
     told = "default", "default", "send", "float32[4]", "train.py:8"
     send = flight.Call(1, _LARGE, *told, 0, 0, 1, 16, 1.0, 1.0, 0.0, 1.0, "")
     recv = send._replace(operation="recv", peer=0)
@@ -225,7 +225,7 @@ def test_another_process_reads_it(recorder):
     assert recorder.descriptor in descriptors
     reader, writer = os.pipe()
     child = os.fork()
-    if not child:  # as another process of this host would
+    if not child:  # reads it like another process of this host
         memory = shared_memory.look(os.getppid(), recorder.descriptor)
         found = flight.read(memory)
         os.write(writer, str(found.calls[-1].sequence).encode())
@@ -254,7 +254,7 @@ def test_a_descriptor_is_given_back(recorder):
     other = flight.Recorder(0, 1)
     other.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    note(other, 1)  # whoever still has a call to tell of may
+    note(other, 1)  # a rank may still note a call then
 
 
 def test_a_record_that_is_being_written_is_left_out(recorder):
@@ -262,7 +262,7 @@ def test_a_record_that_is_being_written_is_left_out(recorder):
     note(recorder, 2)
     at = layout.RECORDS_AT + 2 * layout.RECORD.size
     memory = bytearray(recorder.buffer)
-    struct.pack_into("=Q", memory, at, 2 + layout.RECORDS)  # its first word is of the next round
+    struct.pack_into("=Q", memory, at, 2 + layout.RECORDS)  # its first word belongs to the next round
     found = flight.read(bytes(memory))
     assert [call.sequence for call in found.calls] == [1]
 
@@ -289,7 +289,7 @@ def test_what_is_no_recorders_is_not_read():
 
 
 def test_a_recorder_remembers_a_bounded_number_of_kinds() -> None:
-    """A program whose shapes change in every step would keep the description of each; texts stay readable."""
+    """A program with new shapes in every step would keep them all; recorded texts stay readable."""
     with closing(flight.Recorder(0, 2)) as recorder:
         for number in range(3000):
             recorder.texts[number] = recorder.write(f"kind {number}".encode(), object())

@@ -1,4 +1,4 @@
-"""Tracebacks that are shown to users: what is theirs stays, what is ours is a line."""
+"""Tracebacks shown to users: their frames stay, and runs of our frames become one line."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ RUN = frame(Path(asyncio.__file__).parent / "runners.py", "run")
         ((USER, RUN, RUN, USER), (USER, "  [... 2 frames in asyncio]\n", USER)),
         ((USER, RUN, START, LEAVES, USER), (USER, "  [... 3 frames in asyncio, asynccoll]\n", USER)),
         ((USER, START, WITH, START, USER), (USER, "  [... 3 frames in asynccoll, contextlib]\n", USER)),
-        ((USER, RUN, USER), (USER, RUN, USER)),  # a line for one would tell less and save nothing
-        ((USER, START, LEAVES), (USER, START, LEAVES)),  # raised in the library, by mistake
+        ((USER, RUN, USER), (USER, RUN, USER)),  # a folded line would say less and save nothing
+        ((USER, START, LEAVES), (USER, START, LEAVES)),  # raised by a bug in the library
         ((START, LEAVES), (START, LEAVES)),
     ],
 )
@@ -48,7 +48,7 @@ def test_runs_of_frames_of_libraries_are_a_line(given: tuple[str, ...], shown: t
 
 
 def test_errors_of_ours_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is shown where the variable says so."""
+    """The full traceback is shown if the variable asks for it."""
 
     def program() -> None:
         ac.all_reduce(object()).wait()
@@ -64,9 +64,9 @@ def test_errors_of_ours_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     told = folding.folded(whole)
     assert "in program" in told
     assert "in _start" not in told
-    assert "/asynccoll/" not in told  # nor a frame by itself
+    assert "/asynccoll/" not in told  # not even a single frame
     assert told.splitlines()[-1] == whole.splitlines()[-1]
-    assert "in program" in raised()  # without a launcher, too
+    assert "in program" in raised()  # also without a launcher
     assert "in _start" in whole
     assert "in _start" not in raised()
     monkeypatch.setenv(folding.FULL_VARIABLE, "1")
@@ -74,7 +74,7 @@ def test_errors_of_ours_say_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frames_of_a_program_stay() -> None:
-    """Those of a codec, which raises an error of ours."""
+    """A codec's frames stay although it raises an error of ours."""
 
     def encode(_: object) -> bytes:
         raise ac.InvalidArgumentError("a codec's own")
@@ -86,7 +86,7 @@ def test_frames_of_a_program_stay() -> None:
 
 @pytest.mark.parametrize("group", ["ExceptionGroup", "BaseExceptionGroup", "exceptiongroup.ExceptionGroup"])
 def test_frames_that_raise_a_group_are_folded(group: str) -> None:
-    """What is in it is shown below."""
+    """The exceptions in the group are shown below it."""
     said = f"  | {group}: unhandled errors in a TaskGroup (1 sub-exception)"
     raised = "".join(f"  | {line}\n" for line in (USER + START + LEAVES).splitlines())
     assert folding.folded(f"{raised}{said}").splitlines()[-2:] == ["  |   [... 2 frames in asynccoll]", said]

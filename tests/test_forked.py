@@ -1,4 +1,4 @@
-"""What is told of a test that hangs because its forked children do."""
+"""What is reported about a test that hangs because its forked child hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_line_of_a_forked_child_is_told() -> None:
         hang_here()
     try:
         told = ""
-        while "hang_here" not in told:  # it may not have come so far
+        while "hang_here" not in told:  # the child may not have got that far
             told = forked.stacks(0.2)
         assert f"{Path(__file__).name}" in told
     finally:

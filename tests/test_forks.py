@@ -1,4 +1,4 @@
-"""A process forked from a rank, as a DataLoader's worker is: it knows who it is, and disturbs nobody."""
+"""A process forked from a rank, like a DataLoader worker: it knows its rank, and disturbs no process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = [size for size in worlds.WORLD_SIZES if size in (2, 3)]
 
 
 def error_of(call: Any) -> str:
-    """The type of what it raises."""
+    """Return the name of the exception type that the call raises."""
     try:
         call()
     except Exception as error:
@@ -38,7 +38,7 @@ def error_of(call: Any) -> str:
 
 
 def who() -> tuple[Any, ...]:
-    """All that can be asked without asking others."""
+    """Return everything that can be asked without communication."""
     mine = DistributedShare()
     return (
         (ac.get_rank(), ac.get_world_size(), ac.get_local_rank(), ac.get_nproc_per_node()),
@@ -52,7 +52,7 @@ def who() -> tuple[Any, ...]:
 
 
 class DistributedShare:
-    """The first share of 12 samples that a loader made here draws, and how large its batches are."""
+    """The first share of 12 samples that a loader created here draws, and its batch size."""
 
     def of(self, auto_dataloader: Any) -> tuple[list[int], int]:
         loader = auto_dataloader(list(range(12)), batch_size=6, shuffle=False)
@@ -60,7 +60,7 @@ class DistributedShare:
 
 
 class Told(Dataset[Any]):
-    """What a worker finds out, for each sample."""
+    """What a worker finds out, once per sample."""
 
     def __init__(self, pending: Any) -> None:
         self.pending = pending
@@ -88,7 +88,7 @@ async def loads(me: Rank) -> None:
     mine, total = who(), [float(sum(range(me.size)))]
     for turn in range(2):
         x = torch.tensor([float(me.rank)])
-        early = ac.all_reduce(x, lane=f"{turn} of {me.rank}")  # the others come to it afterwards
+        early = ac.all_reduce(x, lane=f"{turn} of {me.rank}")  # the others make this call later
         told = list(
             DataLoader(
                 Told(early),
@@ -148,7 +148,7 @@ async def with_locks_held(me: Rank) -> None:
 
 
 def test_locks_that_were_held_by_other_threads() -> None:
-    """They are free in the child."""
+    """Such locks are free in the child."""
     worlds.world("gloo", 2).run(with_locks_held, timeout=40)
 
 
@@ -169,7 +169,7 @@ async def while_a_lane_closes(me: Rank) -> None:
 
 
 def test_what_is_in_flight_on_a_lane_that_is_being_closed() -> None:
-    """A child does not wait for it, nor ask the peers in the name of its parent."""
+    """A child does not wait for it, nor ask the peers on behalf of its parent."""
     worlds.world("gloo", 2).run(while_a_lane_closes, timeout=patient(60))
 
 
@@ -198,7 +198,7 @@ ENDS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ['ac.initialize("gloo")', 'dist.init_process_group("gloo")'])
 def test_a_child_that_ends_like_a_program(tmp_path: Path, made: str) -> None:
-    """No exit hook of ours runs there, nothing is destroyed, and the parent's world is whole."""
+    """None of our exit hooks run in the child, nothing is destroyed, and the parent's world stays intact."""
     for ended in scripts.run(tmp_path, ENDS.replace("MADE", made), ranks=2, timeout=40):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["3", "2", "2", "2"], ended.err
@@ -228,7 +228,7 @@ LET_GO = """
 
 
 def test_what_the_parent_let_go_of_is_not_destroyed_in_a_child(tmp_path: Path) -> None:
-    """torch's store and groups join threads when they are destroyed, and abort or hang without them."""
+    """torch's store and groups join threads when destroyed, and abort or hang without them."""
     (ended,) = scripts.run(tmp_path, LET_GO, ranks=1, timeout=40)
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["3", "True"], ended.err
@@ -254,7 +254,7 @@ AFTERWARDS = """
 
 @pytest.mark.slow
 def test_a_child_of_a_rank_that_has_left_its_world_knows_who_that_was(tmp_path: Path) -> None:
-    """As the rank itself does: what is printed once then is printed once."""
+    """It knows its former rank like the rank itself, so that what is printed once still is."""
     for ended in scripts.run(tmp_path, AFTERWARDS, ranks=2):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["3"], ended.err
@@ -278,7 +278,7 @@ TORCH_ALONE = """
 
 @pytest.mark.slow
 def test_a_group_of_torchs_that_nobody_had_looked_at(tmp_path: Path) -> None:
-    """The child says its place all the same, and asks nobody."""
+    """The child still knows its rank in the group, without communication."""
     for ended in scripts.run(tmp_path, TORCH_ALONE, ranks=2):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["3", "2"], ended.err
@@ -305,7 +305,7 @@ async def dies_with_a_child(me: Rank) -> tuple[int, ...]:
 
 
 def test_a_child_does_not_stand_in_for_a_dead_rank() -> None:
-    """It has copies of the rank's sockets: the rank counts as gone all the same."""
+    """The child has copies of the rank's sockets, but the rank still counts as lost."""
     with worlds.fresh("gloo", 2) as world:
         heard, _ = world.run(dies_with_a_child, dies=[1], timeout=30)
         world.kill()

@@ -1,4 +1,4 @@
-"""Fusion: how leaves are put into buckets, packed and handed back, alone and between ranks."""
+"""Fusion: how leaves are put into buckets, packed and unpacked, locally and between ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_leaf_travels_once_in_order_among_its_like(
 def test_buckets_depend_on_nothing_but_the_leaves(
     leaves: list[tuple[torch.Size, torch.dtype]], limit: int
 ) -> None:
-    """Ranks with other values, but the same shapes and dtypes, make the same buckets."""
+    """Ranks with different values, but the same shapes and dtypes, make the same buckets."""
     assert buckets(_tensors(leaves), limit) == buckets([torch.zeros(s, dtype=d) for s, d in leaves], limit)
 
 
@@ -60,7 +60,7 @@ def test_one_bucket_per_dtype_where_all_fit(leaves: list[tuple[torch.Size, torch
 
 @given(st.lists(SHAPES, min_size=1, max_size=8))
 def test_unpack_is_the_inverse_of_pack(shapes: list[torch.Size]) -> None:
-    """Values, shapes and order come back; 0-d and empty leaves, too."""
+    """Values, shapes and order are restored, also for 0-d and empty leaves."""
     tensors = _tensors([(shape, torch.float32) for shape in shapes])
     flat = pack(tensors)
     assert flat.shape == (sum(x.numel() for x in tensors),)
@@ -68,7 +68,7 @@ def test_unpack_is_the_inverse_of_pack(shapes: list[torch.Size]) -> None:
 
 
 def test_what_is_unpacked_are_views() -> None:
-    """Nothing is copied a second time."""
+    """Unpacking copies nothing."""
     flat = torch.zeros(6)
     first, second = unpack(flat, [torch.empty(2, 2), torch.empty(2)])
     flat += 1
@@ -86,7 +86,7 @@ def test_what_is_flat_is_not_copied_either() -> None:
 
 
 def test_flat_results_know_nothing_of_each_other() -> None:
-    """What is done to one in place has no part in the gradients of another."""
+    """Changing one in place has no effect on the gradients of another."""
     first, second = unpack(torch.zeros(4), [torch.empty(2), torch.empty(2)])
     squares = (second * torch.ones(2, requires_grad=True)).square().sum()
     first.add_(torch.ones(2, requires_grad=True))
@@ -105,12 +105,12 @@ def test_shapes_that_do_not_add_up_are_an_error() -> None:
         unpack(torch.zeros(3), [torch.zeros(2)])
 
 
-# What a bucket should hold
+# The best bucket size
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-8), st.integers(1, 1 << 32))
 def test_the_bucket_size_is_where_the_cost_is_least(alpha: float, gamma: float, total: int) -> None:
-    """No size a quarter off costs less than the chosen one, between the bounds."""
+    """Within the bounds, no size that differs by a quarter costs less than the chosen one."""
     chosen = Cost(alpha, 1e-9, gamma).bucket_bytes(total)
     cost = lambda size: total / size * alpha + size * gamma  # noqa: E731
     for other in (chosen * 3 // 4, chosen * 5 // 4):
@@ -129,7 +129,7 @@ def test_the_fit_is_the_line_through_what_was_measured() -> None:
 
 
 def many(rank: int) -> dict[str, torch.Tensor]:
-    """More than one bucket of float32, one large tensor, and others that go with neither."""
+    """Return more than one bucket of float32, one large tensor, and others that fit neither."""
     # 40 times 256 KiB
     tree = {f"{k}": torch.full((64 << 10,), float(rank + k)) for k in range(40)}
     tree["large"] = torch.full((DIRECT_BYTES // 4 + 7,), 10.0 * (rank + 1))
@@ -142,7 +142,7 @@ def many(rank: int) -> dict[str, torch.Tensor]:
 async def large_trees(me: Rank) -> None:
     inputs = [many(rank) for rank in range(me.size)]
     total = oracle.tree_map(lambda leaves: oracle.reduced_leaf(leaves, "sum"), inputs)
-    for label in ("first", "again"):  # the first one measures
+    for label in ("first", "again"):  # the first one measures the cost
         await me.check(label, ac.all_reduce, inputs[me.rank], expect=total)
     await me.check("broadcast", ac.broadcast, inputs[me.rank], src=me.size - 1, expect=inputs[-1])
     inside = many(me.rank)
@@ -163,14 +163,14 @@ def test_trees_of_many_buckets(world: World, runner: str) -> None:
 
 
 async def on_lanes(me: Rank) -> None:
-    """Every lane sends trees of its own at once: whichever comes first measures."""
+    """Send trees on all lanes together: the first one to start measures."""
     lanes = ["a", "b"] if me.rank % 2 else ["b", "a"]
     works = {name: ac.all_reduce(many(me.rank), lane=name) for name in lanes}
     inputs = [many(rank) for rank in range(me.size)]
     total = oracle.tree_map(lambda leaves: oracle.reduced_leaf(leaves, "sum"), inputs)
     for name in lanes:
         oracle.same(await me.get(works[name]), total)
-    if me.backend == "gloo":  # else a device may hold the tensors, and nothing is measured
+    if me.backend == "gloo":  # on others a device may hold the tensors, and nothing is measured
         shown = str(ac.explain("all_reduce", many(me.rank), lane="a"))
         assert "us/MiB" in shown, shown
         return shown
@@ -223,7 +223,7 @@ def test_trees_are_filled_in_place(world: World, runner: str) -> None:
 
 
 def memory_in_place(me: Rank) -> None:
-    """How much packed memory is alive at once, while 16 MiB are reduced in place."""
+    """Check how much packed memory exists while 16 MiB are reduced in place."""
     made: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
@@ -245,13 +245,13 @@ def memory_in_place(me: Rank) -> None:
 
 
 def test_in_place_there_is_at_most_one_bucket_besides(pair: World) -> None:
-    """However many buckets a tree has."""
-    if pair.backend != "xla-tpu":  # where nothing is packed by a thread
+    """This holds however many buckets a tree has."""
+    if pair.backend != "xla-tpu":  # where no thread packs
         pair.run(memory_in_place)
 
 
 async def failing(me: Rank) -> None:
-    """A leaf that cannot be reduced, among many: nothing was sent, on no rank."""
+    """Check that if one of many leaves cannot be reduced, no rank sends anything."""
     tree = many(me.rank)
     with raising(TypeError, "meta"):
         await me.get(ac.all_reduce({**tree, "z": torch.empty(2, device="meta")}))
@@ -279,12 +279,12 @@ async def gradients(me: Rank) -> None:
 
 
 def test_gradients_travel_together_too(pair: World) -> None:
-    """Of all tensors of a tree at once, on the backward lane; those without one come along."""
+    """Gradients of all tensors of a tree are sent on the backward lane, also if a tensor has none."""
     pair.run(gradients)
 
 
 def _elsewhere(odd: bool) -> dict[str, Any]:
-    """Calls whose parts are as many and as large on each rank, but not of the same leaves."""
+    """Return calls whose parts match in number and size on each rank, but belong to different leaves."""
     one, two, few = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3)
     dtypes = [one, two, few] if odd else [one, few, two]
     numbers = {"loss": one, "count": 5} if odd else {"loss": 5, "count": one}
@@ -319,5 +319,5 @@ async def placed_elsewhere(me: Rank) -> None:
 
 
 def test_leaves_meet_only_their_like(several: World) -> None:
-    """A tensor where others hold a number, or one of another dtype: each would get another leaf's sum."""
+    """A tensor against a number, or against another dtype: each rank would get another leaf's sum."""
     several.run(placed_elsewhere)

@@ -1,4 +1,4 @@
-"""gather: `dst` gets all the ranks' values, the others None."""
+"""gather: `dst` gets all ranks' values, the others get None."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_every_dtype_and_shape(world: World, runner: str) -> None:
-    """Bit for bit on dst, None elsewhere."""
+    """dst gets all tensors bit for bit, the others get None."""
     world.run(dtypes, runner=runner)
 
 
@@ -53,7 +53,7 @@ async def dims(me: Rank) -> None:
 
 
 def test_every_dim_and_layout(world: World, runner: str) -> None:
-    """Along the dimension asked for; dst is rank 0 unless told."""
+    """Tensors are concatenated along the given dimension; dst is rank 0 by default."""
     world.run(dims, runner=runner)
 
 
@@ -66,7 +66,7 @@ async def values(me: Rank) -> None:
 
 
 def test_numbers_and_text(world: World, runner: str) -> None:
-    """The list of all on dst, None elsewhere."""
+    """dst gets the list of all values, the others get None."""
     world.run(values, runner=runner)
 
 
@@ -79,7 +79,7 @@ async def trees(me: Rank) -> None:
 
 
 def test_trees(world: World, runner: str) -> None:
-    """The tree with every leaf gathered on dst, None elsewhere."""
+    """dst gets the tree with every leaf gathered, the others get None."""
     world.run(trees, runner=runner)
 
 
@@ -98,7 +98,7 @@ async def uneven(me: Rank) -> None:
 
 
 def test_uneven_gives_the_list_of_all(world: World, runner: str) -> None:
-    """Shapes and dtypes need not be known to dst, and come as a list."""
+    """dst need not know shapes and dtypes, and gets the tensors as a list."""
     world.run(uneven, runner=runner)
 
 
@@ -114,7 +114,7 @@ async def into_out(me: Rank) -> None:
 
 
 def test_out_is_filled_on_dst(world: World, runner: str) -> None:
-    """`out` is given on dst only, and is the result there."""
+    """`out` is given only on dst, and is the result there."""
     world.run(into_out, runner=runner)
 
 
@@ -128,5 +128,5 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_calls_are_refused(world: World) -> None:
-    """A rank, a dim, a payload that is not; the lane goes on."""
+    """A rank or dim out of range and an unsupported payload are refused; the lane still works."""
     world.run(refused)

@@ -1,7 +1,7 @@
-"""On one GPU: nccl in a world of one, gloo on CUDA tensors, and the order of streams. Run by ``make gpu``.
+"""Tests on one GPU: nccl in a world of one, gloo on CUDA tensors, and stream order. Run by ``make gpu``.
 
-With one GPU nccl sends nothing to anybody: what is shown is that its works, streams and events are what the
-code takes them for (``standin`` has the same without a GPU). Several GPUs are not tested.
+With one GPU nccl sends nothing to any rank: the tests show that its works, streams and events are what
+the code takes them for (``standin`` has the same without a GPU). Several GPUs are not tested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from programs import Program, drawn, same_as_alone
 from ranks import Rank, raising
 from worlds import World
 
-#: Set by ``make gpu``: where figures go. There a GPU that is absent is a failure.
+#: Set by ``make gpu``: the file for measurements. With it a missing GPU is a failure.
 FIGURES = os.environ.get("ASYNCCOLL_TEST_FIGURES")
 DEVICE = "cuda"
 MIB = 1 << 20
@@ -47,7 +47,7 @@ def alone() -> World:
 
 
 def pair_of(transport: str, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Of started processes: CUDA cannot be used in one that is forked from another that has looked for it."""
+    """Return two spawned processes: CUDA cannot be used in a fork of a process that has queried it."""
     started = worlds.Starter(worlds.STARTERS["nccl"].start, worlds.STARTERS[transport].options)
     monkeypatch.setitem(worlds.STARTERS, transport, started)
     return worlds.world(transport, 2)
@@ -60,25 +60,25 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wor
 
 @pytest.fixture(params=["nccl", "gloo", "memory"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
-    """One rank alone, or a pair."""
+    """Return a world of one rank, or of two."""
     transport = request.param
     return worlds.world(transport, 1) if transport == "nccl" else pair_of(transport, monkeypatch)
 
 
 def figure(what: str, value: float, unit: str) -> None:
-    """A line of the table that ``make gpu`` prints; written by the rank that measured it."""
+    """Add a row to the table that ``make gpu`` prints; the rank that measured it calls this."""
     if FIGURES is not None:
         with Path(FIGURES).open("a") as file:
             file.write(json.dumps([what, value, unit]) + "\n")
 
 
 def busy(seconds: float = 0.5) -> None:
-    """Keep the current stream busy for about so long, with one kernel."""
+    """Keep the current stream busy for about that long, with one kernel."""
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
 def behind() -> bool:
-    """Whether the current stream still has something to do."""
+    """Return whether the current stream still has work to do."""
     return not torch.cuda.current_stream().query()
 
 
@@ -95,7 +95,7 @@ sys.exit(os.waitpid(child, 0)[1])
 
 @pytest.mark.parametrize("first", ["", "import asynccoll", "import asynccoll.sync, asynccoll.overlap"])
 def test_what_is_imported_leaves_cuda_to_forked_children(first: str) -> None:
-    """Workers of a DataLoader, or ranks of a fork, may be the first to use it."""
+    """Workers of a DataLoader, or forked ranks, may be the first to use CUDA."""
     command = [sys.executable, "-W", "ignore", "-c", FORKS.format(first=first)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
@@ -109,7 +109,7 @@ def of(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 async def collectives(me: Rank) -> None:
-    """Each against the same arithmetic on the CPU."""
+    """Compare each collective with the same arithmetic on the CPU."""
     every = range(me.size)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
         x = of(me.rank, dtype).to(DEVICE)
@@ -158,7 +158,7 @@ async def collectives(me: Rank) -> None:
 
 
 async def messages(me: Rank) -> None:
-    """Tensors on the GPU and on the CPU, and an object, in the order in which they are sent."""
+    """Exchange tensors on the GPU and on the CPU, and an object, in the order in which they are sent."""
     other = 1 - me.rank
     sent = [ac.send(of(me.rank).to(DEVICE), dst=other), ac.send(of(me.rank), dst=other)]
     sent.append(ac.send_object({"from": me.rank}, dst=other))
@@ -179,12 +179,12 @@ async def same(me: Rank, label: str, work: Any, expected: torch.Tensor) -> None:
 
 
 def test_nccl_in_a_world_of_one(alone: World) -> None:
-    """Every kind of collective and payload."""
+    """Every kind of collective and payload gives right results."""
     alone.run(collectives, timeout=60)
 
 
 def test_gloo_on_cuda_tensors(pair: World) -> None:
-    """Two ranks share the GPU; their tensors travel through the host."""
+    """Two ranks share the GPU; their tensors are sent through the host."""
     pair.run(collectives, timeout=60)
 
 
@@ -192,9 +192,12 @@ def test_gloo_on_cuda_tensors(pair: World) -> None:
 
 
 def drawn_programs(count: int, moved: bool) -> list[tuple[str, Program]]:
-    """Those that torch can run on CUDA, which has no fused Adagrad; ``moved``: from where `ac.device` is."""
+    """Return programs that CUDA can run (it has no fused Adagrad);
+
+    ``moved``: with models moved to the GPU.
+    """
     chosen = ((f"seed {seed}", drawn(seed)) for seed in itertools.count(24001))
-    there = {"auto_model", "ddp_hook"} if moved else set()  # which move the model back
+    there = {"auto_model", "ddp_hook"} if moved else set()  # they move the model back
     possible = (
         (name, program)
         for name, program in chosen
@@ -209,12 +212,12 @@ def test_drawn_trainings_with_nccl(alone: World) -> None:
 
 
 def test_drawn_trainings_on_cuda_tensors_with_gloo(pair: World) -> None:
-    """The same of two ranks, which share the GPU."""
+    """The same holds for two ranks that share the GPU."""
     pair.run(same_as_alone, drawn_programs(60, moved=True), torch.device(DEVICE), timeout=90)
 
 
 def odd() -> nn.Sequential:
-    """In flat memory few of its parameters would start where a kernel may read 16 bytes at once."""
+    """Return a model of which few parameters would be 16-byte aligned in flat memory."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5), nn.GELU(), nn.Linear(5, 3))
 
@@ -239,7 +242,7 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 
 
 async def in_float32(me: Rank) -> None:
-    """cuBLASLt adds biases 16 bytes at a time, wherever they are."""
+    """Train with kernels of cuBLASLt that add biases 16 bytes at a time, whatever their address."""
     expected = alone_on_the_cpu(me.size)
     model = odd().to(DEVICE)
     async with ac.overlap.shard_optimizer(model, fused(model.parameters()), bucket_bytes=64) as optimizer:
@@ -272,7 +275,7 @@ def close_to(expected: list[torch.Tensor], got: Iterable[torch.Tensor]) -> None:
 
 
 def test_parameters_in_flat_memory_are_aligned(either: World) -> None:
-    """A kernel that finds them elsewhere takes the device away from the whole process."""
+    """A kernel that finds them misaligned makes the device unusable for the whole process."""
     either.run(in_float32, timeout=60)
 
 
@@ -293,11 +296,11 @@ async def used_at_once(me: Rank) -> None:
 
 
 def test_results_of_trees_are_aligned(either: World) -> None:
-    """So that whatever kernel may read them."""
+    """Any kernel may read them immediately."""
     either.run(used_at_once)
 
 
-# The order of streams
+# Stream order
 
 
 async def placed(me: Rank) -> None:
@@ -307,13 +310,13 @@ async def placed(me: Rank) -> None:
 
 
 def test_the_device_of_the_rank(alone: World) -> None:
-    """The first and only one."""
+    """The rank's device is the first and only one."""
     alone.run(placed)
 
 
 async def ordered(me: Rank) -> None:
     side = torch.cuda.Stream()
-    for sleeps in (False, True):  # the first time allocates, which may wait for the device
+    for sleeps in (False, True):  # the first run allocates, which may wait for the device
         x = torch.zeros(MIB, device=DEVICE)
         torch.cuda.synchronize()
         if sleeps:
@@ -336,7 +339,7 @@ async def ordered(me: Rank) -> None:
 
 
 def test_await_orders_streams_and_not_the_host(alone: World) -> None:
-    """What follows on the stream of each waiter sees the result."""
+    """Later work on each waiter's stream sees the result; the host is not blocked."""
     alone.run(ordered)
 
 
@@ -354,7 +357,7 @@ async def queued(me: Rank) -> None:
 
 
 def test_a_queued_call_follows_its_callers_stream(alone: World) -> None:
-    """Whichever thread issues it."""
+    """This holds whichever thread issues it."""
     alone.run(queued)
 
 
@@ -363,7 +366,7 @@ async def dropped(me: Rank) -> None:
     source = torch.full((MIB,), 3.0, device=DEVICE)
     out = torch.zeros(MIB, device=DEVICE)
     busy()
-    work = ac.all_reduce(source * 1, out=out)  # its input is nobody's but the operation's
+    work = ac.all_reduce(source * 1, out=out)  # only the operation holds its input
     overwritten = [torch.zeros(MIB, device=DEVICE) for _ in range(8)]
     await work
     for _ in range(3):
@@ -374,7 +377,7 @@ async def dropped(me: Rank) -> None:
 
 
 def test_memory_lives_as_long_as_the_device_needs_it(alone: World) -> None:
-    """Inputs that nobody holds are not given out again while a kernel reads them."""
+    """Memory of dropped inputs is not reused while a kernel reads it."""
     alone.run(dropped)
 
 
@@ -411,7 +414,7 @@ async def on_host(me: Rank) -> None:
 
 
 def test_on_host_waits_and_has_a_deadline(alone: World) -> None:
-    """The loop turns meanwhile; afterwards one can go on waiting."""
+    """The event loop runs meanwhile; after a timeout the work can be waited for again."""
     alone.run(on_host)
 
 
@@ -426,7 +429,7 @@ async def closed(me: Rank) -> None:
 
 
 def test_a_lane_that_is_closed_aborts_nothing(alone: World) -> None:
-    """It is closed once the device has done its calls."""
+    """It is closed once the device has completed its calls."""
     alone.run(closed)
 
 
@@ -442,12 +445,12 @@ async def left(me: Rank) -> None:
 
 
 def test_finalize_waits_for_the_device() -> None:
-    """What was awaited is right, however soon the program leaves."""
+    """Awaited results are right, however soon the program leaves the world."""
     with worlds.fresh("nccl", 1) as world:
         world.run(left)
 
 
-# Figures
+# Measurements
 
 
 def seconds_of(action: Callable[[], object], times: int) -> float:
@@ -485,7 +488,7 @@ async def measured(me: Rank) -> None:
 
 
 def test_figures_of_nccl(alone: World) -> None:
-    """What a call costs on the host."""
+    """They show what a call costs on the host."""
     alone.run(measured, timeout=60)
 
 
@@ -498,5 +501,5 @@ async def staged(me: Rank) -> None:
 
 
 def test_figures_of_gloo(pair: World) -> None:
-    """What staging through the host leaves."""
+    """They show the bandwidth that is left with staging through the host."""
     pair.run(staged, timeout=60)

@@ -1,4 +1,4 @@
-"""Groups: made once per set of ranks, taken in every form, closed to those outside."""
+"""Groups: created once per set of ranks, accepted in every form, closed to non-members."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from worlds import World
 
 
 def total(ranks: list[int]) -> int:
-    """The sum of the ranks' own numbers, each 10 to the power of its rank."""
+    """Return the sum of the ranks' numbers, each 10 to the power of its rank."""
     return sum(10**rank for rank in ranks)
 
 
 def entries(name: str) -> int:
-    """How many threads ("task") or descriptors ("fd") this process has."""
+    """Return how many threads ("task") or descriptors ("fd") this process has."""
     return len(list(Path("/proc/self", name).iterdir()))
 
 
@@ -52,7 +52,7 @@ async def halves(me: Rank) -> None:
 
 
 def test_new_group(four: World, runner: str) -> None:
-    """Members get their sum; a non-member's call is an error that says who is in."""
+    """Members get their sum; a non-member's call raises an error that lists the members."""
     four.run(halves, runner=runner)
 
 
@@ -89,7 +89,7 @@ async def by_index(me: Rank) -> None:
 
 
 def test_a_root_by_its_index_in_the_group(four: World, runner: str) -> None:
-    """group_src and group_dst, as torch has them; bad ones are refused, and the lane goes on."""
+    """group_src and group_dst work as in torch; bad ones are refused, and the lane still works."""
     four.run(by_index, runner=runner)
 
 
@@ -109,12 +109,12 @@ async def subgroups(me: Rank) -> None:
 
 
 def test_new_subgroups(four: World) -> None:
-    """Groups of consecutive ranks, each rank in one; of each node by default."""
+    """Each rank is in one group of consecutive ranks; by default there is a group per node."""
     four.run(subgroups)
 
 
 class Kept(torch.nn.Module):
-    """A layer that knows the group among which it sums."""
+    """A layer that holds the group in which it sums."""
 
     def __init__(self, group: ac.Group) -> None:
         super().__init__()
@@ -132,12 +132,12 @@ async def copied(me: Rank) -> None:
 
 
 def test_a_copied_model_has_the_same_group(pair: World) -> None:
-    """Two objects of one set of ranks would open its lanes twice; another process has none of them."""
+    """Two objects for one set of ranks would open its lanes twice; another process has neither."""
     pair.run(copied)
 
 
 async def told_of_a_bad_index(me: Rank) -> None:
-    # The source: another rank might have its own value back before it hears of a refusal.
+    # Rank 1 is the source: otherwise a rank could have its own value back before it is told of a refusal.
     index = 7 if me.rank == 1 else 1
     error = ac.InvalidArgumentError if me.rank == 1 else ac.PeerRefusedError
     await me.refuses("index", error, ac.broadcast, me.rank, group_src=index, says=("group_src=7",))
@@ -145,7 +145,7 @@ async def told_of_a_bad_index(me: Rank) -> None:
 
 
 def test_a_bad_index_of_one_rank_is_told(pair: World) -> None:
-    """The peers, which made the call, need not wait."""
+    """The peers, which made the call, do not wait for it."""
     pair.run(told_of_a_bad_index)
 
 
@@ -188,7 +188,7 @@ async def every_collective(me: Rank) -> None:
 
 
 def test_ranks_are_global_in_every_collective(four: World, runner: str) -> None:
-    """src, dst and pairs name global ranks, in a group as in the world."""
+    """src, dst and pairs are global ranks in a group, too."""
     four.run(every_collective, runner=runner)
 
 
@@ -208,7 +208,7 @@ async def cached(me: Rank) -> None:
     ranks = [0, 1] if me.rank < 2 else [2, 3]
     me.prepare([0, 1], [2, 3])
     await me.get(ac.all_reduce(1, group=ranks))
-    await me.get(ac.barrier())  # where ranks are threads of one process, all their event loops are counted
+    await me.get(ac.barrier())  # where ranks are threads of one process, this counts all their event loops
     threads, descriptors = entries("task"), entries("fd")
     for turn in range(1000):
         order = ranks if turn % 2 else ranks[::-1]
@@ -220,7 +220,7 @@ async def cached(me: Rank) -> None:
 
 
 def test_a_thousand_calls_with_a_rank_list_make_one_group(four: World) -> None:
-    """Neither threads nor descriptors grow; the order of the list does not matter."""
+    """The numbers of threads and descriptors stay constant; the order of the list does not matter."""
     four.run(cached, timeout=60)
 
 
@@ -238,7 +238,7 @@ async def ad_hoc(me: Rank) -> None:
 
 
 def test_a_rank_list_opens_among_its_members_alone(four: World, runner: str) -> None:
-    """The other ranks need not know of it; where a backend needs them, that is said."""
+    """Other ranks need not know of the group; a backend that needs them says so."""
     four.run(ad_hoc, runner=runner)
 
 
@@ -255,7 +255,7 @@ async def native(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_native_process_groups(four: World) -> None:
-    """A torch group is taken as group=, and torch's own calls still work beside ours."""
+    """A torch group is accepted as group=, and torch's own calls still work alongside ours."""
     four.run(native)
 
 
@@ -274,7 +274,7 @@ async def mesh(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_device_meshes(four: World) -> None:
-    """One dimension of a mesh is a group; two at once are refused."""
+    """One dimension of a mesh is a group; two dimensions are refused."""
     four.run(mesh)
 
 
@@ -291,7 +291,7 @@ async def bad_groups(me: Rank) -> None:
 
 
 def test_what_is_no_group_is_refused(four: World) -> None:
-    """Ranks that are not there or named twice, and other types: typed errors."""
+    """Unknown and repeated ranks and other types give typed errors."""
     four.run(bad_groups)
 
 
@@ -309,5 +309,5 @@ async def at_once(me: Rank) -> None:
 
 
 def test_overlapping_groups_in_flight_together(four: World, runner: str) -> None:
-    """World, rows and columns at the same time give each its own sums."""
+    """The world, rows and columns are used together; each gives its own sums."""
     four.run(at_once, runner=runner)

@@ -1,4 +1,4 @@
-"""Headers of calls, by which ranks that read each other's memory compare what they are about to call."""
+"""Headers of calls: ranks that read each other's memory compare their next calls by them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[Headers, Headers, Recorder]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """The headers of two ranks of one lane, and the recorder of the second."""
+    """Yield the headers of two ranks of one lane, and the recorder of the second."""
     recorders = [Recorder(rank, 2) for rank in range(2)]
     numbers = [recorder.lane("world", "default") for recorder in recorders]
     one, other = (
@@ -39,7 +39,7 @@ def test_alike_is_no_difference_and_another_call_is_one(pair: Pair, child: int) 
 
 
 def test_the_text_of_a_call_is_found_where_the_memory_for_texts_begins_anew(pair: Pair) -> None:
-    """Numbers of texts stay below its size, also after months of shapes that never come again."""
+    """Text numbers wrap around below its size, even after months of shapes that never recur."""
     one, other, recorder = pair
     for place in range(1, 6):
         if place == 3:
@@ -50,7 +50,7 @@ def test_the_text_of_a_call_is_found_where_the_memory_for_texts_begins_anew(pair
 
 
 def test_calls_of_before_the_last_joins_are_not_compared(pair: Pair) -> None:
-    """Each rank counts on from the next multiple; what the other one called four joins ago is still there."""
+    """Each rank continues at the next multiple; the other's calls from four joins ago are still in memory."""
     one, other, _ = pair
     for joined in range(1, 9):
         places = [joined * ROUND + call for call in ((1, 2, 3) if joined % 4 == 1 else (1,))]
@@ -65,7 +65,7 @@ def test_calls_of_before_the_last_joins_are_not_compared(pair: Pair) -> None:
 @pytest.mark.parametrize("child", [0, 1, 4, 40, 70])
 @pytest.mark.parametrize("lap", [0, 1])
 def test_what_is_just_being_written_is_no_difference(pair: Pair, child: int, lap: int) -> None:
-    """Between the number of a header and the header: its rank will compare both once that is there."""
+    """A header's number is visible before the header; the writing rank will compare both later."""
     one, other, recorder = pair
     calls = lap * HEADERS + 3
     for place in range(child * CHILD + 1, child * CHILD + calls):
@@ -78,11 +78,11 @@ def test_what_is_just_being_written_is_no_difference(pair: Pair, child: int, lap
     recorder.headers[at] = 0
     assert one.write(7, 0, last, 1) == {}
     recorder.headers[at] = written
-    assert one.write(7, 0, last + 1, 1) == {}  # nothing there yet
+    assert one.write(7, 0, last + 1, 1) == {}  # the slot is empty
 
 
 def test_calls_of_an_earlier_child_are_told_where_the_ranks_part(pair: Pair) -> None:
-    """Rank 0 has begun with the next child, rank 1 has not."""
+    """Rank 0 has started the next child; rank 1 has not."""
     one, other, _ = pair
     assert one.write(7, 0, CHILD + 1, 1) == {}
     assert other.write(7, 0, CHILD + 1, 1) == {}

@@ -63,7 +63,7 @@ def test_those_that_have_ended_are_forgotten() -> None:
 
 
 def test_a_job_that_raises_does_not_keep_later_ones_from_running() -> None:
-    """Nor those of its key, which wait for its thread."""
+    """That includes jobs with the same key, which wait for its thread."""
 
     def raises() -> None:
         begun.wait(patient(10))

@@ -1,6 +1,6 @@
-"""The horovod backend beyond what every backend must do: names, process sets, errors, its own users.
+"""The horovod backend beyond what every backend must do: names, process sets, errors, users of Horovod.
 
-Needs Horovod; the environment `horovod` has it.
+The tests need Horovod; the environment `horovod` has it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ needs.need_package("horovod", "horovod", "the environment horovod has it: make h
 
 @pytest.fixture(scope="session")
 def pair() -> worlds.World:
-    """Two ranks."""
+    """Return a world of two ranks."""
     return worlds.world("horovod", 2)
 
 
 @pytest.fixture(scope="session")
 def three() -> worlds.World:
-    """Three ranks."""
+    """Return a world of three ranks."""
     return worlds.world("horovod", 3)
 
 
@@ -56,7 +56,7 @@ async def crossed(me: Rank) -> None:
 
 
 def test_lanes_in_opposite_order_just_work(pair: worlds.World, runner: str) -> None:
-    """Ranks meet by name: a lane is a name, and costs nothing else."""
+    """Horovod matches by name: a lane is part of the name, and needs nothing else."""
     pair.run(crossed, runner=runner)
 
 
@@ -67,12 +67,12 @@ async def many_in_flight(me: Rank) -> None:
 
 
 def test_hundreds_in_flight(pair: worlds.World, runner: str) -> None:
-    """No two of them have one name."""
+    """No two of them share a name."""
     pair.run(many_in_flight, runner=runner)
 
 
 async def of_all_sizes(me: Rank) -> None:
-    """More than there are names, so that each is used again for tensors of other shapes and dtypes."""
+    """Use more works than names, so that each name is reused for tensors of other shapes and dtypes."""
     from asynccoll.backends.horovod.communicator import RING
 
     for step in range(3):
@@ -84,12 +84,12 @@ async def of_all_sizes(me: Rank) -> None:
 
 
 def test_names_are_used_again_for_other_tensors(pair: worlds.World, runner: str) -> None:
-    """What Horovod remembers of a name is not taken for what is sent under it now."""
+    """What Horovod caches for a name is not applied to what is sent under it later."""
     pair.run(of_all_sizes, runner=runner)
 
 
 def twice(me: Rank) -> None:
-    """Rank 1 comes only when rank 0 has been told, so that the first is still out."""
+    """Let rank 1 call only after rank 0 has its error, so that the first operation is still in flight."""
     one, other = (_communicator("twice") for _ in range(2))
     if me.rank == 1:
         me.see("told")
@@ -113,7 +113,7 @@ def _communicator(prefix: str) -> Any:
 
 
 def test_a_name_that_is_in_flight_is_refused(pair: worlds.World) -> None:
-    """Horovod's answer, if ever two operations had one name, is our error, and the first goes on."""
+    """If two operations ever had the same name, Horovod's error becomes ours, and the first one completes."""
     pair.run(twice)
 
 
@@ -136,7 +136,7 @@ async def _result(work: Any) -> Any:
 
 
 def test_waiting_leaves_the_loop_alone(pair: worlds.World) -> None:
-    """While one rank is late, the other's tasks go on: its call comes only after them."""
+    """While one rank is late, the other's tasks run: its call comes only after them."""
     pair.run(waits)
 
 
@@ -144,7 +144,7 @@ def added_while_asked(me: Rank) -> None:
     from asynccoll.backends.horovod import completion
 
     told, watched = threading.Event(), []
-    poll, clear, ours = completion.poll, completion.clear, -1  # the thread asks for others meanwhile
+    poll, clear, ours = completion.poll, completion.clear, -1  # the thread polls other handles meanwhile
 
     def ends(handle: int) -> bool:
         if handle != ours:
@@ -157,7 +157,7 @@ def added_while_asked(me: Rank) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(completion, "poll", ends)
         patch.setattr(completion, "clear", lambda handle: handle == ours or clear(handle))
-        patch.setattr(completion.progress, "watch", watched.append)  # the thread has not come to it yet
+        patch.setattr(completion.progress, "watch", watched.append)  # the thread has not started to poll it
         work = completion.HorovodCompletion(lambda: ours, (), completion.Common())
         work.enter()
         assert work.done()
@@ -188,7 +188,7 @@ def writes(me: Rank) -> None:
 
 
 def test_memory_is_in_use_until_horovod_has_written_to_it(pair: worlds.World) -> None:
-    """Also after who waited was told that time is up: `out` of that call is refused as long."""
+    """It is so even after a waiter has timed out: until then `out` of that call is refused."""
     pair.run(writes)
 
 
@@ -226,7 +226,7 @@ async def mismatches(me: Rank) -> None:
 
 
 def test_mismatches_raise_on_every_rank_and_the_job_goes_on(pair: worlds.World, runner: str) -> None:
-    """Both sides are told on each rank, and nothing is sent."""
+    """The error shows both sides on each rank, and nothing is sent."""
     pair.run(mismatches, runner=runner)
 
 
@@ -246,7 +246,7 @@ def around_the_result(me: Rank) -> None:
 
 
 def test_rows_that_nobody_expects_overwrite_nothing(pair: worlds.World) -> None:
-    """Horovod resizes the result to what arrives: over what follows it in memory, if it is part of more."""
+    """Horovod resizes the result to what arrives, which could overwrite the memory behind it."""
     pair.run(around_the_result)
 
 
@@ -266,7 +266,7 @@ async def fits_not(me: Rank) -> None:
 
 
 def test_a_mismatch_that_horovod_reports_says_of_which_call(pair: worlds.World, runner: str) -> None:
-    """Where the calls are not compared."""
+    """This is so if the calls are not compared beforehand."""
     pair.run(fits_not, runner=runner)
 
 
@@ -283,11 +283,11 @@ async def natively(me: Rank) -> None:
 
 
 def test_horovods_own_reduce_scatter(pair: worlds.World) -> None:
-    """Which the dispatcher passes over: it works as the composition does."""
+    """The dispatcher does not use it, but it gives what the composition gives."""
     pair.run(natively)
 
 
-# ---------------------------------------------------------------- beside the user's own Horovod
+# ---------------------------------------------------------------- alongside the user's own Horovod
 
 
 async def beside(me: Rank) -> None:
@@ -317,7 +317,7 @@ async def beside(me: Rank) -> None:
 
 
 def test_the_users_own_horovod_goes_on_beside_it(three: worlds.World) -> None:
-    """Its operations, names and optimizer never meet ours."""
+    """The user's operations, names and optimizer never collide with ours."""
     three.run(beside)
 
 
@@ -341,7 +341,7 @@ async def sets(me: Rank) -> None:
 
 
 async def made_late(me: Rank) -> None:
-    """Two groups at once, which rank 2 makes in the other order, and only when it is missed."""
+    """Create two groups, which rank 2 creates in the other order, and only after a timeout names it."""
     lists = [[0, 1], [1, 2]]
     if me.rank == 2:
         me.see("told")
@@ -360,8 +360,8 @@ async def made_late(me: Rank) -> None:
 
 
 def test_groups_are_process_sets() -> None:
-    """One that the user has made is used; a list that nobody made is refused with the cure."""
-    with worlds.fresh("horovod", 3) as world:  # where no other case has made groups
+    """A process set of the user's is used; a list without one is refused with the fix."""
+    with worlds.fresh("horovod", 3) as world:  # where no other case has created groups
         world.run(sets)
 
 
@@ -382,11 +382,11 @@ async def messages(me: Rank) -> None:
 
 
 def test_messages_are_refused_before_anything_is_sent(three: worlds.World) -> None:
-    """Horovod has none; the text names who has, and what does it here: the third rank need not call that."""
+    """The error names backends with messages, and a replacement here that the third rank need not call."""
     three.run(messages)
 
 
-# ---------------------------------------------------------------- a rank that dies beside groups
+# ---------------------------------------------------------------- a rank that dies in a world with groups
 
 
 async def dies_beside_groups(me: Rank, victim: int) -> tuple[str, tuple[int, ...], float]:
@@ -406,7 +406,7 @@ async def dies_beside_groups(me: Rank, victim: int) -> tuple[str, tuple[int, ...
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_is_named_where_there_are_groups(victim: int) -> None:
-    """Horovod as published ends the survivors: to remove the process sets it meets the lost rank again."""
+    """Unpatched Horovod ends the survivors: removing the process sets involves the lost rank again."""
     with worlds.fresh("horovod", 3) as world:
         results = world.run(dies_beside_groups, victim, dies=[victim], timeout=30)
         world.kill()
@@ -426,7 +426,7 @@ def test_a_killed_rank_is_named_where_there_are_groups(victim: int) -> None:
     ],
 )
 def test_what_horovod_says_once_its_thread_has_ended_is_no_mystery(said: str) -> None:
-    """It has taken its process sets along: that they do not exist is not what went wrong."""
+    """The thread has taken its process sets along: that they do not exist is not the cause."""
     from asynccoll.backends.horovod.failures import typed
 
     assert isinstance(typed(ValueError(said), "making the process set [0, 1]"), ac.PeerLostError)
@@ -438,7 +438,7 @@ async def dies_outside(me: Rank) -> tuple[str, tuple[int, ...]]:
     if me.rank == 2:
         me.is_killed_once_all_wait()
     await me.get(ac.all_reduce(1, group=two))
-    work = ac.all_reduce(1, group=two if me.rank == 0 else None)  # which nobody else calls
+    work = ac.all_reduce(1, group=two if me.rank == 0 else None)  # which the other ranks do not call
     me.show(f"{me.rank} waits")
     with pytest.raises(ac.PeerLostError) as caught:
         await me.get(work)
@@ -446,7 +446,7 @@ async def dies_outside(me: Rank) -> tuple[str, tuple[int, ...]]:
 
 
 def test_a_killed_rank_is_named_in_calls_of_a_group_that_it_is_no_member_of() -> None:
-    """For Horovod ends with it, for all groups."""
+    """Horovod ends with that rank, for all groups."""
     with worlds.fresh("horovod", 3) as world:
         results = world.run(dies_outside, dies=[2], timeout=30)
         world.kill()
@@ -456,7 +456,7 @@ def test_a_killed_rank_is_named_in_calls_of_a_group_that_it_is_no_member_of() ->
 
 
 def process_sets(rank: int, made: list[list[int]]) -> Any:
-    """Those of a rank of two, whose Horovod notes in ``made`` what it is asked to make."""
+    """Return those of a rank of two; a fake Horovod notes in ``made`` the sets it is asked to create."""
     from asynccoll.backends.horovod.process_sets import ProcessSets
 
     hvd: Any = types.SimpleNamespace(rank=lambda: rank, size=lambda: 2, add_process_set=made.append)
@@ -506,13 +506,13 @@ def test_a_world_that_is_left_makes_no_more_process_sets() -> None:
     assert made == []
 
 
-# ---------------------------------------------------------------- a rank that stands still
+# ---------------------------------------------------------------- a rank that is stopped
 
 
 async def stands_still(me: Rank, pids: list[int]) -> tuple[str, float]:
     await me.get(ac.all_reduce(1))
     if me.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)  # and rank 0 ends it
+        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 kills it
     start = time.monotonic()
     try:
         await me.get(ac.all_reduce(torch.ones(2)))
@@ -524,7 +524,7 @@ async def stands_still(me: Rank, pids: list[int]) -> tuple[str, float]:
 
 
 def test_a_stopped_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lives, but says nothing: after Horovod's own time limit the others are told."""
+    """It is alive but silent: after Horovod's own timeout the others get an error."""
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "3")
     with worlds.fresh("horovod", 2) as world:
         (text, seconds), _ = world.run(stands_still, world.pids, dies=[1], timeout=40)
@@ -536,12 +536,12 @@ def test_a_stopped_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 async def calls_beside_a_stopped_one(me: Rank, pids: list[int]) -> tuple[str, tuple[int, ...]]:
     await me.get(ac.all_reduce(1))
     if me.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)  # and rank 0 ends it
+        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 kills it
     stopped = Path(f"/proc/{pids[1]}/stat")
     while stopped.read_text().rpartition(")")[2].split()[0] != "T":
         await checkpoint()
     try:
-        # Horovod's thread now holds its lock: a call that took it here would stop this process too.
+        # Horovod's thread now holds its lock: a call that took the lock here would block this process, too.
         with pytest.raises(ac.CollectiveTimeoutError) as caught:
             await me.get(ac.broadcast(torch.ones(2), src=0, timeout=1.0))
         return str(caught.value), caught.value.ranks
@@ -557,7 +557,7 @@ def test_a_call_beside_a_stopped_rank_ends_in_an_error_that_names_it() -> None:
     assert "its process is stopped" in text
 
 
-# ---------------------------------------------------------------- lives
+# ---------------------------------------------------------------- repeated initialization
 
 
 def lives(me: Rank) -> None:
@@ -569,7 +569,7 @@ def lives(me: Rank) -> None:
         assert ac.all_reduce(1, lane=f"of life {turn}").wait() == me.size
         assert torch.distributed.is_initialized() == (turn == 0)
         if turn == 1:
-            given_up = ac.all_reduce(torch.ones(2)) if me.rank == 0 else None  # which rank 1 never calls
+            given_up = ac.all_reduce(torch.ones(2)) if me.rank == 0 else None  # rank 1 never makes this call
             ac.finalize(abort=True)
             with pytest.raises(ac.AbortedError):
                 given_up.wait() if given_up is not None else _aborted()
@@ -584,7 +584,7 @@ def _aborted() -> None:
 
 
 def test_it_can_be_initialized_again_and_horovod_lives_on() -> None:
-    """After a life that ended well, and after one that was aborted with a call half made."""
+    """This works after a normal end, and after an abort with a call that only one rank has made."""
     worlds.world("horovod", 2, bare=True).run(lives, timeout=60)
 
 

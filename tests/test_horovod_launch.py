@@ -1,4 +1,4 @@
-"""Ranks under horovodrun: by hand, by `asynccoll run`, by `spawn`, joined, and lost in elastic jobs."""
+"""Ranks under horovodrun: started by hand, by `asynccoll run`, by `spawn`, joined, lost in elastic jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = patient(90)
 
 
 class Ended:
-    """How a command ended and what it said, without the marks of ranks that horovodrun puts in front."""
+    """How a command ended and what it printed, without horovodrun's rank prefixes."""
 
     def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
         self.code = done.returncode
@@ -47,7 +47,7 @@ def write(directory: Path, source: str) -> str:
 
 
 def call(line: list[str], **variables: str) -> Ended:
-    """Run a command line; it has to be done in time."""
+    """Run a command line; it must end in time."""
     done = subprocess.run(
         line,
         env=rank_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
@@ -61,12 +61,12 @@ def call(line: list[str], **variables: str) -> Ended:
 
 
 def by_hand(directory: Path, source: str, ranks: int = 2) -> Ended:
-    """`horovodrun -np RANKS python script.py`."""
+    """Run `horovodrun -np RANKS python script.py`."""
     return call([horovodrun.find().path, "-np", str(ranks), sys.executable, write(directory, source)])
 
 
 def run(directory: Path, source: str, ranks: int = 2) -> Ended:
-    """`asynccoll run --backend horovod -n RANKS script.py`."""
+    """Run `asynccoll run --backend horovod -n RANKS script.py`."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "horovod", "-n", str(ranks)]
     return call([*line, write(directory, source)])
 
@@ -85,14 +85,14 @@ def wanted(ranks: int) -> list[str]:
 
 
 def test_initialize_without_arguments_under_horovodrun_is_horovod(tmp_path: Path) -> None:
-    """`horovodrun -np 2 python script.py`: the launcher says the rest."""
+    """`horovodrun -np 2 python script.py` is enough: the launcher sets the rest."""
     ended = by_hand(tmp_path, WHO)
     assert ended.code == 0, ended.said
     assert ended.lines == wanted(2)
 
 
 def test_asynccoll_run_starts_ranks_with_horovodrun(tmp_path: Path) -> None:
-    """The environment's own horovodrun, on this host."""
+    """It uses the environment's own horovodrun, on this host."""
     ended = run(tmp_path, WHO, ranks=3)
     assert ended.code == 0, ended.said
     assert ended.lines == wanted(3)
@@ -111,27 +111,27 @@ UNEVEN = """
 
 
 def test_join_on_two_nodes(tmp_path: Path) -> None:
-    """Who has joined confirms no call of the other node's, which goes on without it."""
+    """A rank that has joined confirms no call of the other node, which continues without it."""
     ended = run(tmp_path, UNEVEN)
     assert ended.lines == ["0 [3, 3] last 1 then [0, 1]", "1 [3, 3, 2.0, 2.0] last 1 then [0, 1]"], ended.said
 
 
 def test_without_horovodrun_it_is_a_world_of_one(tmp_path: Path) -> None:
-    """A script started by plain python may name horovod."""
+    """A script started by plain python may name horovod as its backend."""
     ended = call([sys.executable, write(tmp_path, WHO.replace("initialize()", "initialize('horovod')"))])
     assert ended.code == 0, ended.said
     assert ended.lines == wanted(1)
 
 
 def test_spawn_on_hosts(tmp_path: Path) -> None:
-    """Two names of this one stand for two, of which each has a rank."""
+    """Two names of this host stand for two hosts with one rank each."""
     ac.spawn("horovod", spawned.tell, (str(tmp_path),), nproc_per_node=2, hosts="localhost:1,127.0.0.1:1")
     told = [(one["rank"], one["local"], one["per node"]) for one in spawned.told(tmp_path)]
     assert told == [(0, 0, 1), (1, 0, 1)]
 
 
 def test_another_launchers_ranks_are_refused(tmp_path: Path) -> None:
-    """Under torchrun Horovod would see a world of one, and every rank compute alone."""
+    """Under torchrun Horovod would see a world of one, and every rank would compute alone."""
     place = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -177,7 +177,7 @@ RAISES = """
 
 
 def test_the_first_failure_is_told(tmp_path: Path) -> None:
-    """`asynccoll run` shows the traceback of the rank that failed first, once."""
+    """`asynccoll run` shows the traceback of the first failed rank, once."""
     ended = run(tmp_path, RAISES)
     assert ended.code != 0
     assert "asynccoll run: rank 1 failed" in ended.err, ended.said
@@ -200,7 +200,7 @@ STUCK = """
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
 )
 def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C at `asynccoll run`: one line, the code a shell expects, no traceback, and nobody is left."""
+    """Ctrl-C at `asynccoll run` prints one line, exits with the usual code, and leaves no process."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "horovod", "-n", "2"]
     with subprocess.Popen(
         ["env", "--default-signal", *line, write(tmp_path, STUCK)],  # these tests may run under nohup
@@ -223,7 +223,7 @@ def test_a_stop_signal_ends_ranks_that_wait_in_horovod(tmp_path: Path, number: s
 
 
 def test_spawn_runs_a_function_on_ranks_of_horovod(tmp_path: Path) -> None:
-    """By `horovod.run`: with its local rank first, then args and kwargs_dict. Ctrl-C stays ours."""
+    """`horovod.run` passes its local rank first, then args and kwargs_dict. Our Ctrl-C handler stays."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ac.spawn(
         "horovod", spawned.tell, (str(tmp_path), 7, "é"), {"key": [1]}, nproc_per_node=2, timeout=patient(60)
@@ -245,7 +245,7 @@ def test_hosts_that_cannot_be_are_refused(hosts: Any) -> None:
 
 
 def test_parallel_reports_the_rank_that_failed() -> None:
-    """The error has its traceback and its rank."""
+    """The error has the rank and its traceback."""
     with ac.Parallel("horovod", nproc_per_node=2) as parallel, pytest.raises(ac.SpawnError) as caught:
         parallel.run(spawned.fail, 1)
     assert caught.value.rank == 1
@@ -253,7 +253,7 @@ def test_parallel_reports_the_rank_that_failed() -> None:
 
 
 def test_spawn_from_another_thread_is_refused() -> None:
-    """Horovod's own rule, told before anything is started."""
+    """That is Horovod's own rule; the error comes before anything is started."""
     caught: list[BaseException] = []
 
     def spawn() -> None:
@@ -301,7 +301,7 @@ HOSTS = "#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n"
 
 
 def test_an_elastic_job_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
-    """The survivors form a smaller world, and go on from the last commit."""
+    """The survivors form a smaller world, and continue from the last commit."""
     hosts = tmp_path / "hosts.sh"
     hosts.write_text(HOSTS)
     hosts.chmod(0o755)
@@ -332,14 +332,14 @@ MISTAKE = """
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
-    """A mismatch would only happen again in the next world."""
+    """A mismatch would only recur in the next world."""
     ended = by_hand(tmp_path, MISTAKE)
     assert ended.code == 0, ended.said
     assert ended.lines == ["told", "told", "try 1", "try 1"]
 
 
 def test_the_environment_of_another_job_is_not_passed_on() -> None:
-    """Ranks that a rank starts get places of their own."""
+    """Ranks that a rank starts get their own places."""
     given = {"HOROVOD_RANK": "1", "HOROVOD_CYCLE_TIME": "2", "WORLD_SIZE": "3", "PATH": os.environ["PATH"]}
     kept = without_place(given)
     assert kept == {"HOROVOD_CYCLE_TIME": "2", "PATH": os.environ["PATH"]}

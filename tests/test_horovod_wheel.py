@@ -1,4 +1,4 @@
-"""The step that builds Horovod, where it can be shown without building: and the error that names it."""
+"""The step that builds Horovod, as far as it can be tested without building, and the error that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATCH = horovod_wheel.Patch("a.txt", "old\n", "new\n", "to see it done")
 
 
 def test_a_patch_replaces_one_line(tmp_path: Path) -> None:
-    """And nothing else."""
+    """It changes nothing else."""
     (tmp_path / "a.txt").write_text("one\nold\ntwo\n")
     horovod_wheel._apply(PATCH, tmp_path)
     assert (tmp_path / "a.txt").read_text() == "one\nnew\ntwo\n"
@@ -26,21 +26,21 @@ def test_a_patch_replaces_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["one\n", "old\nold\n"])
 def test_sources_that_are_not_as_expected_are_not_built(tmp_path: Path, text: str) -> None:
-    """A patch that does not fit, or fits twice, ends it."""
+    """A patch that does not match, or matches twice, stops the build."""
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(SystemExit, match=r"'old' is not in a\.txt exactly once"):
         horovod_wheel._apply(PATCH, tmp_path)
 
 
 def test_an_archive_with_another_hash_is_not_built(tmp_path: Path) -> None:
-    """Both hashes are told."""
+    """The error shows both hashes."""
     (tmp_path / "a.tar.gz").write_bytes(b"not Horovod")
     with pytest.raises(SystemExit, match=f"has SHA-256 [0-9a-f]{{64}}, expected {horovod_wheel.SHA256}"):
         horovod_wheel._verify(tmp_path / "a.tar.gz")
 
 
 def test_the_wheel_is_kept_under_what_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another patch or another torch is another wheel."""
+    """Another patch or another torch gives another key."""
     key = horovod_wheel._key()
     assert horovod_wheel._key() == key
     with monkeypatch.context() as patched:
@@ -52,7 +52,7 @@ def test_the_wheel_is_kept_under_what_it_is_made_of(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def no_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an environment without it."""
+    """Hide horovod, as in an environment without it."""
     find = importlib.util.find_spec
 
     def without(name: str, *args: Any) -> Any:
@@ -64,7 +64,7 @@ def no_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_horovod")
 def test_the_error_names_the_step() -> None:
-    """No pip line brings Horovod: the script and the page that do."""
+    """No pip command installs Horovod, so the error names the script and the page that do."""
     with pytest.raises(ac.BackendNotFoundError, match=r"tools/horovod_wheel\.py") as caught:
         ac.initialize("horovod")
     assert "docs/backends/horovod.md" in str(caught.value)
@@ -75,7 +75,7 @@ def test_the_error_names_the_step() -> None:
 
 
 def test_a_missing_launcher_names_it_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`asynccoll run --backend horovod` without horovodrun."""
+    """`asynccoll run --backend horovod` without horovodrun gives the same error."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(horovodrun.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ac.BackendNotFoundError, match=r"tools/horovod_wheel\.py"):
@@ -92,6 +92,6 @@ def test_a_missing_launcher_names_it_too(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ],
 )
 def test_what_it_does_can_be_asked_without_it(op: str, dtype: str, said: str) -> None:
-    """`asynccoll explain --backend horovod` needs no Horovod."""
+    """`asynccoll explain --backend horovod` works without Horovod."""
     reduce = "avg" if dtype == "float32" else "sum"
     assert said in str(explain_offline(op, dtype=dtype, op=reduce, backend="horovod", world_size=2))

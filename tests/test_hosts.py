@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces with a link between them, where each host's own name is a loopback address.
+"""Two hosts: network namespaces with a link between them; each host's own name is a loopback address.
 
 Nothing tells gloo which interface to use.
 """
@@ -33,7 +33,7 @@ ONE_EACH = [(0, 0), (1, 0)]
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[netns.Hosts]:
-    """Both, for all tests of this file."""
+    """Yield both hosts, for all tests of this file."""
     needs.need_root("network namespaces")
     needs.need("iproute2", "util-linux")
     try:
@@ -45,7 +45,7 @@ def hosts() -> Iterator[netns.Hosts]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Ours, with the package under test, and without anything about interfaces or launchers."""
+    """Return our environment with the package under test, and nothing about interfaces or launchers."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "MASTER_", "SLURM_"))}
     search = [str(Path(asynccoll.__file__).parent.parent), str(Path(__file__).parent)]
     search.append(kept.get("PYTHONPATH", ""))
@@ -53,7 +53,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 class Ended:
-    """What the programs on both hosts said, and how they ended."""
+    """What the programs on both hosts printed, and how they ended."""
 
     def __init__(self, running: list[subprocess.Popen[str]]) -> None:
         start = time.monotonic()
@@ -72,7 +72,7 @@ class Ended:
 
 
 def both(hosts: netns.Hosts, *line: str, **variables: list[str]) -> Ended:
-    """Run a program on both hosts, ``@`` standing for the host's number."""
+    """Run a program on both hosts; ``@`` stands for the host's number."""
     return Ended(
         [
             hosts.start(
@@ -86,7 +86,7 @@ def both(hosts: netns.Hosts, *line: str, **variables: list[str]) -> Ended:
 
 
 def check(directory: Path) -> None:
-    """Both ranks have trained, each on its own host."""
+    """Check that both ranks have trained, each on its own host."""
     found = training.check(directory, ONE_EACH, backend="gloo")
     assert [one["host"] for one in found] == list(netns.NAMES)
 
@@ -99,7 +99,7 @@ def check(directory: Path) -> None:
 def test_parallel_with_a_script_on_each_host(
     hosts: netns.Hosts, tmp_path: Path, address: str, how: str
 ) -> None:
-    """`Parallel(nnodes=2, node_rank=...)`, as with ignite; the first host's own name will do."""
+    """`Parallel(nnodes=2, node_rank=...)` works as with ignite, also with the first host's own name."""
     where = {"nproc_per_node": 1, "nnodes": 2, "master_addr": address, "master_port": PORT}
     given = [json.dumps({**where, "node_rank": node}) for node in (0, 1)]
     ended = both(hosts, sys.executable, TRAINING, how, str(tmp_path), PARALLEL=given)
@@ -109,14 +109,14 @@ def test_parallel_with_a_script_on_each_host(
 
 @pytest.mark.parametrize("launcher", ["asynccoll run", "torch.distributed.run"])
 def test_an_agent_on_each_host(hosts: netns.Hosts, tmp_path: Path, launcher: str) -> None:
-    """They meet where both are told to."""
+    """The agents meet at the given endpoint."""
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{netns.NAMES[0]}:{PORT}"]
     options = [*meeting, "--rdzv-id", launcher.replace(" ", "-"), "--nproc-per-node", "1"]
     line = [sys.executable, "-m", *launcher.split(), *options]
     ended = both(hosts, *line, TRAINING, "bare", str(tmp_path))
     assert ended.codes == [0, 0], ended.said
     found = training.check(tmp_path, ONE_EACH, backend="gloo")
-    # Which host is the first, the agents settle among themselves.
+    # The agents decide among themselves which host is the first.
     assert {one["host"] for one in found} == set(netns.NAMES)
 
 
@@ -139,7 +139,7 @@ BY_ADDRESS = """
 
 
 def script(directory: Path, source: str) -> list[str]:
-    """The command line of a script of this text, which is told the number of its host."""
+    """Return the command line of a script with this text; its argument is the host's number."""
     path = directory / "script.py"
     text = textwrap.dedent(source).replace("ADDRESS", netns.ADDRESSES[0]).replace("PORT", str(PORT))
     path.write_text(text)
@@ -147,7 +147,7 @@ def script(directory: Path, source: str) -> list[str]:
 
 
 def test_by_address(hosts: netns.Hosts, tmp_path: Path) -> None:
-    """No launcher at all; nodes are told apart by their names."""
+    """There is no launcher; nodes are distinguished by name."""
     ended = both(hosts, *script(tmp_path, BY_ADDRESS))
     assert ended.codes == [0, 0], ended.said
     assert ended.out == ["[2, True] [4.0, 4.0, 4.0]\n"] * 2
@@ -174,14 +174,14 @@ LATE = """
     ids=["address", "name"],
 )
 def test_a_rank_that_is_late(hosts: netns.Hosts, tmp_path: Path, address: str) -> None:
-    """On another host, too, it is not taken for one that is gone."""
+    """On another host, too, it is not considered lost."""
     ended = both(hosts, *script(tmp_path, LATE.replace("ADDRESS", address)))
     assert ended.codes == [0, 0], ended.said
     assert ended.out == ["[2, 2, 2]\n"] * 2
 
 
 def test_what_the_user_chose_wins(hosts: netns.Hosts, tmp_path: Path) -> None:
-    """GLOO_SOCKET_IFNAME names the interface; a wrong one is an error that tells it."""
+    """GLOO_SOCKET_IFNAME names the interface; a wrong one gives an error that names the variable."""
     line = script(tmp_path, BY_ADDRESS)
     ended = both(hosts, *line, GLOO_SOCKET_IFNAME=["eth0", "eth0"])
     assert ended.codes == [0, 0], ended.said
@@ -204,7 +204,7 @@ WAITS = """
 
 @pytest.mark.parametrize("cut", [False, True], ids=["nobody-there", "no-link"])
 def test_a_meeting_place_that_cannot_be_reached(hosts: netns.Hosts, tmp_path: Path, cut: bool) -> None:
-    """It is named, within the timeout."""
+    """The error names it, within the timeout."""
     line = script(tmp_path, WAITS)
     if cut:
         hosts.cut()
@@ -219,7 +219,7 @@ def test_a_meeting_place_that_cannot_be_reached(hosts: netns.Hosts, tmp_path: Pa
 
 
 def test_a_rank_that_does_not_come(hosts: netns.Hosts, tmp_path: Path) -> None:
-    """Who serves the meeting place says who is missing, within the timeout."""
+    """The rank that serves the store names the missing rank, within the timeout."""
     line = script(tmp_path, WAITS)
     ended = Ended([hosts.start(0, *line[:-1], "0", env=environment())])
     assert ended.codes == [0], ended.said
@@ -246,7 +246,7 @@ LOSES = """
 
 
 def test_a_link_that_is_lost(hosts: netns.Hosts, tmp_path: Path) -> None:
-    """No packet says so, so the timeout does; both ranks end by themselves."""
+    """No packet reports it, but the timeout does; both ranks end by themselves."""
     line = script(tmp_path, LOSES)
     running = [hosts.start(host, *line[:-1], str(host), env=environment()) for host in (0, 1)]
     try:
@@ -284,7 +284,7 @@ SLOW = """
 
 
 def test_a_link_that_is_slow(hosts: netns.Hosts, tmp_path: Path) -> None:
-    """4 MiB at 1 MB/s: at its deadline the call is under way, which is nobody's fault, and it ends."""
+    """4 MiB at 1 MB/s: at its timeout the call is in progress, no rank is blamed, and it completes."""
     line = script(tmp_path, SLOW)
     hosts.limit("8mbit")
     try:

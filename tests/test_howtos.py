@@ -15,7 +15,7 @@ from patience import patient
 from worlds import rank_environment
 
 PAGE = DOCS / "how-to.md"
-#: All in one job, one after the other: starting one takes longer than running most of them.
+#: All in one job, one after the other: starting a job takes longer than running most of them.
 RUN = """
 import sys, warnings
 import asynccoll as ac
@@ -24,7 +24,7 @@ for path in sys.argv[1:]:
     exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
     print("done:", path)
 """
-#: As on the page, on real ranks.
+#: As on the page, with real ranks.
 SURVIVE = """
 import asyncio, os, signal, sys
 import asynccoll as ac
@@ -46,7 +46,7 @@ ac.finalize()
 
 
 def appended() -> str:
-    """What the page says to append to a program."""
+    """Return the lines that the page says to append to a program."""
     found = re.search(
         r"append these lines.*?^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )
@@ -55,7 +55,7 @@ def appended() -> str:
 
 
 def programs() -> list[str]:
-    """As a reader puts them into files."""
+    """Return the programs as a reader puts them into files."""
     codes = [block.code for block in blocks(PAGE, "python")]
     return [
         code if re.search(r"asyncio\.run\(|ac\.finalize\(", code) else f"{code}\n{appended()}"
@@ -68,7 +68,7 @@ def written(found: list[str], script: Callable[..., str]) -> list[str]:
 
 
 def test_every_program_runs(start: Callable[..., Job], script: Callable[..., str]) -> None:
-    """To its end, with what it asserts, on two ranks."""
+    """Every program runs to its end, with its assertions, on two ranks."""
     names = written(programs(), script)
     assert len(names) >= 16
     code, said, error = start("run", "-n", "2", script(RUN, "run.py"), *names).wait()
@@ -78,7 +78,7 @@ def test_every_program_runs(start: Callable[..., Job], script: Callable[..., str
 
 
 def alone(directory: Path, *arguments: str) -> str:
-    """What a program prints that no launcher starts."""
+    """Return what a program prints if no launcher starts it."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=directory,
@@ -93,7 +93,7 @@ def alone(directory: Path, *arguments: str) -> str:
 
 
 def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[..., str]) -> None:
-    """Except those that say that they need two ranks."""
+    """Programs that say that they need two ranks are left out."""
     names = written([code for code in programs() if "# two ranks" not in code], script)
     assert len(names) >= 14
     assert alone(tmp_path, script(RUN, "run.py"), *names).count("done: ") == len(names)
@@ -102,7 +102,7 @@ def test_every_program_runs_without_a_launcher(tmp_path: Path, script: Callable[
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
     tmp_path: Path, start: Callable[..., Job], script: Callable[..., str]
 ) -> None:
-    """In the middle of an epoch, and it comes to the same weight."""
+    """It resumes in the middle of an epoch, and reaches the same weight."""
     (code,) = [code for code in programs() if 'Path("checkpoint.pt")' in code]
     name = script(code, "resumable.py")
     ended, first, error = start("run", "-n", "2", name).wait()
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
 def test_a_sharded_optimizer_of_two_ranks_is_resumed_by_one(
     tmp_path: Path, start: Callable[..., Job], script: Callable[..., str]
 ) -> None:
-    """To the weight at which one process arrives without a break."""
+    """It reaches the weight of one process without interruption."""
     (code,) = [code for code in programs() if 'Path("sharded.pt")' in code]
     name = script(code, "sharded.py")
     ended, first, error = start("run", "-n", "2", name).wait()
@@ -125,7 +125,7 @@ def test_a_sharded_optimizer_of_two_ranks_is_resumed_by_one(
 
 
 def test_survivors_go_on_where_no_launcher_stops_them(tmp_path: Path, script: Callable[..., str]) -> None:
-    """Of ranks that are started by hand, and meet at a file, even rank 0 may be lost."""
+    """Even rank 0 may be lost if ranks are started by hand and meet at a file."""
     name = script(SURVIVE, "survive.py")
     ranks = [
         subprocess.Popen(
