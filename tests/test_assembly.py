@@ -36,7 +36,7 @@ def come(store: dist.Store, rank: int, size: int, seconds: float = SECONDS) -> t
 
 
 def meet(store: dist.Store, size: int) -> list[dist.Store]:
-    """All ranks of one life of a world; what each knows of the others is right."""
+    """Let all ranks join one world, check what each knows of others, and return their parts of the store."""
     with ThreadPoolExecutor(size) as pool:
         met = list(pool.map(lambda rank: come(store, rank, size), range(size)))
     assert [hosts for _, hosts in met] == [[f"host-{rank}" for rank in range(size)]] * size

@@ -100,5 +100,5 @@ async def monitored(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_monitored_barrier_names_all_that_are_late(four: World, runner: str) -> None:
-    """On every rank that came, with both spellings of a time; it is passed once they come."""
+    """Each rank that called raises, with either type of timeout; the barrier completes once all call."""
     four.run(monitored, runner=runner)

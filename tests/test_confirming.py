@@ -314,7 +314,7 @@ def test_a_block_that_has_more_calls_on_one_rank_is_a_mismatch(transport: str, n
 
 
 def test_a_block_on_a_lane_that_took_a_closed_ones_place_in_the_recorder_has_an_end() -> None:
-    """Of its own: by the end of the closed lane's block the others would wait until their deadline."""
+    """It needs its own end: with that of the closed lane's block the others would wait until a timeout."""
 
     async def main(rank: int) -> None:
         for turn in range(4):

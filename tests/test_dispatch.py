@@ -133,10 +133,7 @@ def test_tensors_elsewhere_are_staged() -> None:
 
 
 def test_half_precision_is_averaged_in_float32() -> None:
-    """Its sum could overflow.
-
-    The wire has float32 if the backend reduces; otherwise the local reduction does.
-    """
+    """Its sum could overflow, so it is cast: on the wire if the backend reduces, else where it is reduced."""
     native = dataclasses.replace(
         FULL, reduce=(*FULL.reduce, (torch.float16, ARITHMETIC)), move=FULL.move | {torch.float16}
     )
@@ -183,7 +180,7 @@ def test_explain_is_the_plan_of_the_call() -> None:
 
 
 def test_explain_knows_how_numbers_and_texts_travel() -> None:
-    """They are gathered as bytes and reduced here: an average of floats has a plan, and one of ints none."""
+    """They are gathered as bytes and reduced locally: an average of floats has a plan, of ints none."""
     for x, what in ((0.5, "1 number"), ({"loss": 0.5, "lr": 1e-3}, "2 numbers")):
         chosen = ac.explain("all_reduce", x, op="avg")
         assert (chosen.op, chosen.native, chosen.via) == (Op.ALL_REDUCE, "all_gather", "all_gather")

@@ -112,7 +112,7 @@ def end(rank: subprocess.Popen[str], how: str) -> None:
 
 @pytest.mark.parametrize("how", CODES)
 def test_who_starts_a_rank_writes_down_how_it_ended(witness, rank, how: str) -> None:
-    """Into the memory that its peers have open; who waits for the process learns its exit code as well."""
+    """It writes to memory that the peers have open; a process waiting for the rank gets its exit code."""
     peers = shared_memory.look(rank.pid, rank.memory)
     witness.watch()
     while 1 not in witness.flights():

@@ -71,7 +71,7 @@ REFUSES = """
 
 
 def test_who_has_refused_a_call_stays_until_its_peers_know(tmp_path: Path) -> None:
-    """Nothing is in flight where it ends: else they would hear that it has gone, and not why."""
+    """It has no work in flight at its end; without the wait its peers would see only that it was lost."""
     first, second = scripts.run(tmp_path, REFUSES, ranks=2)
     assert (first.out.split(), second.out.split()) == (["PeerRefusedError"], ["InvalidArgumentError"])
     assert (first.code, second.code) == (0, 0)

@@ -552,7 +552,7 @@ async def goes_on_after_a_failure(rank: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_call_that_a_transport_does_not_take_is_refused(seed: int) -> None:
-    """Where it fails that is raised; the others are told, and the lane goes on on all ranks."""
+    """The error is raised on the rank where it fails; others are told, and the lane still works on all."""
     report = simulate(goes_on_after_a_failure, world_size=3, seed=seed, faults=[Fail(1, after_call=2)])
     report.check()
     lost = "PeerRefusedError"

@@ -110,7 +110,7 @@ async def loads(me: Rank) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_the_workers_of_a_data_loader(backend: str, size: int) -> None:
-    """With calls in flight, garbage collected: each knows its rank, none communicates, the rank goes on."""
+    """Calls are in flight, garbage is collected: each knows its rank, none communicates, the rank runs on."""
     worlds.world(backend, size).run(loads, timeout=90)
 
 

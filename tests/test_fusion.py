@@ -34,7 +34,7 @@ def _tensors(leaves: list[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]
 def test_every_leaf_travels_once_in_order_among_its_like(
     leaves: list[tuple[torch.Size, torch.dtype]], limit: int
 ) -> None:
-    """Each bucket is of one dtype, ascending, and no larger than the limit unless it is one leaf."""
+    """Each bucket has one dtype, ascending indices, and at most the limit's size unless it is one leaf."""
     tensors = _tensors(leaves)
     made = buckets(tensors, limit)
     assert sorted(index for bucket in made for index in bucket.indices) == list(range(len(tensors)))
@@ -158,7 +158,7 @@ async def large_trees(me: Rank) -> None:
 
 
 def test_trees_of_many_buckets(world: World, runner: str) -> None:
-    """Functional and in place, while a thread packs; the group's cost is measured on the way."""
+    """Results are right, functional and in place, with a packing thread; the cost is measured meanwhile."""
     world.run(large_trees, runner=runner)
 
 
@@ -218,7 +218,7 @@ async def small_in_place(me: Rank) -> None:
 
 
 def test_trees_are_filled_in_place(world: World, runner: str) -> None:
-    """``out`` is a tree like the input: also of parameters and of strided tensors; else it is refused."""
+    """``out`` must be a tree like the input; it may have parameters and strided tensors."""
     world.run(small_in_place, runner=runner)
 
 

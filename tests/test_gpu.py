@@ -192,10 +192,7 @@ def test_gloo_on_cuda_tensors(pair: World) -> None:
 
 
 def drawn_programs(count: int, moved: bool) -> list[tuple[str, Program]]:
-    """Return programs that CUDA can run (it has no fused Adagrad);
-
-    ``moved``: with models moved to the GPU.
-    """
+    """Return programs that CUDA can run (without fused Adagrad); ``moved``: away from `ac.device`."""
     chosen = ((f"seed {seed}", drawn(seed)) for seed in itertools.count(24001))
     there = {"auto_model", "ddp_hook"} if moved else set()  # they move the model back
     possible = (
@@ -207,7 +204,7 @@ def drawn_programs(count: int, moved: bool) -> list[tuple[str, Program]]:
 
 
 def test_drawn_trainings_with_nccl(alone: World) -> None:
-    """Parameters of one process on the CPU, whatever the loop, the optimizer and who averages."""
+    """Parameters match one process on the CPU, for any loop, optimizer, and way to average gradients."""
     alone.run(same_as_alone, drawn_programs(60, moved=False), torch.device(DEVICE), timeout=90)
 
 

@@ -13,7 +13,7 @@ from patience import patient
 
 
 def test_one_that_is_yet_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread cannot be joined before it has started, and who ends the world meanwhile need not know."""
+    """A thread cannot be joined before it has started; the thread that ends the world need not know that."""
     begun, go_on, joining = threading.Event(), threading.Event(), threading.Event()
     done: list[str] = []
 

@@ -600,5 +600,5 @@ def contradictions(me: Rank) -> None:
 
 
 def test_what_contradicts_horovod_is_refused() -> None:
-    """Another rank or size, another way to meet, an unknown option: typed errors with what Horovod says."""
+    """Another rank, size or rendezvous and an unknown option give typed errors."""
     worlds.world("horovod", 2, bare=True).run(contradictions)
