@@ -271,7 +271,7 @@ def test_what_was_put_in_place_of_a_name_stays(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_told_is_there() -> None:
-    """Every replacement that the table names exists, and no key of the table is a public name of ours."""
+    """Every replacement in the table exists; no key is a public name of ours, as that would be found."""
     for name, told in elsewhere._HERE.items():
         assert name not in ac.__all__
         for ours in re.findall(r"\bac\.([\w.]+)", told):

@@ -1,8 +1,8 @@
 """Gradients: those of the sum of all ranks' losses, as one process computes them.
 
-Each case is written twice: the collective on the ranks, and the same function of all
-ranks' inputs in one process, by plain tensor operations. The loss of rank r weighs its
-result with weights of its own, so that a gradient that came from the wrong rank shows.
+Each case is written twice: the collective on the ranks, and the same function of all ranks' inputs in one
+process, by plain tensor operations. The loss of rank r weights its result differently from other ranks, so
+that a gradient from the wrong rank shows.
 """
 
 from __future__ import annotations

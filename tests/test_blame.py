@@ -263,7 +263,7 @@ def test_in_a_simulated_world_lanes_in_opposite_order_are_told_from_both_sides(n
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_in_a_simulated_world_ranks_that_all_receive_first_are_told_so(transport: str) -> None:
-    """Each rank is told of the circle; a send that is started too late does not end it."""
+    """Every rank is told of the circle, and how to avoid it."""
     heard: dict[int, str] = {}
 
     async def main(rank: int) -> None:
@@ -1090,7 +1090,7 @@ def test_simulated_seconds_are_no_reason_to_warn(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_what_the_whole_job_waits_for_is_warned_of_once(nodes: int, caplog: Any) -> None:
-    """Not each rank of a circle warns of the circle; all are told of their own wait."""
+    """Only one rank warns of the circle; every rank warns of its own wait."""
 
     async def main(rank: int) -> None:
         with pytest.raises(ac.CollectiveError):

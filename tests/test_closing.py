@@ -38,7 +38,7 @@ async def put_off(me: Rank) -> None:
 
 
 def test_what_a_block_has_put_off_on_both_lanes_is_sent_first(pair: World) -> None:
-    """The backward lane's calls were sent only once it was closed: on a lane on which ranks never met."""
+    """The backward lane's used to be sent once it was closed: on a new lane on which ranks never met."""
     pair.run(put_off)
 
 

@@ -19,7 +19,7 @@ from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from ranks import Rank, raising
 from worlds import World
 
-LENGTHS = (3, 50_000)  # the exchange, and the backend's own algorithm
+LENGTHS = (3, 50_000)  # sent by the exchange, and by the backend's own algorithm
 
 
 def _total(me: Rank, value: float = 0.0) -> float:

@@ -218,7 +218,7 @@ async def small_in_place(me: Rank) -> None:
 
 
 def test_trees_are_filled_in_place(world: World, runner: str) -> None:
-    """``out`` must be a tree like the input; it may have parameters and strided tensors."""
+    """``out`` is a tree like the input, also of parameters and strided tensors; anything else is refused."""
     world.run(small_in_place, runner=runner)
 
 

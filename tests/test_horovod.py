@@ -600,5 +600,5 @@ def contradictions(me: Rank) -> None:
 
 
 def test_what_contradicts_horovod_is_refused() -> None:
-    """Another rank, size or rendezvous and an unknown option give typed errors."""
+    """A wrong rank, size, rendezvous or option gives a typed error, for rank and size with Horovod's."""
     worlds.world("horovod", 2, bare=True).run(contradictions)
