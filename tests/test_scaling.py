@@ -1,4 +1,4 @@
-"""Around all_reduce: factors, compression, sparse tensors, join and adasum, alike on every backend."""
+"""Scaling factors, compression, sparse tensors, join and Adasum of all_reduce, the same on every backend."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from worlds import World
 
 
 def halves(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers that float16 holds exactly, and their sums and products with powers of two."""
+    """Numbers that float16 holds exactly, as it does their sums and products with powers of two."""
     return (torch.arange(6).reshape(2, 3) * 0.5 + rank).to(dtype)
 
 
 def total(size: int, *, before: float = 1.0, after: float = 1.0) -> list[list[float]]:
-    """The scaled sum, in plain Python."""
+    """The scaled sum of ``halves``, in plain Python."""
     rows = [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]]
     return [[after * sum(before * (x + rank) for rank in range(size)) for x in row] for row in rows]
 
@@ -58,7 +58,7 @@ async def factors(me: Rank) -> None:
 
 
 def test_prescale_and_postscale(world: World, runner: str) -> None:
-    """They multiply before and after, for every dtype of floats, with out= too."""
+    """prescale and postscale multiply before and after the sum, for every floating dtype, with out= too."""
     world.run(factors, runner=runner)
 
 
@@ -67,7 +67,7 @@ async def compressed(me: Rank) -> None:
         x = halves(me.rank, dtype)
         want = torch.tensor(total(me.size), dtype=torch.float64).to(dtype)
         await me.check(f"{dtype}", ac.all_reduce, x, compression="fp16", expect=want)
-    # What float16 cannot hold is lost on the way: that it really was sent so.
+    # Bits that float16 cannot hold are lost on the wire, which shows that float16 was really sent.
     x = torch.tensor([1.0 + 2**-20])
     await me.check("rounded", ac.all_reduce, x, compression="fp16", expect=torch.tensor([float(me.size)]))
     plan = ac.explain("all_reduce", torch.ones(2), compression="fp16")
@@ -78,7 +78,7 @@ async def compressed(me: Rank) -> None:
 
 
 def test_compression(world: World, runner: str) -> None:
-    """float16 on the wire, the dtype of the input in the result."""
+    """compression="fp16" sends float16, and the result has the dtype of the input."""
     world.run(compressed, runner=runner)
 
 
@@ -107,7 +107,7 @@ async def trees(me: Rank) -> None:
 
 
 def test_trees_and_gradients(world: World, runner: str) -> None:
-    """Every tensor of a tree is scaled, and the factors are differentiated."""
+    """Every tensor of a tree is scaled, and the gradient includes the factors."""
     world.run(trees, runner=runner)
 
 
@@ -124,7 +124,7 @@ async def refused(me: Rank) -> None:
     await me.refuses("in a tree", TypeError, call, [x, 1], compression="fp16", says=("int",))
     await me.refuses("name", ValueError, call, x, compression="fp8", says=("'fp8'", "'fp16'"))
     await me.refuses("factor", TypeError, call, x, prescale="2", says=("prescale", "'2'"))
-    # Adasum is for floats, and for a Horovod that has the hardware for it.
+    # Adasum is for floating-point tensors, and only Horovod has it.
     await me.refuses("adasum", ac.UnsupportedOpError, call, x, op="adasum", says=("adasum", "horovod"))
     integers = torch.ones(2, dtype=torch.int32)
     await me.refuses("adasum of integers", TypeError, call, integers, op="adasum", says=("int32",))
@@ -133,7 +133,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_what_cannot_be_scaled_is_refused(world: World) -> None:
-    """Before anything is sent: the next call works."""
+    """The call is refused before anything is sent, so that the next call works."""
     world.run(refused)
 
 
@@ -163,7 +163,7 @@ async def sparse(me: Rank) -> None:
     for factors in {"prescale": 0.5}, {"postscale": 0.5}, {"prescale": 0.5, "compression": "fp16"}:
         got = await me.get(ac.all_reduce(mine, **factors))
         oracle.same(got.to_dense(), torch.tensor(want_of_all) * 0.5)
-    if me.size > 1:  # of one shape, but as rows on one rank, and by element on the others
+    if me.size > 1:  # of one shape, but sparse by row on rank 0 and by element on the others
         shape = (me.size, 2)
         rows = torch.eye(*shape).to_sparse(1 if me.rank == 0 else 2)
         with raising(ac.CollectiveMismatchError, "sparse_dim=1", "sparse_dim=2"):
@@ -174,13 +174,13 @@ async def sparse(me: Rank) -> None:
 
 
 def test_sparse_sums(world: World, runner: str) -> None:
-    """Indices and their number may differ between ranks; rows of values too; nothing at all."""
-    if world.backend != "xla-tpu":  # which refuses them: test_errors
+    """Indices and their number may differ between ranks; rows of values and empty tensors are summed too."""
+    if world.backend != "xla-tpu":  # the TPU refuses them: test_errors
         world.run(sparse, runner=runner)
 
 
 async def sparse_beside_large(me: Rank) -> None:
-    """In a tree that is too large for its caller to pack."""
+    """A sparse leaf in a tree that is too large for its caller to pack."""
     size = me.size
     rows = torch.sparse_coo_tensor([[me.rank]], [[1.0, 2.0]], (size, 2), check_invariants=True)
     numel = DIRECT_BYTES // 4 + 1
@@ -197,7 +197,7 @@ async def sparse_beside_large(me: Rank) -> None:
 
 
 def test_sparse_leaves_of_large_trees(several: World) -> None:
-    """Their size is no part of what decides on the buckets: it differs between ranks."""
+    """The size of sparse leaves differs between ranks, so the choice of buckets does not depend on it."""
     if several.backend != "xla-tpu":
         several.run(sparse_beside_large)
 
@@ -219,14 +219,14 @@ async def uneven(me: Rank) -> None:
 
 
 def test_join_for_uneven_inputs(world: World, runner: str) -> None:
-    """Who has no more data takes part with zeros; afterwards all go on together."""
+    """A rank that has no more data takes part with zeros. After the join, all ranks continue together."""
     with unrefused(world) as one:
         one.run(uneven, runner=runner)
 
 
 @contextlib.contextmanager
 def unrefused(world: World) -> Iterator[World]:
-    """One in which no call was refused before, where that matters to ``join``."""
+    """A world in which no call has been refused yet, if that matters to ``join`` on this backend."""
     if world.backend != "horovod":
         yield world
         return
@@ -235,7 +235,7 @@ def unrefused(world: World) -> Iterator[World]:
 
 
 def run_where_ranks_join(world: World, case: Callable[[Rank], Awaitable[None]]) -> None:
-    """On Horovod alone; elsewhere ``join`` is refused (``uneven``)."""
+    """Run ``case`` on Horovod only; elsewhere ``join`` is refused (``uneven`` tests that)."""
     if world.backend == "horovod":
         with unrefused(world) as one:
             one.run(case)
@@ -258,7 +258,7 @@ async def in_flight(me: Rank) -> None:
 
 
 def test_join_with_calls_in_flight(pair: World) -> None:
-    """Horovod would count this rank twice in them, and leave the others' numbers out."""
+    """Horovod would count the joined rank twice in these calls and leave out the others' numbers."""
     run_where_ranks_join(pair, in_flight)
 
 
@@ -277,7 +277,7 @@ async def on_a_lane_of_some(me: Rank) -> None:
 
 
 def test_a_lane_that_only_some_had_before_a_join(pair: World) -> None:
-    """All count its calls alike from then on."""
+    """After the join, all ranks number the calls of the lane alike."""
     run_where_ranks_join(pair, on_a_lane_of_some)
 
 
@@ -289,12 +289,12 @@ async def joined_after_a_refusal(me: Rank) -> None:
         with raising(ac.PeerRefusedError):
             await me.get(ac.all_reduce(torch.ones(2)))
     await me.check("in step", ac.all_gather, me.rank, expect=list(range(me.size)))
-    refused = (ac.UnsupportedOpError, ac.PeerRefusedError)  # its own, or by the other's word
+    refused = (ac.UnsupportedOpError, ac.PeerRefusedError)  # refused by this rank, or by the peer before it
     for _ in range(2):
         await me.refuses("join", refused, ac.join, says=("a call that a rank has refused", "min of it"))
         await me.check("still", ac.all_reduce, me.rank, expect=sum(range(me.size)))
 
 
 def test_no_join_after_a_refused_call(pair: World) -> None:
-    """Horovod would look for what the refused call's peers have issued of it where that was never issued."""
+    """After a refused call, Horovod would look for tensors of that call on peers that never issued it."""
     run_where_ranks_join(pair, joined_after_a_refusal)

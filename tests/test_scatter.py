@@ -1,4 +1,4 @@
-"""scatter: rank r gets the r-th of the values that `src` has."""
+"""scatter: rank r gets the r-th of the values that ``src`` passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_lists_of_every_dtype_and_shape(world: World, runner: str) -> None:
-    """src passes a list, the others None: shape and dtype travel with the data."""
+    """src passes a list and the others None: shape and dtype are sent with the data."""
     world.run(dtypes, runner=runner)
 
 
@@ -49,7 +49,7 @@ async def whole(me: Rank) -> None:
 
 
 def test_a_tensor_is_cut_along_dim_0(world: World, runner: str) -> None:
-    """A tensor whose first dimension divides by the number of ranks is dealt out in order."""
+    """A tensor whose first dimension is divisible by the number of ranks is split in rank order."""
     world.run(whole, runner=runner)
 
 
@@ -64,7 +64,7 @@ async def unequal(me: Rank) -> None:
 
 
 def test_pieces_may_differ_and_be_laid_out_in_any_way(world: World, runner: str) -> None:
-    """Each piece carries its own shape and dtype; src is rank 0 unless told."""
+    """Each piece has its own shape and dtype; src is rank 0 by default."""
     world.run(unequal, runner=runner)
 
 
@@ -84,7 +84,7 @@ async def values(me: Rank) -> None:
 
 
 def test_numbers_and_trees(world: World, runner: str) -> None:
-    """Each part is what src has put there, whatever the others are."""
+    """Each rank gets exactly the value that src listed for it, whatever the other values are."""
     world.run(values, runner=runner)
 
 
@@ -100,7 +100,7 @@ async def objects(me: Rank) -> None:
 
 
 def test_other_objects_are_for_scatter_object(world: World) -> None:
-    """The error names the functions for the rest; the lane goes on."""
+    """The error names the ``_object`` functions, and the lane remains usable."""
     world.run(objects)
 
 
@@ -116,7 +116,7 @@ async def into_out(me: Rank) -> None:
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:
-    """`out` is the result."""
+    """``out`` is filled and returned."""
     world.run(into_out, runner=runner)
 
 
@@ -144,7 +144,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_lists_are_refused_on_every_rank(world: World) -> None:
-    """src hears what is wrong with its list, the others that their peer refused."""
+    """The error of src says what is wrong with its list; the others' errors say that their peer refused."""
     world.run(refused, timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""Lanes, scopes and task groups as contexts: shared by tasks, left out of turn, cancelled, outlived."""
+"""Lanes, scopes and task groups as contexts: shared by tasks, left out of turn, canceled, outlived."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ pytestmark = pytest.mark.filterwarnings("error::asynccoll.UnawaitedWorkWarning")
 
 @pytest.fixture(params=["asyncio", "trio"])
 def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Run a case in this process, which is a world of one, whatever other tests have left."""
+    """Run a case in this process, which is a world of one whatever other tests have left."""
     ac.initialize("serial")
     yield lambda case, *args: anyio.run(case, *args, backend=request.param)
     ac.finalize()
 
 
 async def here() -> str:
-    """The lane on which this context issues."""
+    """Return the lane on which this context issues."""
     work = ac.all_reduce(1)
     assert await work == 1
     return repr(work).split("lane ")[1].split("'")[1]
 
 
 def failing(say: str) -> ac.Work[Any]:
-    """A work that raises in whoever waits for it."""
+    """Return a work that raises in its waiter."""
 
     def fail(_: Any) -> None:
         raise LookupError(say)
@@ -76,7 +76,7 @@ async def shared_lane() -> None:
 
 
 def test_tasks_may_enter_one_lane_object(run: Callable[..., Any]) -> None:
-    """Each goes back to the lane that it came from, whoever leaves first."""
+    """Each task returns to the lane that it came from, whichever leaves first."""
     run(shared_lane)
 
 
@@ -103,7 +103,7 @@ async def shared_scope() -> None:
 
 
 def test_tasks_may_enter_one_scope_object(run: Callable[..., Any]) -> None:
-    """Each waits for its own works."""
+    """Each task waits for its own works."""
     run(shared_scope)
 
 
@@ -132,7 +132,7 @@ async def out_of_turn() -> None:
 
 
 def test_a_lane_that_is_left_out_of_turn(run: Callable[..., Any]) -> None:
-    """A generator ends while a block that its consumer entered later goes on."""
+    """A generator ends while a block that its consumer entered later is still open."""
     run(out_of_turn)
 
 
@@ -153,7 +153,7 @@ async def closed_elsewhere() -> None:
 
 
 def test_a_generator_that_is_closed_in_another_task(run: Callable[..., Any]) -> None:
-    """What it entered ends with it, and what the other task has entered goes on."""
+    """Closing the generator ends what it entered; what the closing task has entered stays open."""
     run(closed_elsewhere)
 
 
@@ -170,7 +170,7 @@ async def nested() -> None:
 
 
 def test_scopes_nest(run: Callable[..., Any]) -> None:
-    """Each has its own works, also once an inner one has ended."""
+    """Each scope has its own works, even after an inner scope has ended."""
     run(nested)
 
 
@@ -182,7 +182,7 @@ async def received() -> None:
 
 
 def test_a_scope_does_not_keep_results_that_were_received(run: Callable[..., Any]) -> None:
-    """A training loop inside it would keep the gradients of many steps."""
+    """Otherwise a training loop inside a scope would keep the gradients of many steps alive."""
     run(received)
 
 
@@ -213,12 +213,12 @@ async def outlived() -> None:
 
 
 def test_a_child_that_outlives_its_scope(run: Callable[..., Any]) -> None:
-    """What it starts later belongs to the enclosing scope; without one nobody keeps it."""
+    """What the child starts later belongs to the enclosing scope; without one, no scope keeps it."""
     run(outlived)
 
 
 async def until_cancelled_again(times: int = 1) -> None:
-    """Until some task of this loop has been cancelled so many times, and has done what it does about it."""
+    """Wait until a task of this loop has been canceled ``times`` times and has reacted to that."""
     while not any(task.cancelling() >= times for task in asyncio.all_tasks()):
         await asyncio.sleep(0)
     await anyio.wait_all_tasks_blocked()
@@ -260,7 +260,7 @@ async def left_by(me: Rank, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "twice", "timeout", "wait_for"])
 def test_a_scope_is_not_left_by_cancelling_its_task(pair: worlds.World, how: str) -> None:
-    """The waiting goes on; then the cancellation, or the timeout that caused it, is raised."""
+    """The scope keeps waiting; then the cancellation, or the timeout that caused it, is raised."""
     pair.run(left_by, how)
 
 
@@ -287,7 +287,7 @@ async def shielded(me: Rank) -> None:
 
 
 def test_a_scope_is_shielded(pair: worlds.World, loop: str) -> None:
-    """Cancel scopes of anyio and trio do not end its waiting either."""
+    """The cancel scopes of anyio and trio do not end the wait of the scope either."""
     pair.run(shielded, runner=loop)
 
 
@@ -313,7 +313,7 @@ def interrupted(me: Rank, where: str) -> None:
 
 
 def failing_here() -> ac.Work[Any]:
-    """``failing``, of a payload that concerns no other rank."""
+    """``failing``, but of a call in which no other rank takes part."""
     group = ac.new_group([ac.get_rank()])
 
     def fail(_: Any) -> None:
@@ -325,7 +325,7 @@ def failing_here() -> ac.Work[Any]:
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["the block", "the end"])
 def test_ctrl_c_in_a_blocking_scope(pair: worlds.World, where: str) -> None:
-    """In the block, the works are waited for; a second one, while they are, ends that."""
+    """After Ctrl-C in the block the scope waits for its works; Ctrl-C during that wait ends the wait."""
     pair.run(interrupted, where)
 
 
@@ -333,7 +333,7 @@ def test_ctrl_c_in_a_blocking_scope(pair: worlds.World, where: str) -> None:
 
 
 class Stream:
-    """An object with an async call."""
+    """An object with an async ``__call__``."""
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
@@ -376,7 +376,7 @@ async def kinds_of_children() -> None:
 
 
 def test_what_children_can_be_made_of(run: Callable[..., Any]) -> None:
-    """Partials, objects, lambdas, calls that return awaitables; named after what is called."""
+    """Partials, objects, lambdas, and functions that return awaitables; each is named after its callee."""
     run(kinds_of_children)
 
 
@@ -404,16 +404,16 @@ async def refused_children() -> None:
             tasks.start_soon(backward)
         with raising(ac.InvalidArgumentError, "entered already"):
             await tasks.__aenter__()
-        tasks.start_soon(child, name="wrong")  # the name was not taken by what was refused
+        tasks.start_soon(child, name="wrong")  # the refused children have not taken the name
     for group in (tasks, ac.create_task_group()):
         with raising(ac.InvalidArgumentError, "enter the task group first"):
             group.start_soon(child)
-    async with tasks:  # a second block of the same object, once the first has ended
+    async with tasks:  # a second block of the same object, after the first has ended
         tasks.start_soon(child, name="wrong")
 
 
 def test_what_no_child_can_be_made_of(run: Callable[..., Any]) -> None:
-    """A coroutine, a function that is not async; nor may it have any name, or a group that is not entered."""
+    """Coroutines, functions that are not async, bad names, and groups that are not entered are refused."""
     run(refused_children)
 
 
@@ -433,5 +433,5 @@ async def failing_children() -> None:
 
 
 def test_errors_of_children(run: Callable[..., Any]) -> None:
-    """They come out of the block in a group, and the names are free again."""
+    """The errors leave the block as a group, and the names can be used again."""
     run(failing_children)

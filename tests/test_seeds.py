@@ -1,4 +1,4 @@
-"""``manual_seed``: equal numbers on all ranks, or numbers of each."""
+"""``manual_seed``: the same numbers on all ranks, or different numbers on each."""
 
 from __future__ import annotations
 

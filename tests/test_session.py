@@ -1,4 +1,4 @@
-"""``ac.session``: the world of a block; its event loop goes on while ranks wait for each other."""
+"""``ac.session``: the world of a block, whose event loop keeps running while ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bare() -> World:
 
 
 async def joined(me: Rank, path: str, memory: bool) -> int:
-    """The first rank enters only once the second one's loop has turned while it waits for the first."""
+    """Rank 0 enters only after rank 1's event loop has run while rank 1 waits for it."""
     turned, sign = 0, f"turned in {Path(path).parent.name}"
     entered = anyio.Event()
 
@@ -57,7 +57,7 @@ def test_the_loop_turns_while_the_others_are_awaited(
 
 
 async def asked_where_it_is(me: Rank, path: str) -> str:
-    """Rank 1 computes, in a loop's task, after it has joined in a thread."""
+    """Rank 1 joins in a thread and then computes in a task of its event loop."""
     async with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):
         await ac.barrier()
         if me.rank == 1:
@@ -80,7 +80,7 @@ def test_where_a_rank_is_that_has_joined_in_a_thread_is_told(bare: World, tmp_pa
 
 
 def left_by_an_error(me: Rank, path: str) -> None:
-    """Nobody waits for what will not come."""
+    """The block raises on rank 0, and no rank waits for calls that will never be made."""
     expected = ValueError if me.rank == 0 else ac.PeerLostError
     world = ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
     with me.case("left"), raising(expected, "" if me.rank else "planted"), world:
@@ -97,7 +97,7 @@ def test_a_block_that_raises_leaves_at_once(bare: World, tmp_path: Path) -> None
 
 
 async def told_why(me: Rank, path: str) -> None:
-    """A thread leaves the world for the event loop: it has no exception of its own."""
+    """A thread leaves the world for the event loop, and has no current exception of its own."""
     expected = ValueError if me.rank == 0 else ac.PeerLostError
     with me.case("told"), raising(expected, "ValueError: bad batch" if me.rank else "bad batch"):
         async with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):
@@ -113,7 +113,7 @@ def test_the_others_are_told_what_a_block_raised(bare: World, tmp_path: Path, lo
 
 
 def test_a_world_of_one_by_default() -> None:
-    """And what initialize refuses, it refuses."""
+    """It refuses what ``initialize`` refuses."""
     with ac.session() as same:
         assert isinstance(same, ac.session)
         assert ac.get_world_size() == 1
@@ -125,7 +125,7 @@ def test_a_world_of_one_by_default() -> None:
 
 
 def left_by_exit(me: Rank, path: str, code: int) -> str:
-    """Rank 0's program ends while what it sends is in flight; how it ends decides what becomes of that."""
+    """Rank 0 exits with a send in flight; the exit code decides whether that send is completed."""
     x = torch.full((1 << 22,), float(1 - me.rank))
     try:
         with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):

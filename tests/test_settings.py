@@ -1,4 +1,4 @@
-"""Ranks that differ in what must be the same everywhere are refused where they meet, all of them, by name."""
+"""Ranks that disagree on a common setting are all refused when they meet; the error says who set what."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patience import patient
 from ports import free_port
 from worlds import rank_environment
 
-#: Joins the world with the settings of its own rank, and prints what it is told.
+#: Joins the world with the settings of its own rank, and prints the outcome.
 PROGRAM = """
 import sys, json
 import asynccoll as ac
@@ -30,7 +30,7 @@ else:
 
 
 def joined(where: str, options: list[str], versions: tuple[str, ...] = ("", "", "")) -> list[str]:
-    """What each of so many ranks was told."""
+    """What each of ``len(options)`` ranks prints."""
     running = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), str(len(options)), where, versions[rank], said],
@@ -49,12 +49,12 @@ def joined(where: str, options: list[str], versions: tuple[str, ...] = ("", "", 
 
 @pytest.fixture(params=[pytest.param("tcp", marks=pytest.mark.nightly), "file"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A way to meet."""
+    """An init method: a file, or a TCP address."""
     return f"file://{tmp_path}/meet" if request.param == "file" else f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_ranks_that_differ_in_memory(where: str) -> None:
-    """Each is told which ranks said what."""
+    """Every rank's error says which ranks had which value."""
     for said in joined(where, ["{}", '{"memory": false}', "{}"]):
         assert said.startswith("InvalidArgumentError"), said
         assert "memory=: True on ranks 0, 2; False on rank 1" in said
@@ -68,7 +68,7 @@ def test_ranks_that_differ_in_check() -> None:
 
 
 def test_ranks_of_different_versions() -> None:
-    """Before anything else that they may differ in."""
+    """The version is compared before any other setting."""
     options = ["{}", "{}", '{"check": "off"}']
     for said in joined(f"tcp://127.0.0.1:{free_port()}", options, ("", "", "9.9")):
         assert said.startswith("LaunchEnvironmentError"), said
@@ -81,6 +81,6 @@ def test_ranks_that_are_alike(where: str) -> None:
 
 
 def test_what_an_unknown_version_tells_is_read() -> None:
-    """With things that this one does not know, and without some that it does."""
+    """Unknown fields are ignored, and missing ones have defaults."""
     read = Member.read({"host": "there", "colour": "red"})
     assert (read.host, read.version) == ("there", "an unknown one")

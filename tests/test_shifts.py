@@ -1,4 +1,4 @@
-"""Ranks that are a call apart are warned of, and ranks that only call from different lines are not."""
+"""Ranks that are a call apart are warned about; ranks that merely call from different lines are not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def calls(lines: Lines, first: int = 1, group: str = "world") -> dict[int, Made]
 
 
 def told(one: Lines, other: Lines) -> str:
-    """Of two ranks with these lines, whoever of them is the first; "" if there is no shift."""
+    """The warning of two ranks with these lines, whichever of them is the first; "" if there is no shift."""
     there, back = (Comparison((0, 1)).look(calls(a), calls(b)) for a, b in ((one, other), (other, one)))
     assert (there is None) == (back is None)
     return str(there or "")
@@ -92,17 +92,17 @@ def test_lines_that_ranks_choose_before_do_not_hide_it() -> None:
 
 
 def owner(rank: int, size: int) -> list[object]:
-    """One after the other, ranks make it from one line, and the others from another."""
+    """The ranks take turns making the call from one line, while the others make it from another."""
     return [7, *(("mine" if step % size == rank else "theirs") for step in range(200))]
 
 
 def active(rank: int, size: int) -> list[object]:
-    """So does a window of half of the ranks."""
+    """As ``owner``, but half of the ranks at a time have their turn."""
     return [7, *(("in" if (step - rank) % size < size // 2 else "out") for step in range(200))]
 
 
 def by_chance(rank: int, seed: int, often: float) -> list[object]:
-    """Each rank by its own data, but in every tenth step all of them together."""
+    """Each rank chooses its line by its own data, except that all choose together in every tenth step."""
     both, own = random.Random(seed), random.Random(seed * 1000 + rank)
     return [
         "a" if (both if step % 10 == 0 else own).random() < often else "b" for step in range(10 * RECORDS)
@@ -112,7 +112,7 @@ def by_chance(rank: int, seed: int, often: float) -> list[object]:
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 @pytest.mark.parametrize("program", [owner, active])
 def test_turns_are_no_shift(program: Callable[[int, int], list[object]], size: int) -> None:
-    """Though the lines of a rank are those of the one before it, a place on."""
+    """This holds although the lines of a rank are those of its predecessor, shifted by one place."""
     for rank in range(1, size):
         assert told(program(rank - 1, size), program(rank, size)) == ""
 
@@ -146,7 +146,7 @@ def test_lines_chosen_by_chance_are_no_shift(often: float) -> None:
 
 
 def test_what_is_seen_little_by_little_counts_together() -> None:
-    """Looks see a part of the calls, and of what lies between nothing; one rank is behind by some."""
+    """Each look sees only a few calls and none of those in between; one rank lags behind by some."""
     whole = repeated(1, 2, 3, steps=200)
     less = without(whole, 100)
     comparison = Comparison((2, 3))
@@ -157,7 +157,7 @@ def test_what_is_seen_little_by_little_counts_together() -> None:
         one, other = whole[first : first + 6], less[first : first + 5]
         found = comparison.look(calls(one, first + 1), calls(other, first + 1))
         looks += 1
-    assert looks == 5 + 2  # four places in each
+    assert looks == 5 + 2  # each look sees four new places
     assert "since all_reduce #101 or before: rank 2 made it at train.py:2, rank 3 at train.py:3" in str(found)
 
 
@@ -187,8 +187,8 @@ def recorded(rank: int, lines: Iterable[object], group: str = "world", **failed:
 
 def test_what_is_compared_is_read_from_the_ring() -> None:
     recorder = recorded(0, islice(cycle((12, 15)), RECORDS + 10), failed=100)
-    recorder.note(recorder.texts[12], 0, 0, 3, 1, 4, 1.0, 1.0)  # a message
-    recorder.note(recorder.texts[12], 0, RECORDS + 10, 2, -1, 4, 1.0, 1.0)  # a second part
+    recorder.note(recorder.texts[12], 0, 0, 3, 1, 4, 1.0, 1.0)  # a message: not compared
+    recorder.note(recorder.texts[12], 0, RECORDS + 10, 2, -1, 4, 1.0, 1.0)  # a second part: not compared
     assert sorted(made(recorder.buffer)) == [("world", "default")]
     found = made(recorder.buffer)["world", "default"]
     assert sorted(found) == [place for place in range(13, RECORDS + 11) if place != 100]
@@ -234,7 +234,7 @@ def test_a_group_is_compared_with_its_next_member(caplog: pytest.LogCaptureFixtu
 def test_a_neighbour_that_is_seen_only_later_is_compared_from_its_beginning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It was compared from where the one before it had ended, and under that one's name."""
+    """It was once compared from where its predecessor had ended, and under its predecessor's name."""
     whole = repeated(1, 2)
     memory = {rank: recorded(rank, whole if rank != 1 else without(whole, 8)) for rank in range(3)}
     late = memory.pop(1)
@@ -261,7 +261,7 @@ def apart(rank: int, steps: int, skipped: int | None = None) -> Any:
 
 @pytest.fixture
 def warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stalls are warned of, and with them shifts."""
+    """Turn on warnings of stalls, and with them warnings of shifts."""
     monkeypatch.setenv("ASYNCCOLL_STALL_WARNING", "30")
 
 
@@ -277,7 +277,7 @@ APART = re.compile(
 def test_it_is_warned_of_while_the_program_runs(
     loop: str, size: int, transport: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Long before rank 1 ends, and the others wait in vain."""
+    """The warning is logged long before rank 1 ends and the others are left waiting."""
     said: list[str] = []
 
     async def main(rank: int) -> None:
@@ -296,7 +296,7 @@ def test_it_is_warned_of_while_the_program_runs(
 
 @pytest.mark.usefixtures("warning")
 def test_at_the_end_it_is_looked_for_once_more(loop: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a program that is over in less time than a look takes to come."""
+    """The check at the end finds the shift in a program that is over before the first regular check."""
 
     async def main(rank: int) -> None:
         for step in range(20):
@@ -356,7 +356,7 @@ async def blocks(rank: int, step: int) -> None:
 
 
 async def tasks(rank: int, step: int) -> None:
-    """Their lanes have the same names in each step."""
+    """The lanes of the children have the same names in each step."""
 
     async def child() -> None:
         for _ in range(1 + step % 2):
@@ -375,7 +375,7 @@ async def prepared(rank: int, step: int) -> None:
 
 
 async def hooks(rank: int, step: int) -> None:
-    """Buckets that are alike, each from the hook of its last gradient."""
+    """The buckets are alike, and each is sent by the hook of its last gradient."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     gradients = ac.overlap_gradients(model, bucket_bytes=64)
@@ -406,7 +406,7 @@ def test_what_is_no_shift_is_not_warned_of(
     assert "apart" not in caplog.text
 
 
-#: Both ranks go on until rank 0 is told, of which both learn in the same call.
+#: Both ranks run until rank 0 has been warned, which the same call tells both of them.
 LIVE = """
     import logging, time
     import torch

@@ -1,4 +1,4 @@
-"""Calls that fit no signature, as users of torch.distributed make them: the error writes the right one."""
+"""Calls that fit no signature, as torch.distributed users write them: the error suggests the right call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks import Rank, raising
 from worlds import World
 
 X = torch.ones(2)
-called: Any = ac  # wrongly, which a type checker would say
+called: Any = ac  # Any, as a type checker would reject the wrong calls
 
 DROPPED = "starts at once and returns a Work: drop async_op"
 RETURNED = "the result is returned"
@@ -117,7 +117,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_the_error_writes_the_right_call(name: str) -> None:
-    """It is Python's ``TypeError``, too, says what Python says, and has no other error behind it."""
+    """It is also a ``TypeError``, includes Python's message, and has no other error as its context."""
     call, says = MISFITS[name]
     with raising(ac.InvalidCallError, *says) as caught:
         call()
@@ -126,7 +126,7 @@ def test_the_error_writes_the_right_call(name: str) -> None:
     assert caught.error.__context__ is None
 
 
-#: What is no call of a collective, made wrongly, and what its error says.
+#: Wrong calls of functions that are not collectives, and what their errors say.
 OTHERS = {
     "message of nothing": (called.P2POp, "P2POp() missing", "write ac.P2POp(op, tensor)"),
     "message without a tensor": (lambda: called.P2POp(ac.send), "'tensor'", "write ac.P2POp(op, tensor)"),
@@ -168,7 +168,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_collective_says_as_much(name: str) -> None:
-    """Typed, and with the call as it is written, where that is known."""
+    """The error is typed, and shows how the call is written where that is known."""
     call, *says = OTHERS[name]
     with raising(ac.InvalidCallError, *says) as caught:
         call()
@@ -204,7 +204,7 @@ async def _first(works: Any, **call: Any) -> None:
 
 
 async def _never() -> None:
-    """A coroutine that is passed where a function is due."""
+    """A coroutine function whose coroutine is passed where a function is expected."""
 
 
 def _rank(rank: int) -> int:
@@ -215,7 +215,8 @@ def _two(stage: object) -> Any:
     return testing.simulate(_rank, world_size=2, faults=stage)
 
 
-#: Arguments of another type than the function takes, and what the error says: which, and what was given.
+#: Arguments of a type that the function does not take, and what the error says: which one, and what was
+#: given.
 OF_ANOTHER_TYPE = {
     "one work": (
         lambda: asyncio.run(called.wait_all(_sum())),
@@ -423,7 +424,7 @@ OF_ANOTHER_TYPE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::asynccoll.UnawaitedWorkWarning")  # of the works that were refused
+@pytest.mark.filterwarnings("ignore::asynccoll.UnawaitedWorkWarning")  # of the refused works
 @pytest.mark.parametrize("name", OF_ANOTHER_TYPE)
 def test_an_argument_of_another_type_is_named(name: str) -> None:
     """Not by what Python misses in it somewhere inside; a caller that expects Python's error gets it."""
@@ -472,7 +473,7 @@ def test_the_error_says_where_the_result_is() -> None:
 
 
 def test_in_an_event_loop_the_right_call_is_awaited() -> None:
-    """Where none runs, ``await`` is no Python, or an error of its own."""
+    """Where no event loop runs, the error suggests no ``await``, as that would be invalid there."""
 
     async def main() -> None:
         with raising(
@@ -487,7 +488,7 @@ def test_in_an_event_loop_the_right_call_is_awaited() -> None:
 
 
 def test_an_error_of_a_call_that_does_not_fit_shows_the_line_of_the_call() -> None:
-    """Whatever has looked for the right call."""
+    """Frames of the code that looked for the right call are not shown."""
     with pytest.raises(ac.InvalidCallError) as caught:
         called.all_reduce(X, dist.ReduceOp.MAX)
     frames = traceback.extract_tb(caught.value.__traceback__)
@@ -495,14 +496,14 @@ def test_an_error_of_a_call_that_does_not_fit_shows_the_line_of_the_call() -> No
 
 
 def test_what_is_not_understood_is_not_left_out_of_the_right_call() -> None:
-    """The call without it would mean something else."""
+    """The suggested call would mean something else without it, so none is suggested."""
     with raising(ac.InvalidCallError, "wire_dtype", "by name there are op") as caught:
         called.all_reduce(X, wire_dtype=torch.bfloat16)
     assert "write" not in str(caught.error)
 
 
 def test_a_type_error_of_what_is_called_stays_as_it_is() -> None:
-    """Whatever a user's codec raises is not about the arguments."""
+    """A TypeError that a user's codec raises is not about the arguments."""
 
     def encode(_: object) -> bytes:
         raise TypeError("a codec's own")
@@ -513,7 +514,7 @@ def test_a_type_error_of_what_is_called_stays_as_it_is() -> None:
 
 
 async def told(me: Rank) -> None:
-    group = ac.new_group([0, 1])  # where every rank has to make it
+    group = ac.new_group([0, 1])  # every rank has to make the group
     if me.rank == 0:
         for name, call in {
             "world": lambda: called.all_reduce(torch.ones(2), dist.ReduceOp.MAX),
@@ -538,5 +539,5 @@ async def told(me: Rank) -> None:
 
 
 def test_the_peers_are_told(four: World, runner: str) -> None:
-    """On the lane and group that were meant, also where the group was passed by position."""
+    """The peers get the error on the intended lane and group, even if the group was passed by position."""
     four.run(told, runner=runner, timeout=patient(30))

@@ -1,4 +1,4 @@
-"""The simulated world: it is what a seed says, says what went wrong, and our library is right in it."""
+"""The simulated world: a seed determines it, it reports what went wrong, and our library works in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEDULES = [RandomWalk(), PCT()]
 
 
 async def busy(rank: int) -> list[Any]:
-    """Two tasks on two lanes, trees, objects, a message, a refused call."""
+    """Run two tasks on two lanes, trees, objects, a message, and a refused call."""
     size = ac.get_world_size()
 
     async def steps(number: int) -> None:
@@ -57,7 +57,7 @@ async def busy(rank: int) -> list[Any]:
 
 
 def digests(count: int) -> list[str]:
-    """Of some simulations, faults among them."""
+    """The digests of ``count`` simulations, some of them with faults."""
     found = []
     for number in range(count):
         faults = [Kill(number % 3, after_call=1 + number % 11)] if number % 2 else []
@@ -83,7 +83,7 @@ def test_results_are_those_of_a_real_world(size: int, schedule: Any, loop: str) 
 
 
 def test_the_same_seed_is_the_same_simulation() -> None:
-    """Also in another process, in which sets have another order."""
+    """The digests are the same in another process too, in which sets have another order."""
     here = Path(__file__).parent
     told = (
         "import warnings; warnings.simplefilter('ignore'); import test_simulated as t; print(*t.digests(20))"
@@ -100,7 +100,7 @@ def test_the_same_seed_is_the_same_simulation() -> None:
 
 
 async def _cancelled_together(rank: int) -> list[str]:
-    """The order in which tasks, each in a cancel scope of its own, are cancelled by the scope around them."""
+    """The order in which tasks, each in its own cancel scope, are canceled by the enclosing scope."""
     heard: list[str] = []
 
     async def wait(name: str) -> None:
@@ -119,7 +119,7 @@ async def _cancelled_together(rank: int) -> list[str]:
 
 
 def test_scopes_are_cancelled_in_the_order_in_which_they_were_entered() -> None:
-    """anyio keeps them in a set, whose order is that of their addresses."""
+    """anyio keeps the scopes in a set, whose order depends on their addresses."""
     other_addresses = []
     for _ in range(5):
         report = simulate(_cancelled_together, world_size=2, seed=1)
@@ -129,7 +129,7 @@ def test_scopes_are_cancelled_in_the_order_in_which_they_were_entered() -> None:
 
 @pytest.mark.slow
 def test_drawn_programs_are_the_same_in_another_process() -> None:
-    """With faults, and beside each other; `make determined` compares ten thousand."""
+    """Faults included, in two concurrent processes; `make determined` compares ten thousand."""
     assert differing(50, 20261124) == (50, [])
 
 
@@ -157,9 +157,9 @@ def test_without_a_loop() -> None:
     assert str(report).endswith(" simulated seconds: {0: 6.0, 1: 6.0, 2: 6.0}")
 
 
-@pytest.mark.parametrize("number", range(10))  # the last of all calls may be over where it died
+@pytest.mark.parametrize("number", range(10))  # excludes the last call: the others may have completed it when the rank dies
 def test_a_killed_rank_is_named(number: int) -> None:
-    """By each survivor, within seconds of its time; whoever fails because of it may be named, too."""
+    """Each survivor names it within seconds; a rank that fails as a consequence may be named, too."""
     gone = number % 3
     report = simulate(busy, world_size=3, seed=number, faults=[Kill(gone, after_call=1 + number)])
     assert report.killed == [gone]
@@ -306,7 +306,7 @@ def test_calls_that_do_not_match_are_told() -> None:
 
 
 def test_a_race_of_the_program_is_found() -> None:
-    """Two tasks on one lane, by ``check="off"``: with some seed their calls meet each other's."""
+    """Two tasks share one lane under ``check="off"``; with some seed their calls pair up wrongly."""
 
     async def main(rank: int) -> None:
         async def step(seconds: float, value: float) -> None:
@@ -329,7 +329,7 @@ def test_a_race_of_the_program_is_found() -> None:
         return any(got != 2 * value for value, got in values)
 
     assert any(wrong(number) for number in range(20))
-    checked = simulate(main, world_size=2, seed=0)  # as it is by default
+    checked = simulate(main, world_size=2, seed=0)  # the default check
     assert any(isinstance(error, ac.LaneOrderError) for error in checked.errors.values())
 
 
@@ -363,7 +363,7 @@ def test_a_function_that_needs_more_than_its_rank_is_refused() -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_joining_a_world_twice_says_what_to_leave_out(joined: bool) -> None:
-    """It is joined by the simulation, or by the function, whose own mistake it is then."""
+    """The simulation joins the world, or the function does; joining twice is then its own mistake."""
 
     async def main() -> None:
         ac.initialize()
@@ -383,7 +383,7 @@ def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
         block.code for block in blocks(DOCS / "simulation.md", "python")
     )
     names: dict[str, Any] = {}
-    exec(first + explored.replace("range(500)", "range(50)"), names)  # it is ours
+    exec(first + explored.replace("range(500)", "range(50)"), names)  # our own code
     tests = [value for name, value in names.items() if name.startswith("test_")]
     assert len(tests) == 3
     for test in tests:
@@ -396,7 +396,7 @@ def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     names["test_training"]()
     for right, wrong in (('op="avg"', 'op="sum"'), ("for work in works:", "for work in works[:1]:")):
         exec(training[: training.index("def as_one")].replace(right, wrong), mistaken := {})  # as above
-        with warnings.catch_warnings(action="ignore"):  # of works that nobody awaits
+        with warnings.catch_warnings(action="ignore"):  # about works that are never awaited
             found = explore(
                 mistaken["train"], seeds=range(3), world_size=3, expect=names["as_one_process_does"]
             )
@@ -442,7 +442,7 @@ def test_the_host_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_finalize_leaves_no_thread_behind(abort: bool) -> None:
-    """One that comes back from native code while the interpreter ends aborts the process."""
+    """A thread that returns from native code while the interpreter exits aborts the process."""
 
     async def main(rank: int) -> list[str]:
         async def step() -> None:
@@ -452,7 +452,7 @@ def test_finalize_leaves_no_thread_behind(abort: bool) -> None:
             for number in range(3):
                 tasks.start_soon(step, name=f"step {number}")
         if rank == 0:
-            ac.all_reduce(torch.ones(2), lane="opens").detach()  # which the others do not use
+            ac.all_reduce(torch.ones(2), lane="opens").detach()  # a lane that the others do not use
         ac.finalize(abort=abort or rank == 0)
         scheduler = running()
         assert scheduler is not None
@@ -465,7 +465,7 @@ def test_finalize_leaves_no_thread_behind(abort: bool) -> None:
 
 
 def test_what_many_simulations_leave_is_collected_now_and_then() -> None:
-    """It counted as old, and was never looked at: ten thousand had as many mappings as there may be."""
+    """The garbage counted as old and stayed: ten thousand simulations used up the process's mappings."""
     left: list[weakref.ref[Any]] = []
 
     class Cycle:
@@ -483,7 +483,7 @@ def test_what_many_simulations_leave_is_collected_now_and_then() -> None:
 def test_tasks_that_nobody_can_wake_are_not_told_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report shows where they stood; asyncio would log that each was destroyed, and each protests."""
+    """The report shows where they stood; asyncio would log each as destroyed, and each would complain."""
     heard: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
 
@@ -515,14 +515,14 @@ async def split(rank: int) -> list[float]:
 
 
 def test_one_element_does_not_pass_for_several() -> None:
-    """Where the library compares nothing: torch would fill all of them with it."""
+    """With the library's checks off, torch would fill all four elements with the one received."""
     report = simulate(split, world_size=2, check="off")
     assert "1 elements came where 4 were expected" in report.mismatches[0]
     assert 1 not in report.results
 
 
 async def summed(rank: int) -> float:
-    """Through memory no call takes long enough for the task to be suspended in it."""
+    """Sum over four calls; through memory none takes long enough to suspend the task."""
     total = 0.0
     for number in range(4):
         total += (await ac.all_reduce(torch.tensor([float(number + rank)]))).item()
@@ -536,6 +536,6 @@ async def summed(rank: int) -> float:
 def test_a_task_that_is_never_suspended_is_cancelled_as_well(
     fault: Fault, raised: type[BaseException]
 ) -> None:
-    """As by asyncio at Ctrl-C; else the fault would have struck, and changed nothing."""
+    """It is canceled as by asyncio at Ctrl-C; otherwise the fault would have had no effect."""
     report = simulate(summed, world_size=3, transport="memory", faults=[fault], seed=3)
     assert isinstance(report.errors[1], raised)

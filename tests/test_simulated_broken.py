@@ -1,4 +1,4 @@
-"""Programs that are broken, on every transport: who cannot go on is told why, and nobody waits for good."""
+"""Broken programs on every transport: each rank that cannot continue is told why, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asynccoll.testing import simulate
 from asynccoll.testing.transports import TRANSPORTS
 
 SIZE = 3
-#: Seconds: after a peer is lost or differs it is not the operations' timeout of 20 that ends the waiting.
+#: Seconds. Once a peer is lost or differs, waits must end well before the operation timeout of 20 seconds.
 SOON = 10.0
 
 
@@ -38,7 +38,7 @@ async def goes_in_another_order(rank: int) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("main", [calls_another, has_another_shape, goes_in_another_order])
 def test_ranks_that_differ_are_told_so(main: Callable[[int], Awaitable[None]], transport: str) -> None:
-    """Each of them, also if another one has ended on account of that before."""
+    """Every rank is told, even if another one has already ended because of the mismatch."""
     for seed in range(3):
         report = simulate(main, world_size=SIZE, seed=seed, transport=transport)
         assert report.deadlock is None
@@ -50,7 +50,7 @@ def test_ranks_that_differ_are_told_so(main: Callable[[int], Awaitable[None]], t
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_differ_in_the_root_are_told_where_they_need_anybody(transport: str) -> None:
-    """On MPI and nccl a root waits for nobody; nor is one that differs missed there by the others."""
+    """On MPI and nccl a root waits for no peer, and its peers do not miss a rank whose root differs."""
     for seed in range(3):
         report = simulate(has_another_root, world_size=SIZE, seed=seed, transport=transport)
         assert report.deadlock is None

@@ -1,4 +1,4 @@
-"""Refused calls of one child task, and the calls of the next of its name: schedules that once lost some."""
+"""Refused calls of a child task, and the calls of the next child of its name: orders that once lost some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asynccoll.waiting import children
 from asynccoll.waiting.children import Children
 
 STEPS = 5
-#: In which a child fails on rank 1.
+#: The step in which a child fails on rank 1.
 FAILS = 1
 
 Child = Callable[[int], Awaitable[None]]
@@ -29,7 +29,7 @@ async def summed(value: int) -> None:
 
 
 async def steps(child: Child) -> list[list[str]]:
-    """What each step of one child raises."""
+    """Return what each step of one child raises."""
     raised = []
     for step in range(STEPS):
         try:
@@ -63,7 +63,7 @@ async def both_refuse(rank: int) -> Any:
 
 
 async def begun_and_lost(rank: int) -> Any:
-    """The next child has begun a call of several native ones when it turns out that it is lost."""
+    """The next child has started a call of several native ones when that call turns out to be lost."""
 
     async def child(step: int) -> None:
         value = f"{step}" * 2000
@@ -80,7 +80,7 @@ async def begun_and_lost(rank: int) -> Any:
 
 
 async def again(rank: int) -> Any:
-    """Rank 0's child catches the refusal and makes its call again, which rank 1's child cannot."""
+    """Rank 0's child catches the refusal and repeats its call, which rank 1's child cannot match."""
 
     async def child(step: int) -> None:
         await summed(100 * step + 1)
@@ -96,19 +96,19 @@ async def again(rank: int) -> Any:
 
 
 async def unopened(rank: int) -> Any:
-    """Rank 0's children fail before their first call, on a lane that it has not opened so far."""
+    """Rank 0's children fail before their first call, on a lane that rank 0 has not opened so far."""
 
     async def child(step: int) -> None:
         if 0 < step < 3 and rank == 0:
             raise LookupError("disk full")
-        if step:  # the lane of the first of a name is closed when it ends
+        if step:  # the lane of the first child of a name is closed when the child ends
             await summed(100 * step)
 
     return await steps(child)
 
 
 async def unopened_and_left(rank: int) -> Any:
-    """Likewise, but rank 1's children do not wait for it: what they have called is still queued."""
+    """As ``unopened``, but rank 1's children do not wait for the lane: their calls are still queued."""
 
     async def child(step: int) -> None:
         if 0 < step < 3:
@@ -134,7 +134,7 @@ async def first_unopened(rank: int) -> Any:
 
 
 async def often(rank: int) -> Any:
-    """Rank 1's child goes on after each refusal, with calls that rank 0's cannot make."""
+    """Rank 1's child continues after each refusal, with calls that rank 0's cannot make."""
 
     async def child(step: int) -> None:
         if step == FAILS and rank == 0:
@@ -154,7 +154,7 @@ LOST, REFUSED = ["LookupError"], ["PeerRefusedError"]
 #: What each step may raise, on rank 0 and on rank 1.
 PROGRAMS: dict[Callable[[int], Any], list[tuple[list[list[str]], list[list[str]]]]] = {
     both_refuse: [([[], [], ["KeyError"], [], []], [[], LOST, REFUSED, [], []])],
-    begun_and_lost: [  # nothing is lost where the call that rank 0 gave up had been held, to be compared
+    begun_and_lost: [  # no call is lost if the one that rank 0 gave up was held back for comparison
         ([[], [], REFUSED, [], []], [[], LOST, REFUSED, [], []]),
         ([[], [], [], [], []], [[], LOST, [], [], []]),
     ],
@@ -172,7 +172,7 @@ PROGRAMS: dict[Callable[[int], Any], list[tuple[list[list[str]], list[list[str]]
 def test_a_name_that_had_as_many_children_as_there_are_numbers_for_is_new(
     program: Callable[[int], Any], most: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of them may be one that failed, or the next."""
+    """The last child that there is a number for may be the one that failed, or the one after it."""
     monkeypatch.setattr(children, "MOST_CHILDREN", most)
     report = simulate(program, world_size=2, transport=transport, timeout=60.0)
     report.check()
@@ -204,7 +204,7 @@ def test_the_next_child_is_right_after_refusals(
 
 
 async def in_groups(rank: int) -> Any:
-    """Each lane of a child is first used in another step, and some of its calls are never made by a rank."""
+    """Each child lane is first used in a different step, and each rank leaves out some of its calls."""
     pair = [0, 1] if rank < 2 else None
 
     async def child(step: int) -> None:
@@ -224,7 +224,7 @@ async def in_groups(rank: int) -> Any:
 @pytest.mark.parametrize("check", ["local", "off"])
 @pytest.mark.parametrize("seed", range(3))
 def test_lanes_that_children_have_never_opened_are_in_step(seed: int, check: str, nodes: int) -> None:
-    """In the world and in a group, also where a rank opens one long after the others."""
+    """In the world and in a group, even where one rank opens a lane long after the others."""
     report = simulate(in_groups, world_size=3, seed=seed, nodes=nodes, check=check, timeout=60.0)
     report.check()
     lost, fine = LOST, [[], [], []]

@@ -1,7 +1,7 @@
-"""Programs that combine what there is, drawn and run in simulated worlds: on six transports, with faults.
+"""Random programs that combine the library's features, in simulated worlds: on six transports, with faults.
 
-Every program in a dozen orders. Those of fixed seeds are the same on every run; those of the day are others
-every day, and what they find is said with the seed that finds it again (``explore_simulated``).
+Each program runs in a dozen orders. The programs of fixed seeds are the same on every run. Those of the day
+differ every day; a failure is reported with the seed that reproduces it (``explore_simulated``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_drawn_programs(which: str) -> None:
 
 
 def test_a_wake_up_that_is_lost_is_noticed_by_the_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are right: who sleeps looks again after a tenth of a second."""
+    """Results are still right, as a sleeper looks again after a tenth of a second, but they are late."""
     program = from_json(
         '{"ranks": 3, "tasks": [{"calls": [{"wait": "threads"}, {"wait": "plain thread"}]}], "loop": "none"}'
     )
@@ -46,9 +46,9 @@ def test_a_wake_up_that_is_lost_is_noticed_by_the_time_it_takes(monkeypatch: pyt
 
 
 def test_what_a_rank_owes_while_it_waits_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 makes its last call once the others have the sum, of which it reduces a part, and does not look.
+    """Rank 1 owes a part of a sum, but makes its last call only once the others have it, and does not look.
 
-    Nor may anything else, such as what records the simulation, have it look at the memory meanwhile.
+    Nothing else, such as the recording of the simulation, may make it look at the memory meanwhile.
     """
     program = from_json(
         '{"ranks": 3, "tasks": [{"calls": [{}, {"rests": 1}, {"payload": "long", "wait": "threaded"}, '
@@ -61,7 +61,7 @@ def test_what_a_rank_owes_while_it_waits_elsewhere_is_noticed(monkeypatch: pytes
 
 
 def test_who_looks_again_and_again_and_does_not_sleep_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are right, and not late: only a processor is busy, for as long as rank 1 rests."""
+    """Results are right and not late, but a processor stays busy for as long as rank 1 rests."""
     program = from_json('{"ranks": 2, "tasks": [{"calls": [{}, {"rests": 20, "seed": 2}]}], "loop": "none"}')
     monkeypatch.setattr(Engine, "_wait", lambda self, call, deadline: None)
     told = found(program)
@@ -69,12 +69,12 @@ def test_who_looks_again_and_again_and_does_not_sleep_is_noticed(monkeypatch: py
 
 
 def test_what_is_left_of_a_world_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its beacon tells the others that a rank is there."""
+    """The thread left behind is the beacon, which tells the others that a rank is alive."""
     monkeypatch.setattr(network.Beacon, "close", lambda self: None)
     told, _ = complaints(from_json('{"ranks": 2, "tasks": [{"calls": [{}]}]}'), 1, again=True)
     assert told and all(one.startswith("[left]") for one in told), told
 
 
 def found(program: Program) -> set[str]:
-    """What is wrong in one of some orders."""
+    """Return the complaints about a program in ten different orders."""
     return {one for seed in range(10) for one in complaints(program, seed, transport="memory")[0]}

@@ -1,4 +1,4 @@
-"""What simulated worlds have found, each kept as it was found: in the order, and with the fault."""
+"""Bugs that simulated worlds have found, each kept as it was found: with its order and its fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simulated import complaints, unwaited
 
 
 def test_one_call_of_two_steps_is_over_before_its_recorder_hears_of_it() -> None:
-    """The recorder took the rest of it over, with the lane locked: its thread waited for itself."""
+    """The recorder took over the rest of the call with the lane locked: its thread waited for itself."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{}, {"operation": "broadcast", "payload": "text"}]}]}'
     )
@@ -29,7 +29,7 @@ def test_one_call_of_two_steps_is_over_before_its_recorder_hears_of_it() -> None
 
 
 async def told_who_left(rank: int) -> None:
-    """Rank 0 leaves, and all others are told so; each of them leaves then."""
+    """Rank 0 leaves, and all others are told so; then each of them leaves."""
     await ac.all_reduce(1, lane="open")
     if rank > 0:
         for lane in ("open", "new"):
@@ -41,7 +41,7 @@ async def told_who_left(rank: int) -> None:
 
 
 def test_who_comes_late_is_told_who_left_first() -> None:
-    """Not who left because of that, either."""
+    """The error does not name ranks that left as a consequence."""
     for seed in range(10):
         report = simulate(told_who_left, world_size=3, seed=seed, faults=[Stop(1, seconds=4.0, after_call=1)])
         report.check()
@@ -49,7 +49,7 @@ def test_who_comes_late_is_told_who_left_first() -> None:
 
 
 async def closed_in_a_block(rank: int) -> None:
-    """What was put off on the lane is sent before the lane is closed."""
+    """Calls deferred on the lane are sent before the lane is closed."""
     with ac.coalescing():
         work = ac.all_reduce(torch.ones(3), lane="brief")
         ac.close_lane("brief")
@@ -63,7 +63,7 @@ def test_a_lane_is_closed_inside_a_coalescing_block() -> None:
 
 
 def test_a_rank_whose_call_broke_off_halfway_issues_nothing_after_it() -> None:
-    """One that had lost a peer between two steps of a call began the next; others were at the first."""
+    """A rank that lost a peer between two steps of a call started the next call; others were at the first."""
     program = from_json(
         '{"ranks": 3, "tasks": [{"calls": [{"payload": "wrong"}, {"operation": "reduce_scatter", "payload":'
         ' "tracked tree of tensors"}]}], "start": "threads"}'
@@ -74,7 +74,7 @@ def test_a_rank_whose_call_broke_off_halfway_issues_nothing_after_it() -> None:
 
 
 def asks_again_and_again(rank: int) -> None:
-    """With a time limit that is shorter than asking after the peer takes."""
+    """Wait with a timeout that is shorter than the check on the peer takes."""
     work = ac.all_reduce(1, timeout=0.1)
     while True:
         try:
@@ -84,7 +84,7 @@ def asks_again_and_again(rank: int) -> None:
 
 
 def test_who_waits_in_short_turns_hears_of_a_silent_peer() -> None:
-    """Each turn was over before it began, and nobody else came to ask after the peer."""
+    """Each wait was over before the check began, and no other thread checked on the peer."""
     for seed in range(4):
         silent = [Kill(0, silent=True, after_call=1)]
         report = simulate(
@@ -114,7 +114,7 @@ def test_a_silent_peer_is_asked_once_for_all_parts_that_wait() -> None:
 
 
 def uses_many_lanes(rank: int) -> None:
-    """Rank 1 makes no second call on them."""
+    """Rank 1 makes no second call on the lanes."""
     for repeat in range(2 - rank):
         works = [ac.all_reduce(torch.ones(2), lane=f"l{index}") for index in range(12)]
         for work in works:
@@ -126,14 +126,14 @@ def uses_many_lanes(rank: int) -> None:
 
 
 def test_a_peer_that_was_found_dead_is_not_asked_on_the_next_lane() -> None:
-    """Each lane asked it for a second and a half, until those of the last lanes were over their time."""
+    """Each lane waited a second and a half for the peer's answer, until the last lanes had timed out."""
     silent = [Kill(1, silent=True, at=0.5)]
     report = simulate(uses_many_lanes, world_size=2, seed=1, loop="none", faults=silent)
     assert not report.errors, report.errors
 
 
 def test_a_concurrent_future_is_over_by_its_deadline() -> None:
-    """A peer that had lost the store gave its side up: nobody waited here who would have seen the time."""
+    """A peer that had lost the store gave up its side, and no waiter here would have noticed the deadline."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "tree, None '
         'elsewhere", "root": 1}, {"operation": "reduce_scatter", "payload": "tree of tensors"}, '
@@ -148,7 +148,7 @@ def test_a_concurrent_future_is_over_by_its_deadline() -> None:
 
 
 async def uses_what_it_computed(rank: int) -> list[float]:
-    """On a device: the host of rank 1 has nothing to wait for, but that its device comes so far."""
+    """On a device: rank 1's host has nothing to wait for except its device's progress."""
     try:
         return (await ac.all_reduce(torch.ones(2))).tolist()
     except ac.CollectiveError:
@@ -156,23 +156,23 @@ async def uses_what_it_computed(rank: int) -> list[float]:
 
 
 def test_a_device_that_waits_for_a_call_which_a_peer_did_not_make_is_freed() -> None:
-    """Nobody waited on the host, so nobody looked for refusals: the kernel stayed for ever."""
+    """No thread waited on the host, so none looked for refusals: the kernel stayed forever."""
     for seed in range(20):
         report = simulate(
             uses_what_it_computed, world_size=2, seed=seed, transport="nccl", faults=[Fail(0, after_call=1)]
         )
         report.check()
         assert report.results == {0: [2.0, 2.0], 1: [2.0, 2.0]}
-        assert report.virtual_seconds < 15  # not after the operation's whole timeout
+        assert report.virtual_seconds < 15  # before the operation's timeout is over
 
 
 def stopped(chance: object, world_size: int) -> list[Stop]:
-    """One rank that is late by seconds."""
+    """Stop one rank for some seconds."""
     return [Stop(world_size - 1, seconds=3.0, after_call=1)]
 
 
 def test_the_first_rank_lets_an_epoch_pass_that_this_rank_has_yet_to_begin() -> None:
-    """It took its turn without starting anything, and had no turn when that epoch had begun."""
+    """The order of starts took its turn without starting anything, and had none left when the epoch began."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"wait": "exception", "pauses": 1}, '
         '{"payload": "tracked", "form": "out"}, {}]}], "start": "task group", "loop": "trio"}'
@@ -183,7 +183,7 @@ def test_the_first_rank_lets_an_epoch_pass_that_this_rank_has_yet_to_begin() -> 
 
 
 def waited_for_in_another_mode(rank: int) -> None:
-    """The call is made under no_grad; what carries it through memory is a thread that records."""
+    """The call is made under no_grad, while the thread that moves it through memory has gradients enabled."""
     x = torch.ones(2, 40, requires_grad=True)
     with torch.no_grad():
         work = ac.all_reduce(x, out=torch.empty(2, 40))
@@ -198,7 +198,7 @@ def test_what_is_moved_through_memory_belongs_to_no_graph() -> None:
 
 
 def test_a_call_behind_on_a_device_is_lost_with_the_rank_that_its_lane_lost() -> None:
-    """It was said of it that the communicator was aborted: by this rank, which knew who was gone."""
+    """The call was said to be aborted by this rank, although this rank knew which peer was gone."""
     program = from_json(
         '{"ranks": 3, "tasks": [{"calls": [{"wait": "gathered", "pauses": 1}, {}]}], "start": "threads", '
         '"loop": "none"}'
@@ -209,7 +209,7 @@ def test_a_call_behind_on_a_device_is_lost_with_the_rank_that_its_lane_lost() ->
 
 
 def test_works_taken_as_completed_end_by_their_deadline_where_the_store_is_lost() -> None:
-    """The program asked again and again, and each time the operation was given as long again."""
+    """The program kept asking, and each time the operation's timeout began anew."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "number, None elsewhere", '
         '"wait": "gathered"}, {"operation": "reduce", "payload": "tree", "form": "mapped", "around": '
@@ -224,7 +224,7 @@ def test_works_taken_as_completed_end_by_their_deadline_where_the_store_is_lost(
 
 
 async def three_messages(rank: int) -> list[float | str]:
-    """What rank 0 has sent, or what rank 1 has received; and the type of what was raised instead."""
+    """What rank 0 has sent or rank 1 has received, or the type of the error raised instead."""
     await ac.barrier()
     got: list[float | str] = []
     for number in (1.0, 2.0, 3.0):
@@ -241,7 +241,7 @@ async def three_messages(rank: int) -> list[float | str]:
 
 @pytest.mark.parametrize("transport", ["gloo", "mpi", "memory", "nccl"])
 def test_a_message_that_the_library_does_not_take_is_not_replaced_by_the_next(transport: str) -> None:
-    """The receiver took the next one for it: a wrong number in silence."""
+    """The receiver took the next message for it: a silently wrong number."""
     for rank, call in itertools.product((0, 1), (2, 3, 4)):
         for seed in range(3):
             report = simulate(
@@ -259,7 +259,7 @@ def test_a_message_that_the_library_does_not_take_is_not_replaced_by_the_next(tr
 
 
 async def makes_room(rank: int) -> list[float]:
-    """Rank 0 needs a lane more when rank 1 has as many as it may, and has yet to close one."""
+    """Rank 0 needs one more lane while rank 1 has the maximum and has yet to close one."""
     said = [float(await ac.all_reduce(torch.ones(1), lane=f"lane {k}")) for k in range(MAX_LANES)]
     if rank == 1:
         await anyio.sleep(0.5)
@@ -270,7 +270,7 @@ async def makes_room(rank: int) -> list[float]:
 
 
 def test_the_order_of_starts_waits_for_a_lane_that_is_one_too_many() -> None:
-    """Its thread died of that, and no lane of this rank started anything any more."""
+    """The error ended its thread, and no lane of this rank started anything any more."""
     for seed in range(3):
         report = simulate(makes_room, world_size=2, seed=seed, transport="nccl")
         report.check()
@@ -278,7 +278,7 @@ def test_the_order_of_starts_waits_for_a_lane_that_is_one_too_many() -> None:
 
 
 def test_a_device_that_gives_up_names_the_rank_that_was_killed() -> None:
-    """Its error is of no kind that is known, and named nobody."""
+    """The device's error is of an unknown kind, and named no rank."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{}]}, {"calls": [{"pauses": 2}]}, {"calls": [{"coalesced": true, '
         '"wait": "cut short", "pauses": 2}]}], "start": "task group"}'
@@ -288,7 +288,7 @@ def test_a_device_that_gives_up_names_the_rank_that_was_killed() -> None:
 
 
 def test_who_leaves_before_its_second_refusal_is_told_has_left() -> None:
-    """It counted as having made that call, and its peer waited for it until its deadline."""
+    """It counted as having made that call, and its peer waited for it until the deadline."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "text, None elsewhere", '
         '"wait": "dropped"}, {"payload": "wrong on one", "wait": "dropped", "root": 1}]}], '
@@ -301,7 +301,7 @@ def test_who_leaves_before_its_second_refusal_is_told_has_left() -> None:
 
 
 def test_a_lane_that_was_opened_anew_waits_at_its_end_for_all_threads_that_open_it() -> None:
-    """Of two, one for each epoch, only the latest was waited for: the other outlived its world."""
+    """Of two threads, one for each epoch, only the latest was joined: the other outlived its world."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"operation": "broadcast", "payload": "tree, None elsewhere"}]}]}'
     )

@@ -1,6 +1,6 @@
 """Ranks of one host through memory, in simulated worlds: the real engine, each look at a word a switch point.
 
-TIMES as many orders as usual are tried where that is set.
+The environment variable TIMES multiplies the number of orders.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from asynccoll.testing import PCT, Fail, Interrupt, Kill, Report
 from simulated_memory import ENGINE, check, drawn, expected, flat, run, started, told
 
 TIMES = int(os.environ.get("TIMES", "1"))
-#: Whatever needs nobody's time is over within this; who sleeps through a word looks again after 0.1 s.
+#: The seconds within which calls complete that wait for no slow rank. A thread that sleeps through a word
+#: looks again after 0.1 s.
 QUICK_SECONDS = 0.05
 SEEDS = range(40 * TIMES)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_results_are_right_in_one_step_and_in_many(size: int) -> None:
-    """All issued at once, and waited for by their thread, in an order of its own."""
+    """All calls are issued together, and each rank waits for them in an order of its own."""
     for seed in SEEDS:
         calls = drawn(seed)
 
@@ -43,7 +44,7 @@ def test_results_are_right_in_one_step_and_in_many(size: int) -> None:
 
 
 def test_what_one_rank_does_not_await_goes_on() -> None:
-    """Rank 0 issues, and sleeps; the others wait for all of it meanwhile."""
+    """Rank 0 issues its calls and sleeps; the others wait for all of them meanwhile."""
     for seed in SEEDS:
         calls = drawn(seed, 5)
 
@@ -65,7 +66,7 @@ def test_what_one_rank_does_not_await_goes_on() -> None:
 
 
 def test_a_part_that_nobody_awaits_is_reduced() -> None:
-    """In one step, in which each rank has something to do once all have posted theirs."""
+    """In one step, in which each rank has work to do once all have posted theirs."""
     for seed in SEEDS:
 
         async def main(rank: int, count: int = 20 + 5 * (seed % 40)) -> float:
@@ -83,7 +84,7 @@ def test_a_part_that_nobody_awaits_is_reduced() -> None:
 
 
 def test_nobody_writes_where_others_still_read() -> None:
-    """More calls at once than there are slots, of which one rank is slow to read."""
+    """More calls are in flight than there are slots, and one rank is slow to read."""
     for seed in SEEDS:
         calls = [("all_gather", 1 + number % 3) for number in range(30)]
 
@@ -95,7 +96,7 @@ def test_nobody_writes_where_others_still_read() -> None:
 
 
 def test_several_threads_of_a_rank_wait() -> None:
-    """Each for a call of its own, on one lane."""
+    """Each thread waits for a call of its own, all on one lane."""
     for seed in SEEDS:
         calls = drawn(seed, 6)
 
@@ -120,7 +121,7 @@ def test_several_threads_of_a_rank_wait() -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
-    """Ctrl-C before any statement of the engine."""
+    """Ctrl-C strikes before any statement of the engine."""
     struck = 0
     for seed in range(40 * TIMES):
         calls = drawn(seed, 4)
@@ -135,7 +136,7 @@ def test_an_interrupted_wait_can_be_begun_again(size: int) -> None:
         )
         errors = dict(report.errors.items())
         if isinstance(errors.get(0), KeyboardInterrupt):
-            continue  # while it joined, issued or left
+            continue  # interrupted while it joined, issued or left
         struck += 1
         report.check()
         assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
@@ -155,7 +156,7 @@ MISMATCHES = [
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
-    """Between calls that are alike, in one step and in many; the lane is usable afterwards."""
+    """Before and after it the ranks' calls match, in one step and in many: the lane remains usable."""
     for seed in range(42 * TIMES):
         calls = drawn(seed, 3)
         differ = MISMATCHES[seed % len(MISMATCHES)]
@@ -170,7 +171,7 @@ def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
                 while len(after) == number:
                     try:
                         after.append(flat(await started(call, number, rank)))
-                    except ac.PeerRefusedError:  # it was in flight behind that one, and is issued again
+                    except ac.PeerRefusedError:  # the call was in flight behind the mismatch, and is issued again
                         lost.append(number)
             check(calls, after, rank, size)
             return lost
@@ -181,7 +182,7 @@ def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
 
 
 def test_who_waits_for_a_killed_rank_is_told_soon() -> None:
-    """Wherever it died, in the middle of a copy, too; waiting threads and tasks alike."""
+    """The rank may die anywhere, even in the middle of a copy; waiting threads and tasks are both told."""
     for seed in range(60 * TIMES):
 
         def main(rank: int, seed: int = seed) -> None:
@@ -197,7 +198,7 @@ def check_one(call: tuple[str, int], number: int, rank: int) -> None:
 
 
 def judge(report: Report) -> None:
-    """Survivors came to their end, well or with an error that says why, and soon."""
+    """Check that the survivors ended soon, either well or with an error that says why."""
     assert report.deadlock is None, report.deadlock
     for error in report.errors.values():
         assert isinstance(error, ac.CollectiveError), error
@@ -205,7 +206,7 @@ def judge(report: Report) -> None:
 
 
 def test_who_only_polls_is_told_that_a_rank_cannot_go_on() -> None:
-    """Rank 1 fails in its second call, before rank 0 makes it, and waits for rank 0 elsewhere."""
+    """Rank 1 fails in its second call before rank 0 makes it, and then waits for rank 0 on another lane."""
 
     def main(rank: int) -> str:
         for lane in ("default", "other"):

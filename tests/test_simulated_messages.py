@@ -1,6 +1,6 @@
 """Messages between ranks of one host through memory, in simulated worlds: each look at a word a switch point.
 
-TIMES as many orders as usual are tried where that is set.
+The environment variable TIMES multiplies the number of orders.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from letters import Letter, begun, check, drawn, started
 from simulated_memory import ENGINE, flat, run
 
 TIMES = int(os.environ.get("TIMES", "1"))
-#: Whatever needs nobody's time is over within this: opening a region asks the store. Who sleeps through a
-#: word looks again after 0.1 s.
+#: The seconds within which messages complete that wait for no slow rank; opening a region asks the store. A
+#: thread that sleeps through a word looks again after 0.1 s.
 QUICK_SECONDS = 0.06
 
 
@@ -40,7 +40,7 @@ def waited(work: Any, tries: int = 1) -> Any:
     "size", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
 )
 def test_any_order_of_tags_and_sizes(size: int) -> None:
-    """All begun at once, in an order of each rank's own, and waited for in another one."""
+    """All are started together, in an order of each rank's own, and waited for in another one."""
     for seed in range(60 * TIMES):
         letters = drawn(seed, size)
 
@@ -49,7 +49,7 @@ def test_any_order_of_tags_and_sizes(size: int) -> None:
             random.Random(f"{rank} {seed}").shuffle(works)
             for letter, work in works:
                 check(letter, rank, waited(work))
-            ac.barrier().wait()  # or who has no messages may be gone before the others open their lane
+            ac.barrier().wait()  # otherwise a rank without messages may leave before the others open their lane
 
         report = run(main, seed, world_size=size, loop="none", statements=ENGINE if seed % 3 == 0 else ())
         report.check()
@@ -58,7 +58,7 @@ def test_any_order_of_tags_and_sizes(size: int) -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_tasks_await_them(loop: str) -> None:
-    """Between collectives, with which they have no order."""
+    """They are mixed with collectives, and are not ordered relative to them."""
     for seed in range(30 * TIMES):
         letters = drawn(seed, 3)
 
@@ -77,12 +77,12 @@ def test_tasks_await_them(loop: str) -> None:
 
 
 def test_what_nobody_awaits_arrives() -> None:
-    """Rank 0 begins what it sends and receives, and sleeps; the others wait for theirs meanwhile."""
+    """Rank 0 starts its sends and receives and sleeps; the others wait for theirs meanwhile."""
     for seed in range(40 * TIMES):
         letters = drawn(seed, 3)
 
         async def main(rank: int, letters: Any = letters, seed: int = seed) -> float:
-            await ac.barrier()  # the lane is open
+            await ac.barrier()  # now the lane is open
             works = begun(letters, rank, seed)
             since = host.monotonic()
             if rank == 0:
@@ -100,9 +100,9 @@ def test_what_nobody_awaits_arrives() -> None:
 
 
 def test_what_was_not_asked_for_holds_nothing_up() -> None:
-    """Far more messages of one tag than may lie with the receiver; those of another one pass them.
+    """One tag has far more messages than the receiver can buffer; those of another tag overtake them.
 
-    Their sender is told of each, whatever the receiver does once it has them all.
+    The sender learns that each was received, whatever the receiver does once it has them all.
     """
     for seed in range(20 * TIMES):
         early = [Letter(number, 0, 1, 0, (1, 40, 300)[number % 3]) for number in range(50)]
@@ -129,7 +129,7 @@ def test_what_was_not_asked_for_holds_nothing_up() -> None:
 
 
 def test_several_threads_of_a_rank_wait() -> None:
-    """Each for a message of its own."""
+    """Each thread waits for a message of its own."""
     for seed in range(30 * TIMES):
         letters = drawn(seed, 2)
 
@@ -154,7 +154,7 @@ def test_several_threads_of_a_rank_wait() -> None:
 
 
 def test_an_interrupted_wait_can_be_begun_again() -> None:
-    """Ctrl-C before any statement of what carries messages."""
+    """Ctrl-C strikes before any statement of the engine."""
     struck = 0
     for seed in range(50 * TIMES):
         letters = drawn(seed, 2, most=8)
@@ -168,7 +168,7 @@ def test_an_interrupted_wait_can_be_begun_again() -> None:
         at = random.Random(seed).uniform(1e-3, 8e-3)
         report = run(main, seed, world_size=2, loop="none", statements=ENGINE, faults=[Interrupt(0, at=at)])
         if isinstance(dict(report.errors.items()).get(0), KeyboardInterrupt):
-            continue  # while it joined, issued or left
+            continue  # interrupted while it joined, issued or left
         struck += 1
         report.check()
         assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
@@ -176,7 +176,7 @@ def test_an_interrupted_wait_can_be_begun_again() -> None:
 
 
 def test_who_waits_for_a_killed_rank_is_told_soon() -> None:
-    """Wherever it died; messages between the others may come or not."""
+    """The rank may die anywhere; messages between the others may or may not arrive."""
     for seed in range(60 * TIMES):
         letters = drawn(seed, 3)
 
@@ -190,7 +190,7 @@ def test_who_waits_for_a_killed_rank_is_told_soon() -> None:
 
 
 def judge(report: Report) -> None:
-    """Survivors came to their end, well or with an error that says why, and soon."""
+    """Check that the survivors ended soon, either well or with an error that says why."""
     assert report.deadlock is None, report.deadlock
     for error in report.errors.values():
         assert isinstance(error, ac.CollectiveError), error
@@ -198,7 +198,7 @@ def judge(report: Report) -> None:
 
 
 def test_what_does_not_fit_is_dropped_and_said() -> None:
-    """Long messages and short ones, between such as fit; a refused send and a refused receive, repeated."""
+    """Long and short messages between ones that fit; a send and a receive are refused and repeated."""
     for seed in range(30 * TIMES):
         counts = [random.Random(seed).choice((1, 40, 700)) for _ in range(4)]
 
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_dropped_and_said() -> None:
 
 
 def test_messages_outlive_a_refused_call() -> None:
-    """Of which the lane begins a new epoch, with other memory for its collectives."""
+    """After the refused call the lane begins a new epoch, with other memory for its collectives."""
     for seed in range(40 * TIMES):
         letters = drawn(seed, 2)
 
@@ -252,7 +252,7 @@ def test_messages_outlive_a_refused_call() -> None:
 
 
 def served(rank: int, jobs: int = 6) -> list[tuple[int, int]]:
-    """The first rank hands out numbers to whoever asks; the squares that it gets, each with who sent it."""
+    """Rank 0 hands out numbers to the ranks that ask, and returns their squares, each with its sender."""
     if rank:
         done = -1
         while True:
@@ -275,7 +275,7 @@ def served(rank: int, jobs: int = 6) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
 def test_who_comes_first_is_served_first(transport: str) -> None:
-    """Nothing is lost or taken twice in any order; the order says which rank does how many."""
+    """No job is lost or done twice in any order; the order decides how many jobs each rank does."""
     shares = set()
     for seed in range(30 * TIMES):
         report = run(served, seed, world_size=3, loop="none", transport=transport)
@@ -288,10 +288,10 @@ def test_who_comes_first_is_served_first(transport: str) -> None:
 
 @pytest.mark.filterwarnings("error::asynccoll.UnawaitedWorkWarning")
 def test_a_killed_source_ends_the_waiting_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, whoever else might still send; and no receive that is left warns besides."""
+    """The error names it, whichever ranks might still send, and the remaining receives do not warn."""
     named = 0
     unraisable: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)  # where what a finalizer raises ends up
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)  # where errors raised in finalizers end up
     for seed in range(30 * TIMES):
         report = run(served, seed, world_size=3, loop="none", faults=[Kill(2, after_call=1 + seed % 5)])
         assert report.deadlock is None, report.deadlock
@@ -308,7 +308,7 @@ def test_a_killed_source_ends_the_waiting_for_any(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
 def test_a_refused_send_is_told_whatever_the_name_of_the_program(transport: str) -> None:
-    """Python has names of directories that are not Unicode, too; the receiver waited for good."""
+    """Paths in Python need not be valid Unicode; the receiver once waited forever."""
     known: dict[str, Any] = {"ac": ac}
     exec(compile("def send(x):\n    return ac.send(x, dst=1)\n", "/d\udcfcr/program.py", "exec"), known)
 

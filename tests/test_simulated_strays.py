@@ -1,4 +1,4 @@
-"""Calls of a simulation that were paired at different lines, and what `explore` tells and shows."""
+"""Calls of a simulation that were paired at different lines, and what `explore` reports about them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_error_that_follows_is_told_with_them() -> None:
 
 
 async def _in_step(rank: int) -> None:
-    """Nothing of it is paired at different lines: messages, and lanes that differ."""
+    """Messages and lanes in another order are paired at different lines on purpose: none is a stray call."""
     await ac.barrier()
     group = ac.new_group([0, 1])
     if rank < 2:
@@ -168,7 +168,7 @@ def test_exploring_adds_them_up() -> None:
 
 
 async def _closing(rank: int) -> None:
-    """Rank 0 alone closes a lane that all go on to use."""
+    """Rank 0 alone closes a lane that all continue to use."""
     for _ in range(3):
         await ac.all_reduce(1.0, lane="eval")
         if rank == 0:
@@ -188,7 +188,7 @@ async def _evaluate() -> None:
 
 
 async def _evaluating_apart(rank: int) -> None:
-    """Ranks 0 and 1 have one more child task of that name, which calls in a group of theirs."""
+    """Ranks 0 and 1 have one more child task of that name, which calls in their own group."""
     pair = ac.new_group([0, 1])
     for groups in ([pair] if rank < 2 else [], [None]):
         async with ac.create_task_group() as group:
@@ -201,7 +201,7 @@ async def _evaluate_in(group: ac.Group | None) -> None:
 
 
 async def _recording(rank: int) -> None:
-    """Autograd records the call on rank 0 only, which alone sends in its backward."""
+    """Autograd records the call on rank 0 only, so that rank 0 alone communicates in its backward."""
     total = await ac.all_reduce(torch.ones(2, requires_grad=rank == 0))
     (total * torch.ones(2, requires_grad=True)).sum().backward()
 
@@ -281,7 +281,7 @@ Asked = Callable[..., tuple[int, str, str]]
 def asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: Any
 ) -> Asked:
-    """Types ``asynccoll explore`` with a function of the loop; the exit code, and what is printed."""
+    """Run ``asynccoll explore`` on a function of ``_LOOP``; return the exit code and what is printed."""
     monkeypatch.chdir(tmp_path)
     name = f"loop_{abs(hash(request.node.name))}.py"
     Path(name).write_text(_LOOP)
@@ -338,7 +338,7 @@ def test_what_a_rank_died_of_is_its_first_line_without_the_colon_before_the_next
 
 
 def of_two_lines(rank: int) -> None:
-    """Rank 1 leaves out a call."""
+    """Rank 1 skips a call."""
     for step in range(6):
         if rank != 1 or step != 3:
             _ = ac.all_reduce(torch.ones(3)).wait()
@@ -356,7 +356,7 @@ def of_their_own_shapes(rank: int) -> None:
 @pytest.mark.parametrize("check", ["local", "full"])
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_a_mismatch_says_where_a_call_was_probably_skipped_before(check: str, transport: str) -> None:
-    """Of a loop that calls the same from two lines, the first call whose lines differ; on every rank."""
+    """Of a loop that makes the same call at two lines, every rank names the first call whose lines differ."""
 
     def main(rank: int) -> str:
         with pytest.raises(ac.CollectiveMismatchError) as caught:
@@ -374,7 +374,7 @@ def test_a_mismatch_says_where_a_call_was_probably_skipped_before(check: str, tr
 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 def test_a_mismatch_does_not_speak_of_one_that_was_caught_before(transport: str) -> None:
-    """After a skipped call and its mismatch, another one that has nothing to do with it."""
+    """After a skipped call and its mismatch, the program makes another mismatch that is unrelated."""
 
     def main(rank: int) -> str:
         with pytest.raises(ac.CollectiveMismatchError, match="likely at #7"):

@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM cluster: where ranks find themselves, how they meet, train, fail and end."""
+"""Jobs on a real SLURM cluster: how ranks learn their places, meet, train, fail and end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAINING = str(Path(training.__file__))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; started once, and nothing of it is left."""
+    """Two nodes, started once and removed without a trace."""
     needs.need("slurm-wlm", "munge")
     made = Cluster(needs.PATH)
     yield made
@@ -38,19 +38,19 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def _no_job_stays(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test's jobs are over when it is."""
+    """Wait at the end of each test until its jobs are gone."""
     yield
     if "cluster" in request.fixturenames:
         cluster = request.getfixturevalue("cluster")
         deadline = time.monotonic() + patient(20)
-        while jobs := cluster.jobs():  # a job that has ended is completing for a moment
+        while jobs := cluster.jobs():  # a job that has ended remains in state COMPLETING for a moment
             assert time.monotonic() < deadline, f"still there: {jobs}"
             time.sleep(0.05)
 
 
 # --- what detection makes of SLURM's own variables -------------------------------------------
 
-#: Writes the environment of each task into a file of the directory it is told.
+#: Writes the environment of each task to a file in the directory that is its argument.
 SHOW = "import json, os, sys; json.dump(dict(os.environ), open(f'{sys.argv[1]}/{os.getpid()}', 'w'))"
 
 PLACEMENTS = {
@@ -68,14 +68,14 @@ PLACEMENTS = {
 
 @pytest.fixture
 def show(tmp_path: Path) -> list[str]:
-    """The command line whose tasks leave their environments."""
+    """The command line whose tasks write their environments."""
     directory = tmp_path / "shown"
     directory.mkdir()
     return [sys.executable, "-S", "-c", SHOW, str(directory)]
 
 
 def environments(show: list[str]) -> list[dict[str, str]]:
-    """The environments that the tasks left, by rank."""
+    """Return the environments that the tasks wrote, by rank."""
     found = [json.loads(path.read_text()) for path in Path(show[-1]).iterdir()]
     return sorted(found, key=lambda one: int(one["SLURM_PROCID"]))
 
@@ -96,14 +96,14 @@ def check_places(tasks: list[dict[str, str]]) -> None:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_each_task_finds_its_place(cluster: Cluster, name: str, show: list[str]) -> None:
-    """However srun spreads them."""
+    """The places are right however srun distributes the tasks."""
     ended = cluster.call("srun", *PLACEMENTS[name], *show)
     assert ended.code == 0, ended.said
     check_places(environments(show))
 
 
 def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -> None:
-    """The step's nodes count, not the job's."""
+    """The nodes of the step count, not those of the job."""
     step = ["srun", "-N1", "-n2", f"--nodelist={NODES[1]}", *show]
     ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *step)
     assert ended.code == 0, ended.said
@@ -114,7 +114,7 @@ def test_a_step_on_fewer_nodes_than_its_job(cluster: Cluster, show: list[str]) -
 
 @pytest.mark.parametrize(("option", "visible"), [("--gpus-per-task=1", 1), ("--gpus=2", 2)])
 def test_whether_each_task_has_gpus_of_its_own(cluster: Cluster, show: list[str], option, visible) -> None:
-    """With one each it sees no other; SLURM says so by nothing but what is visible."""
+    """With a GPU each, a task sees no other GPU; SLURM shows that only by what is visible."""
     ended = cluster.call("srun", "-N1", "-n2", option, *show)
     assert ended.code == 0, ended.said
     tasks = environments(show)
@@ -147,7 +147,7 @@ HETJOB = ["-n1", f"--nodelist={NODES[1]}", ":", "-n2", f"--nodelist={NODES[0]}"]
     ("groups", "nodes"), [("0,1", [NODES[1], NODES[0], NODES[0]]), ("1", [NODES[0]] * 2)], ids=["all", "one"]
 )
 def test_a_step_over_groups_of_a_hetjob(cluster: Cluster, show: list[str], groups: str, nodes) -> None:
-    """It is one world, that counts ranks group by group and meets in the first."""
+    """The step is one world, which numbers its ranks group by group and meets on the first group's host."""
     ended = cluster.call("salloc", *HETJOB, "srun", f"--het-group={groups}", *show)
     assert ended.code == 0, ended.said
     tasks = environments(show)
@@ -156,7 +156,7 @@ def test_a_step_over_groups_of_a_hetjob(cluster: Cluster, show: list[str], group
 
 
 def test_a_hetjob_that_is_not_told_where_its_groups_are(cluster: Cluster, show: list[str]) -> None:
-    """As by srun alone: the others would look for rank 0 on another host."""
+    """As when started by srun alone: the other ranks would look for rank 0 on the wrong host."""
     ended = cluster.call("srun", *HETJOB, *show)
     assert ended.code == 0, ended.said
     first, *others = environments(show)
@@ -166,13 +166,13 @@ def test_a_hetjob_that_is_not_told_where_its_groups_are(cluster: Cluster, show: 
 
 
 def batch(cluster: Cluster, directory: Path, script: str, *options: str) -> tuple[int, str]:
-    """The exit code of a batch script and what it said, once it has ended."""
+    """Return the exit code and the output of a batch script once it has ended."""
     path, said, code = directory / "job.sh", directory / "said", directory / "code"
     path.write_text(f"#!/bin/bash\ntrap 'echo $? > {code}.made; mv {code}.made {code}' EXIT\n{script}\n")
     ended = cluster.call("sbatch", f"--output={said}", *options, str(path))
     assert ended.code == 0, ended.said
     deadline = time.monotonic() + patient(90)
-    while not code.exists():  # sbatch --wait looks only every few seconds
+    while not code.exists():  # sbatch --wait polls only every few seconds
         assert time.monotonic() < deadline, said.read_text() if said.exists() else "never started"
         time.sleep(0.05)
     return int(code.read_text()), said.read_text()
@@ -200,13 +200,13 @@ def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[
             detect(environ)
 
 
-#: Nothing may stand behind a bracket there, so SLURM refuses it, and our parser need not.
+#: SLURM allows nothing after a bracket here and refuses this, which our parser need not do.
 REFUSED_BY_SLURM = "n[1-2]-ib,login"
 
 
 @pytest.mark.parametrize("text", HOSTLISTS)
 def test_the_parser_agrees_with_scontrol(cluster: Cluster, text: str, monkeypatch) -> None:
-    """On the same host lists."""
+    """Both expand the same host lists to the same hosts."""
     told = cluster.call("scontrol", "show", "hostnames", text.replace(" ", ""))
     assert (told.out == "") == (text == REFUSED_BY_SLURM), told.said
     if told.out:
@@ -233,7 +233,7 @@ BY_NIGHT = {"one-each-bare", "two-each-parallel", "uneven-parallel"}
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in JOBS]
 )
 def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> None:
-    """Its ranks meet on the first host without being told anything, and train as one process would."""
+    """Its ranks meet on the first host without any configuration, and train as one process would."""
     options, how, wanted = JOBS[name]
     ended = cluster.call("srun", *options, sys.executable, TRAINING, how, str(tmp_path))
     assert ended.code == 0, ended.said
@@ -241,7 +241,7 @@ def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> 
     assert [one["slurm_node"] for one in found] == [NODES[node] for node, _ in wanted]
 
 
-#: Each step's first rank waits for the other's, so that both worlds are there at once.
+#: The first ranks of the two steps wait for each other, so that both worlds exist at the same time.
 STEP = """
     import sys
     import asynccoll as ac
@@ -256,7 +256,7 @@ STEP = """
 
 @pytest.mark.slow
 def test_steps_of_one_job_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
-    """On one host they are two worlds, at two ports."""
+    """On one host they are two worlds, on two ports."""
     os.mkfifo(tmp_path / "both")
     run = f"srun -n2 --exact {shlex.join(script(tmp_path, STEP))}"
     ended = cluster.call(
@@ -268,7 +268,7 @@ def test_steps_of_one_job_side_by_side(cluster: Cluster, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: Path) -> None:
-    """nproc_per_node may be said, and must be what srun started."""
+    """nproc_per_node may be given, but must be what srun started."""
     line = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, TRAINING, "parallel", str(tmp_path)]
     ended = cluster.call(*line, PARALLEL='{"nproc_per_node": 1}')
     assert ended.code == 0, ended.said
@@ -281,7 +281,7 @@ def test_parallel_takes_what_srun_started_for_given(cluster: Cluster, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["parallel", pytest.param("sync", marks=pytest.mark.nightly)])
 def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path, how: str) -> None:
-    """One task, and the script starts the ranks itself."""
+    """With one task, the script starts the ranks itself."""
     line = ["srun", "-N1", "-n1", sys.executable, TRAINING, how, str(tmp_path)]
     ended = cluster.call(*line, PARALLEL='{"nproc_per_node": 2}')
     assert ended.code == 0, ended.said
@@ -291,7 +291,7 @@ def test_parallel_spawns_on_a_node_of_its_own(cluster: Cluster, tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("parallel", marks=pytest.mark.nightly), "sync"])
 def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path, how: str) -> None:
-    """The recipe of the documentation."""
+    """The recipe in the documentation works."""
     script = shlex.join(["srun", sys.executable, TRAINING, how, str(tmp_path)])
     code, said = batch(cluster, tmp_path, script, "--nodes=2", "--ntasks-per-node=1")
     assert code == 0, said
@@ -339,7 +339,7 @@ KILLED = """
 
 
 def script(directory: Path, source: str) -> list[str]:
-    """The command line of a script of this text."""
+    """The command line that runs this source as a script."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(source))
     return [sys.executable, str(path)]
@@ -347,7 +347,7 @@ def script(directory: Path, source: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_others(cluster: Cluster, tmp_path: Path) -> None:
-    """Within seconds, and the job fails; SLURM does not even have to kill them."""
+    """They name it within seconds, and the job fails without SLURM having to kill them."""
     ended = cluster.call("srun", "-N2", "--kill-on-bad-exit=0", *script(tmp_path, KILLED), timeout=60)
     assert ended.code != 0
     assert "PeerLostError" in ended.err, ended.said
@@ -366,8 +366,8 @@ WAITS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["scancel", "ctrl-c"])
 def test_a_job_that_is_stopped_leaves_nobody(cluster: Cluster, tmp_path: Path, how: str) -> None:
-    """Also when its ranks wait for each other in native code."""
-    # Without that option srun wants a second Ctrl-C within a second of the first.
+    """It leaves no process, even if its ranks wait for each other in native code."""
+    # Without --quit-on-interrupt, srun wants a second Ctrl-C within a second of the first.
     line = ["srun", "-N2", "--quit-on-interrupt", *script(tmp_path, WAITS), str(tmp_path)]
     with cluster.start(*line) as job:
         try:
@@ -386,7 +386,7 @@ def test_a_job_that_is_stopped_leaves_nobody(cluster: Cluster, tmp_path: Path, h
 
 
 def here(directory: Path, count: int) -> list[int]:
-    """The processes of the ranks, once all are there."""
+    """Return the process ids of the ranks once all are running."""
     deadline = time.monotonic() + patient(60)
     while len(found := [path.read_text() for path in directory.glob("here-*")]) < count or "" in found:
         assert time.monotonic() < deadline, "the ranks do not come"

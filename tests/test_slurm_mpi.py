@@ -1,6 +1,6 @@
-"""MPI in a SLURM job: started by srun, which then speaks PMI, or by mpiexec inside of an allocation.
+"""MPI in a SLURM job: started by srun with PMI, or by mpiexec inside an allocation.
 
-Which ranks share a node is MPI's word, and to it the two nodes may be the one machine that they are.
+MPI decides which ranks share a node. It may see the two nodes as one machine, which they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINING = str(Path(training.__file__))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; started once, and nothing of it is left."""
+    """Two nodes, started once and removed without a trace."""
     needs.need("slurm-wlm", "munge")
     made = Cluster(needs.PATH)
     yield made
@@ -33,11 +33,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_mpiexec_in_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
-    """It asks SLURM for the nodes; its own variables say which rank is where, and mpi is the backend."""
+    """mpiexec asks SLURM for the nodes; its own variables place each rank, and the backend is mpi."""
     launcher = mpiexec.find()
     program = [sys.executable, TRAINING, "bare", str(tmp_path)]
     line = launcher.command(4, program)
-    if launcher.family == "mpich":  # its flags are for ranks on one host
+    if launcher.family == "mpich":  # the usual flags are for ranks on one host
         line = [launcher.path, "-n", "4", *program]
     as_root = {name: "1" for name in launcher.environment({}) if name.startswith("OMPI_ALLOW")}
     ended = cluster.call("salloc", "-N2", "--ntasks-per-node=2", *line, **as_root)
@@ -51,7 +51,7 @@ def test_mpiexec_in_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
 def test_asynccoll_run_starts_ranks_on_its_own_node(
     cluster: Cluster, tmp_path: Path, within: list[str]
 ) -> None:
-    """mpiexec would take all nodes, and in a task wait for ever for a step that starts its ranks."""
+    """mpiexec would use all nodes, and within a task would wait forever for a step to start its ranks."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2"]
     ended = cluster.call(*within, *line, TRAINING, "bare", str(tmp_path))
     assert ended.code == 0, ended.said

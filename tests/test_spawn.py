@@ -1,4 +1,4 @@
-"""`spawn`: a function on ranks of their own, on every backend that starts them; failures are told."""
+"""`spawn`: run a function on new ranks, on every backend that can start them, and report their failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worlds import BACKENDS
 
 @pytest.fixture(autouse=True)
 def _as_new() -> Any:
-    """No world here before and after."""
+    """Check that no world is left behind here."""
     yield
     assert process.context is None
 
@@ -35,7 +35,7 @@ def _as_new() -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_rank_runs_the_function_in_a_world(backend: str, ranks: int, tmp_path: Path) -> None:
-    """With its local rank first, then args and kwargs_dict."""
+    """It gets its local rank first, then args and kwargs_dict."""
     ac.spawn(
         backend,
         spawned.tell,
@@ -63,7 +63,7 @@ def test_every_rank_runs_the_function_in_a_world(backend: str, ranks: int, tmp_p
 
 
 def test_serial_runs_it_here(tmp_path: Path) -> None:
-    """In this process, in a world of one; an error is simply raised."""
+    """It runs in this process, in a world of one, and its error is simply raised."""
     seen = []
     ac.spawn("serial", lambda local_rank, x: seen.append((local_rank, x, ac.backend(), os.getpid())), (5,))
     assert seen == [(0, 5, "serial", os.getpid())]
@@ -76,7 +76,7 @@ def test_serial_runs_it_here(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_start_methods(method: str, tmp_path: Path) -> None:
-    """Those of multiprocessing; `spawn` is the default."""
+    """fork and forkserver work too; `spawn` is the default."""
     code = f"""
         import sys, torch, asynccoll as ac, spawned
 
@@ -101,7 +101,7 @@ def test_start_methods(method: str, tmp_path: Path) -> None:
 
 
 def _run(line: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """A program of its own, with the package and these helpers on its path."""
+    """Run another program, with the package and these helpers on its path."""
     paths = [
         str(Path(ac.__file__).parent.parent),
         str(Path(__file__).parent),
@@ -115,7 +115,7 @@ def _run(line: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functions_of_a_script(backend: str, tmp_path: Path) -> None:
-    """A function of `__main__` is found by its name, as multiprocessing finds it."""
+    """A function of `__main__` is found by its name, as in multiprocessing."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -142,7 +142,7 @@ def test_functions_of_a_script(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functions_without_a_name(backend: str, tmp_path: Path) -> None:
-    """Closures travel by value where cloudpickle is installed; else the error says what to do."""
+    """Closures are pickled by value if cloudpickle is installed; otherwise the error says to install it."""
     directory = str(tmp_path)
 
     def closure(local_rank: int) -> None:
@@ -161,9 +161,9 @@ def test_functions_without_a_name(backend: str, tmp_path: Path) -> None:
 def test_the_first_failure_is_raised_with_its_rank(
     backend: str, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not that of a peer which then lost its connection; the traceback starts in the user's code.
+    """It is not that of a peer that lost its connection as a consequence; the traceback starts in user code.
 
-    No file is left of it.
+    The error leaves no file behind.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ac.SpawnError) as caught:
