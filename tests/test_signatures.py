@@ -427,7 +427,7 @@ OF_ANOTHER_TYPE = {
 @pytest.mark.filterwarnings("ignore::asynccoll.UnawaitedWorkWarning")  # of the refused works
 @pytest.mark.parametrize("name", OF_ANOTHER_TYPE)
 def test_an_argument_of_another_type_is_named(name: str) -> None:
-    """Not by what Python misses in it somewhere inside; a caller that expects Python's error gets it."""
+    """The error names the argument, and is also of the type that Python would raise deep inside."""
     call, *says = OF_ANOTHER_TYPE[name]
     with raising(ac.InvalidArgumentError, *says):
         call()
@@ -435,7 +435,7 @@ def test_an_argument_of_another_type_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["prescale", "postscale"])
 def test_a_factor_is_a_number(name: str) -> None:
-    """Of a tensor, Python asks whether it is true, which names no argument."""
+    """Otherwise Python would only complain about a tensor's truth value, and name no argument."""
     with raising(ac.PayloadTypeError, f"{name} must be a number, got tensor"):
         called.all_reduce(X, **{name: torch.ones(2)})
 
@@ -457,7 +457,7 @@ def test_a_seed_is_a_number() -> None:
 
 
 def test_the_error_says_where_the_result_is() -> None:
-    """Torch's calls change what they are given: who drops the result of ours goes on with old values."""
+    """Torch's calls work in place: a program that drops the result of ours continues with old values."""
     with raising(
         ac.InvalidCallError,
         "write y = ac.broadcast(x, src=0).wait(), or ac.broadcast(x, src=0, out=x).wait() to change x itself",

@@ -157,7 +157,7 @@ def test_without_a_loop() -> None:
     assert str(report).endswith(" simulated seconds: {0: 6.0, 1: 6.0, 2: 6.0}")
 
 
-@pytest.mark.parametrize("number", range(10))  # excludes the last call: the others may have completed it when the rank dies
+@pytest.mark.parametrize("number", range(10))  # not the last call, which may be over on the others
 def test_a_killed_rank_is_named(number: int) -> None:
     """Each survivor names it within seconds; a rank that fails as a consequence may be named, too."""
     gone = number % 3

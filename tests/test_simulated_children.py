@@ -197,7 +197,7 @@ def test_the_last_child_that_there_are_numbers_for_can_call(
 def test_the_next_child_is_right_after_refusals(
     program: Callable[[int], Any], check: str, nodes: int
 ) -> None:
-    """On ranks that see each other's calls, and on those of two nodes; also where calls are not compared."""
+    """The ranks share a node, where they see each other's calls, or do not; calls are compared or not."""
     report = simulate(program, world_size=2, nodes=nodes, check=check, timeout=60.0)
     report.check()
     assert (report.results[0], report.results[1]) in PROGRAMS[program]

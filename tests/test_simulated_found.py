@@ -96,7 +96,7 @@ def test_who_waits_in_short_turns_hears_of_a_silent_peer() -> None:
 
 
 def test_a_silent_peer_is_asked_once_for_all_parts_that_wait() -> None:
-    """Each part of each tree asked it anew, a third of a second each: for 15 s nobody looked who was gone."""
+    """Each part of each tree asked it again for a third of a second: none looked for lost ranks for 15 s."""
     tree = {"operation": "all_gather", "payload": "tracked tree", "coalesced": True, "wait": "gathered"}
     mapped = tree | {"operation": "broadcast", "payload": "tracked tree of tensors", "pauses": 1}
     half = mapped | {"waited_in": "default device", "form": "mapped", "dtype": "float16"}
@@ -192,7 +192,7 @@ def waited_for_in_another_mode(rank: int) -> None:
 
 
 def test_what_is_moved_through_memory_belongs_to_no_graph() -> None:
-    """Ranks that reduce a part each read the caller's own tensor, in the mode of whoever comes by."""
+    """Ranks that reduce a part each read the caller's tensor, in the grad mode of any thread."""
     for seed in range(10):
         simulate(waited_for_in_another_mode, world_size=3, seed=seed, transport="memory", loop="none").check()
 

@@ -171,7 +171,7 @@ def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
                 while len(after) == number:
                     try:
                         after.append(flat(await started(call, number, rank)))
-                    except ac.PeerRefusedError:  # the call was in flight behind the mismatch, and is issued again
+                    except ac.PeerRefusedError:  # it was in flight behind the mismatch, and is issued again
                         lost.append(number)
             check(calls, after, rank, size)
             return lost

@@ -49,7 +49,7 @@ def test_any_order_of_tags_and_sizes(size: int) -> None:
             random.Random(f"{rank} {seed}").shuffle(works)
             for letter, work in works:
                 check(letter, rank, waited(work))
-            ac.barrier().wait()  # otherwise a rank without messages may leave before the others open their lane
+            ac.barrier().wait()  # else a rank without messages may leave before the others open their lane
 
         report = run(main, seed, world_size=size, loop="none", statements=ENGINE if seed % 3 == 0 else ())
         report.check()

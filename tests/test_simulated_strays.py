@@ -101,7 +101,7 @@ def test_what_is_meant_and_what_has_failed_is_not_among_them() -> None:
 
 
 async def _refused_elsewhere(rank: int) -> None:
-    """A call fails that has the name and the number of a stray one, but another lane or another group."""
+    """A call fails that has the name and the number of a stray one, but another lane or group."""
     for where in ({"lane": "x"}, {"group": [0, 1]}):
         with pytest.raises((ac.InvalidArgumentError, ac.PeerRefusedError)):
             await ac.all_reduce(torch.ones(2), out=torch.ones(2 + (rank == 0)), **where)

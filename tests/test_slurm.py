@@ -81,7 +81,7 @@ def environments(show: list[str]) -> list[dict[str, str]]:
 
 
 def check_places(tasks: list[dict[str, str]]) -> None:
-    """Each task is told what counting the tasks on each node gives; they meet where rank 0 is."""
+    """Check that tasks detect the places that counting tasks per node gives, and meet on rank 0's host."""
     nodes = [one["SLURMD_NODENAME"] for one in tasks]
     hosts = list(dict.fromkeys(nodes))
     for rank, environ in enumerate(tasks):
@@ -187,7 +187,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[str], name: str) -> None:
-    """It looks like rank 0 of the job, whose other ranks nobody has started; alone it may be."""
+    """It looks like rank 0 of a job whose other ranks were never started; it is accepted in a job of one."""
     options, refused = BATCHES[name]
     code, said = batch(cluster, tmp_path, shlex.join(show), *options)
     assert code == 0, said
@@ -303,7 +303,7 @@ def test_sbatch_with_srun(cluster: Cluster, tmp_path: Path, how: str) -> None:
     "launcher", [pytest.param("asynccoll run", marks=pytest.mark.nightly), "torch.distributed.run"]
 )
 def test_torchrun_on_every_node(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
-    """srun starts an agent a node, which starts the ranks: torch's variables go before SLURM's."""
+    """srun starts one agent a node, which starts the ranks: torch's variables override SLURM's."""
     script = f"""
         head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
         srun {sys.executable} -m {launcher} --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 1 \\

@@ -60,7 +60,7 @@ def test_asynccoll_run_starts_ranks_on_its_own_node(
 
 
 def test_srun_as_the_launcher_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
-    """With PMI, which the MPICH wheel speaks; without, the ranks do not find each other, and are told."""
+    """With PMI, which the MPICH wheel speaks, the ranks meet; without it, their error says what to do."""
     line = ["srun", "-N2", "-n2", sys.executable, TRAINING, "parallel", str(tmp_path)]
     if mpiexec.find().family == "mpich":
         ended = cluster.call(*line, SLURM_MPI_TYPE="pmi2", PARALLEL='{"backend": "mpi"}')

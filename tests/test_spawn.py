@@ -179,7 +179,7 @@ def test_the_first_failure_is_raised_with_its_rank(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_rank_is_an_error(backend: str) -> None:
-    """Its last call is told where its own recorder is what is left to tell it."""
+    """The error names the rank's last call where only the rank's own recorder can tell it."""
     with pytest.raises(ac.SpawnError) as caught:
         ac.spawn(backend, spawned.die, nproc_per_node=2)
     assert (
@@ -191,14 +191,14 @@ def test_a_killed_rank_is_an_error(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_before_the_function_is_told_too(backend: str) -> None:
-    """An option that `initialize` refuses on the ranks is the caller's error, with its text."""
+    """An option that `initialize` refuses on the ranks is raised in the caller, with the same message."""
     with pytest.raises(ac.SpawnError, match="no option 'colour'"):
         ac.spawn(backend, spawned.fail, (9,), nproc_per_node=2, colour="red")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_of_leaving_is_told_too(backend: str) -> None:
-    """With what was in flight as it was then: by the time that it is told, all of it is over."""
+    """The error lists the calls as they were in flight then, though all are over when it is reported."""
     with pytest.raises(ac.SpawnError) as caught:
         ac.spawn(backend, spawned.leave_in_flight, nproc_per_node=2, timeout=patient(2))
     said = r"CollectiveTimeoutError: finalize aborted what was still in flight: \[all_reduce #1 .*\((.*)\)\]"
@@ -208,7 +208,7 @@ def test_an_error_of_leaving_is_told_too(backend: str) -> None:
 
 
 def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
-    """torch's process context, to be joined later."""
+    """It returns torch's process context, which can be joined later."""
     context = ac.spawn("gloo", spawned.linger, (str(tmp_path),), nproc_per_node=2, join=False)
     try:
         deadline = time.monotonic() + patient(60)
@@ -226,7 +226,7 @@ def test_without_join_it_comes_back_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_ranks_outlive_the_thread_that_spawned_them(method: str, tmp_path: Path) -> None:
-    """To the kernel their parent is a thread; the ranks belong to the process all the same."""
+    """To the kernel their parent is a thread, but the ranks belong to the process."""
     code = """
         import sys, threading
         from pathlib import Path
@@ -267,7 +267,7 @@ def test_ranks_outlive_the_thread_that_spawned_them(method: str, tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda n: n.name)
 def test_no_rank_outlives_the_one_that_spawned_it(number: signal.Signals, tmp_path: Path) -> None:
-    """A parent that is killed takes its ranks with it, and so does one that alone gets a Ctrl-C."""
+    """A killed parent takes its ranks with it, and so does one that alone receives Ctrl-C."""
     code = (
         "import sys, asynccoll as ac, spawned\n"
         "if __name__ == '__main__':\n"
@@ -324,7 +324,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_arguments_that_cannot_be_are_refused(name: str) -> None:
-    """Here, before anything is started: typed errors with what was given."""
+    """The error is raised here, before anything is started, is typed, and quotes what was given."""
     options, said = BAD[name]
     with pytest.raises(ac.InvalidArgumentError) as caught:
         ac.spawn("gloo", spawned.tell, ("",), **{"nproc_per_node": 1, **options})
@@ -333,13 +333,13 @@ def test_arguments_that_cannot_be_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["join", "start_method", "daemon", "hosts"])
 def test_what_a_launcher_has_not_is_refused_before_it_starts_ranks(name: str) -> None:
-    """As by those of mpi: each rank would say that initialize has no such option."""
+    """The launchers of mpi refuse them too; else each rank would say that initialize has no such option."""
     with pytest.raises(ac.InvalidArgumentError, match=f"without {name}=, which is for"):
         ac.spawn("serial", spawned.tell, ("",), **{name: None})
 
 
 def test_unknown_backends_are_refused() -> None:
-    """By name, or by type."""
+    """A backend is refused if its name is unknown or is not a string."""
     with pytest.raises(ac.BackendNotFoundError, match="gloo"):
         ac.spawn("smoke-signals", spawned.tell)
     with pytest.raises(ac.InvalidArgumentError, match="name"):
@@ -347,7 +347,7 @@ def test_unknown_backends_are_refused() -> None:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    """Each node spawns its own ranks; they meet where they are told."""
+    """Each node spawns its own ranks, which meet at the given address and port."""
     code = f"""
         import sys, asynccoll as ac, spawned
         if __name__ == "__main__":
@@ -380,13 +380,13 @@ def test_two_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_async_function_is_run(backend: str, tmp_path: Path) -> None:
-    """Each rank has an event loop for it, which ends before the rank leaves the world."""
+    """Each rank runs it in an event loop, which ends before the rank leaves the world."""
     ac.spawn(backend, spawned.tell_awaited, (str(tmp_path),), {"a": 1}, nproc_per_node=2, timeout=patient(60))
     assert spawned.told(tmp_path) == [(0, 0, 3, {"a": 1}), (1, 1, 3, {"a": 1})]
 
 
 def test_an_async_function_that_fails_is_raised() -> None:
-    """Its traceback has nothing of how the loop for it was made."""
+    """Its traceback shows nothing of how the event loop was created."""
     with pytest.raises(ac.SpawnError, match="LookupError: of rank 1") as told:
         ac.spawn("gloo", spawned.fail_awaited, (1,), nproc_per_node=2)
     assert "in fail_awaited" in str(told.value)
@@ -400,7 +400,7 @@ def test_an_async_function_is_run_here_by_a_world_of_one(tmp_path: Path) -> None
 
 
 def test_an_async_function_under_an_event_loop() -> None:
-    """A forked rank has a loop of its own; where the function would run right here, that is refused."""
+    """A forked rank has its own loop; a function that would have to run in this loop is refused."""
 
     async def started() -> None:
         with pytest.raises(ac.SpawnError, match="LookupError: of rank 1"):

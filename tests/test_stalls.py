@@ -1,4 +1,4 @@
-"""Of each stall that is drawn (`stalls`) every waiter is told who, which call, and on which line."""
+"""In each stall that is drawn (`stalls`), every waiter is told which rank stalls, in which call and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a program stands: in its thread, or in the tasks of a loop that sleeps."""
+"""Where a program is: in its thread, or in the tasks of a sleeping event loop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from patience import patient
 
 
 def asked(run: Callable[[Callable[[], None]], None]) -> list[Stack]:
-    """Where a thread stands that runs ``run``, once that has said so and nothing else is run there."""
+    """Return the stacks of a thread that runs ``run``, once it has called back and its loop sleeps."""
     there, over = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (run(there.set), over.set()), daemon=True)
     thread.start()
     assert there.wait(patient(10))
     assert thread.ident is not None
     found = stacks(thread.ident)
-    while found and not all(one.who for one in found) and not over.wait(0.001):  # it is on its way to sleep
+    while found and not all(one.who for one in found) and not over.wait(0.001):  # it is about to sleep
         found = stacks(thread.ident)
     return found
 
@@ -63,7 +63,7 @@ RUNNERS = {
 def test_of_a_loop_that_sleeps_its_tasks_are_told(runner: str) -> None:
     (only,) = asked(RUNNERS[runner](nobody_comes))
     assert only.at.startswith("nobody_comes (test_standing.py:")
-    assert only.frames[-1] == only.at  # nothing of the loop, or of who started it, is below
+    assert only.frames[-1] == only.at  # no frames of the loop, or of its caller, are below
     assert summary([only]) == only.at
 
 
@@ -75,13 +75,13 @@ def test_a_task_of_a_group_is_told_by_its_name_and_the_others_after_it(runner: s
         "nobody_comes",
         "waits",
     ]
-    assert found[-1].in_call  # the parent, which waits for them
+    assert found[-1].in_call  # the parent, which waits for its children
     assert "nobody_comes (test_standing.py:" in summary(found)
     assert "two (test_standing.py:" not in summary(found)
 
 
 def holding_the_loop(runner: str) -> Stack:
-    """Where the thread stands of a loop that runs a task which does not await."""
+    """Return the stack of a thread whose event loop runs a task that does not await."""
     here, over = threading.Event(), threading.Event()
 
     async def holds_the_loop(_: object) -> None:
@@ -106,7 +106,7 @@ def test_of_a_loop_that_runs_something_its_thread_is_told() -> None:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_frames_of_loops_are_a_line(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what the program has called last; the variable shows all."""
+    """The exception is what the program called last; the environment variable shows all frames."""
     held = holding_the_loop(runner)
     (asleep,) = asked(RUNNERS[runner](nobody_comes))
     told = folded(held.frames)
@@ -139,7 +139,7 @@ def test_what_is_within_a_call_is_one_frame() -> None:
 
 
 def test_what_awaits_a_call_is_told_by_the_line_of_the_program() -> None:
-    """And in nothing but that line: how a call waits is the same in all programs."""
+    """No other line is shown, as the way in which a call waits is the same in all programs."""
     mine, awaits = two.__code__, ac.Work.__await__.__code__
     frames = standing._stack("", [(awaits, awaits.co_firstlineno), (mine, mine.co_firstlineno)]).frames
     assert [frame.split(" ")[0] for frame in frames] == ["two"]
@@ -157,7 +157,7 @@ def test_of_many_tasks_three_are_told() -> None:
 def test_where_modules_are_imported_the_modules_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the import system's frames between them, and packages by their names."""
+    """The import system's frames between them are left out, and packages are shown by their names."""
     (tmp_path / "heavy").mkdir()
     (tmp_path / "heavy" / "__init__.py").write_text("import heavy.inner\n")
     (tmp_path / "heavy" / "inner.py").write_text(
@@ -179,7 +179,7 @@ FOUND: list[Stack] = []
 def test_installed_modules_that_import_each_other_do_not_bury_the_programs_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first and the last of them are told; where the program is, is its own line, not one of theirs."""
+    """Only the first and the last are shown, and the program is located at its own line, not at theirs."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     for number in range(40):

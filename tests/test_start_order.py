@@ -1,4 +1,4 @@
-"""One order of starts for all lanes, where the device needs one."""
+"""One start order for all lanes, on devices that need one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ROUNDS = 6
 
 
 async def opposite_orders(me: Rank) -> list[str]:
-    """Each rank starts its lanes in another order; what is recorded is the order of native starts."""
+    """Each rank starts its lanes in another order; the order of native starts is recorded."""
     context = runtime.current()
-    context.backend.orders_lanes = True  # gloo needs no such order; nccl does, and this is its code
+    context.backend.orders_lanes = True  # gloo needs no start order; nccl does, and uses the same code
     started: list[str] = []
     for name in LANES:
         lane = context.world.lane(name)
@@ -58,7 +58,7 @@ def test_lanes_start_in_one_order() -> None:
 
 
 async def closed_in_flight(me: Rank) -> list[float]:
-    """The first rank starts its call, and closes the lane, after the others have done both."""
+    """Rank 0 makes its call, and closes the lane, after the others have done both."""
     context = runtime.current()
     context.backend.orders_lanes = True
     totals = []
@@ -75,7 +75,7 @@ async def closed_in_flight(me: Rank) -> list[float]:
 
 
 def test_a_lane_that_is_closing_still_passes() -> None:
-    """What is in flight on it is let through, and its name can be used again."""
+    """Calls in flight on it are still admitted, and its name can be used again."""
     with fresh("gloo", 3) as world:
         results = world.run(closed_in_flight, timeout=15)
     assert results == [[3.0, 6.0, 9.0]] * 3
@@ -127,7 +127,7 @@ def test_a_lane_that_broke_off_and_is_closed_passes_its_turns() -> None:
 
 
 def test_ctrl_c_in_an_announcement_leaves_it_to_the_next() -> None:
-    """Whether the followers have got it is not known: they get the same again, and the turn is not lost."""
+    """The followers may or may not have got it: they get the same again, and the turn is not lost."""
     told: list[tuple[list[str], list[str]]] = []
     admitted: list[int] = []
 

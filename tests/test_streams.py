@@ -1,4 +1,4 @@
-"""Works that are done for the host while the device is behind: on a stand-in for it, see ``standin``.
+"""Works that complete on the host while the device lags behind, on a stand-in device (``standin``).
 
 What a device computes is compared with the same arithmetic in this process.
 """
@@ -44,8 +44,9 @@ def x_of(rank: int) -> torch.Tensor:
 Call = Callable[[torch.Tensor, str], Any]
 Right = Callable[[list[torch.Tensor]], torch.Tensor]
 
-#: How it is called, and what comes back, given what all ranks passed: calls that leave nothing to do, encode
-#: what is sent, compute something afterwards, send several tensors as one, fill ``out``.
+#: How a collective is called, and what it returns given what all ranks passed. The calls leave nothing to do
+#: afterwards, encode what is sent, compute something afterwards, send several tensors as one, or fill
+#: ``out``.
 CALLS: dict[str, tuple[Call, Right]] = {
     "sum": (lambda x, lane: ac.all_reduce(x, lane=lane), sum),
     "in place": (lambda x, lane: ac.all_reduce(x, out=x, lane=lane), sum),
@@ -122,7 +123,7 @@ async def awaited_on_another_stream(me: Rank, finished: bool) -> None:
 
 @pytest.mark.parametrize("finished", [False, True], ids=["as it came", "computed afterwards"])
 def test_every_waiter_is_ordered_after_the_result(behind: World, finished: bool) -> None:
-    """Not only the first: a second one on a stream of its own sees the result as well."""
+    """A second waiter, on a stream of its own, sees the result as well."""
     behind.run(awaited_on_another_stream, finished)
 
 
@@ -132,7 +133,7 @@ async def issued_by_another_thread(me: Rank) -> None:
         side = standin.Stream(device)
         with device.on(side):
             x = x_of(me.rank)
-            work = ac.all_reduce(x, lane=lane)  # the lane opens in the background, and issues it there
+            work = ac.all_reduce(x, lane=lane)  # the lane opens in the background, and issues the call there
         got = await work
         after = got * 1
         device.settle()
@@ -142,7 +143,7 @@ async def issued_by_another_thread(me: Rank) -> None:
 
 
 def test_a_queued_call_is_ordered_after_its_input(behind: World) -> None:
-    """Whichever thread issues it, it comes after what its caller's stream held."""
+    """It runs after the work on its caller's stream, whichever thread issues it."""
     behind.run(issued_by_another_thread)
 
 
@@ -156,14 +157,14 @@ async def read_on_the_host(me: Rank) -> None:
         while not device.asked:
             await asyncio.sleep(0)
         assert not waiting.done()
-        device.go()  # from the loop, which on_host must not hold
+        device.go()  # called from the event loop, which on_host must not block
         got = (await waiting).tolist()
     mean = sum(x_of(rank) for rank in range(me.size)) / me.size
     assert got == mean.tolist()
 
 
 def test_on_host_waits_for_the_device(behind: World) -> None:
-    """And lets the loop turn meanwhile."""
+    """The event loop keeps running meanwhile."""
     behind.run(read_on_the_host)
 
 
@@ -176,13 +177,13 @@ async def read_too_late(me: Rank) -> None:
         for _ in range(2):
             with raising(ac.CollectiveTimeoutError, "on_host of all_reduce", "test_streams.py"):
                 await work.on_host()
-        device.settle()  # which takes as long as it takes: that wait too has 0.2 seconds only
+        device.settle()  # first, however long it takes, as this wait has only 0.2 seconds too
         got = (await work.on_host()).tolist()
     assert got == sum(x_of(rank) for rank in range(me.size)).tolist()
 
 
 def test_on_host_has_a_deadline(behind: World) -> None:
-    """That of the operation; it can be awaited again."""
+    """The deadline is the operation's, and on_host can be awaited again."""
     behind.run(read_too_late)
 
 
@@ -198,7 +199,7 @@ async def spoilt(me: Rank) -> None:
 
 
 def test_a_failed_kernel_is_a_typed_error_on_the_host(behind: World) -> None:
-    """Where it is waited for; and nobody waits for ever."""
+    """It is raised where the work is waited for, and no wait is endless."""
     behind.run(spoilt)
 
 
@@ -222,7 +223,7 @@ async def told_to_wait(me: Rank) -> None:
 
 
 def test_what_the_library_raises_where_it_waits_is_typed(behind: World) -> None:
-    """As with TORCH_NCCL_BLOCKING_WAIT, where an await holds the host."""
+    """TORCH_NCCL_BLOCKING_WAIT has this effect: an await then blocks the host."""
     behind.run(told_to_wait)
 
 
@@ -239,10 +240,10 @@ async def dropped(me: Rank) -> None:
         x = x_of(me.rank)
         work = ac.all_reduce(x, lane=lane)
         while not (begun := [one for one in native_works() if one not in before]):
-            await asyncio.sleep(0)  # the lane may be busy with what came before
+            await asyncio.sleep(0)  # the lane may still be busy with earlier calls
         native = weakref.ref(begun.pop())
         work.detach()
-        ac.all_reduce(x_of(me.rank), lane=lane).detach()  # a later one does not push it out
+        ac.all_reduce(x_of(me.rank), lane=lane).detach()  # a later work does not release this one
         del work, x
         gc.collect()
         assert native() is not None, "let go of while the device uses its memory"
@@ -254,7 +255,7 @@ async def dropped(me: Rank) -> None:
 
 
 def test_a_dropped_work_is_held_until_the_device_has_done_it(behind: World) -> None:
-    """And no longer than until the next call."""
+    """It is released at the next call after that."""
     behind.run(dropped)
 
 
@@ -272,7 +273,7 @@ async def captured(me: Rank) -> None:
 
 
 def test_nothing_is_asked_of_the_device_while_a_graph_is_captured(behind: World) -> None:
-    """An event that is queried invalidates the capture."""
+    """Querying an event would invalidate the capture."""
     behind.run(captured)
 
 
@@ -290,7 +291,7 @@ async def closed_early(me: Rank) -> None:
 
 
 def test_a_lane_is_closed_once_the_device_has_done_its_calls(behind: World) -> None:
-    """A native group that is closed before takes its kernels along."""
+    """Closing a native group before that would abort its kernels."""
     behind.run(closed_early)
 
 
@@ -305,7 +306,7 @@ async def left_early(me: Rank) -> None:
 
 
 def test_finalize_waits_for_the_device() -> None:
-    """What was awaited is right, however soon the program leaves."""
+    """Awaited results are right, however soon the program leaves."""
     with worlds.fresh("gloo", 2) as world:
         world.run(left_early)
 
@@ -329,7 +330,7 @@ async def refused_meanwhile(me: Rank) -> None:
 
 
 def test_a_refusal_takes_along_nothing_before_it(behind: World) -> None:
-    """The device comes to the end of earlier calls, before what is lost is aborted; on_host hears of it."""
+    """The device finishes earlier calls before the lost one is aborted, and on_host raises the error."""
     behind.run(refused_meanwhile)
 
 
@@ -351,7 +352,7 @@ async def lost_meanwhile(me: Rank) -> tuple[int, ...]:
 
 
 def test_a_lost_rank_is_named_where_the_host_waits() -> None:
-    """And what the device waits for is aborted."""
+    """The operation that the device waits for is aborted."""
     with worlds.fresh("gloo", 2) as world:
         results = world.run(lost_meanwhile, dies=[1], timeout=30)
         world.kill()

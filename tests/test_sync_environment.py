@@ -1,4 +1,4 @@
-"""The environment variables that ``asynccoll.sync`` reads, sets and restores, beside ignite's own rules."""
+"""The environment variables that ``asynccoll.sync`` reads, sets and restores, compared with ignite's."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _ours(rank, world_size):
 
 
 def _outcome(read, environ, place, monkeypatch):
-    """What it reads, or the error; and its warnings."""
+    """Return the result of ``read``, or its error, and its warnings."""
     with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for name in (*TORCH, *SLURM, "LOCAL_WORLD_SIZE"):
             patched.setenv(name, "")  # so that whatever is set below is undone
             patched.delenv(name)
-        patched.setenv("PATH", "")  # no scontrol: a SLURM that is installed here knows nothing of these jobs
+        patched.setenv("PATH", "")  # no scontrol: a SLURM installed here would not know these jobs
         for name, value in environ.items():
             patched.setenv(name, value)
         try:
@@ -158,7 +158,7 @@ def launched(me, port, other, local_rank, local_world_size):
     ("local_ranks", "told"), [([0, 1, 0, 1], True), ([0, 1, 0, 1], False), ([0, 0], False)], ids=str
 )
 def test_where_a_launcher_put_us(local_ranks, told):
-    """Nodes are counted as ignite counts them, also where no launcher says how many ranks one has."""
+    """Nodes are counted as in ignite, even where no launcher says how many ranks a node has."""
     port, other = free_port(), free_port()
     per_node = max(local_ranks) + 1 if told else None
     with worlds.fresh("gloo", len(local_ranks), bare=True) as world:

@@ -1,4 +1,4 @@
-"""``asynccoll.sync`` on Horovod beside ignite's own Horovod model, in one job."""
+"""``asynccoll.sync`` on Horovod, compared with ignite's own Horovod model in the same job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="horovod is not here; `make horovod` runs this file in an environment that has it",
 )
 
-#: What Horovod itself reduces; bfloat16, bool and small integers are ours only.
+#: What Horovod itself can reduce; only we reduce bfloat16, bool and small integers.
 REDUCED = ("float32", "float64 matrix", "int64", "int32", "0-d")
 GATHERED = (*REDUCED, "uint8", "float16", "large")
 
@@ -31,7 +31,7 @@ GATHERED = (*REDUCED, "uint8", "float16", "large")
     scope="module",
 )
 def world(request):
-    """Without a torch group beside it: ignite would take that for the world."""
+    """Without a torch group, which ignite would take for the world."""
     return worlds.world("horovod", request.param, torch_group=False)
 
 
@@ -50,7 +50,7 @@ def reductions(me):
             if op == "AVERAGE" and name.startswith("int"):
                 continue  # Horovod rounds down; we refuse
             if (name, op) == ("int32", "PRODUCT"):
-                continue  # comes back as int64 there
+                continue  # Horovod returns int64
             x = TENSORS[name](me.rank)
             parity.compare(me, f"{name} {op}", lambda i, x, op=op: i.all_reduce(x, op), x)
     for name in ("int", "negative", "float"):
@@ -110,7 +110,7 @@ def groups(me):
 
 
 def beyond(me):
-    """Dtypes that Horovod refuses; and Adasum, which it says itself that this build has not."""
+    """Dtypes that Horovod refuses; and Adasum, which this build lacks by Horovod's own account."""
     _, ours = parity.modules()
     assert ours.all_reduce(torch.ones(2, dtype=torch.bfloat16)).tolist() == [me.size] * 2
     assert ours.all_reduce(torch.tensor([True]), "AND").tolist() == [True]
@@ -130,7 +130,7 @@ def test_as_ignite_on_horovod(world, case):
     world.run(case, timeout=90.0)
 
 
-# Horovod that the user has joined
+# A Horovod world that the user has joined
 
 
 def joined(me):
@@ -149,7 +149,7 @@ def joined(me):
 
 
 def trained(me):
-    """Every rank ends with the weights of one process on everybody's data."""
+    """Every rank ends with the weights of one process that trained on all ranks' data."""
     import horovod.torch as hvd
 
     import asynccoll.sync as idist
@@ -175,7 +175,7 @@ def trained(me):
 
 
 def with_comm(me):
-    """``comm`` is what ``hvd.init`` takes; groups can be made as ever."""
+    """``comm`` is passed to ``hvd.init``; groups can be made as usual."""
     import asynccoll.sync as idist
 
     idist.initialize("horovod", comm=list(range(me.size)))
@@ -191,7 +191,7 @@ def with_comm(me):
 
 
 def with_an_mpi_communicator(me):
-    """Horovod itself says what it was not built with."""
+    """Horovod itself reports what it was built without."""
     import asynccoll.sync as idist
 
     with raising(Exception, "MPI"):
@@ -208,7 +208,7 @@ def test_a_job_of_its_own(case):
 
 
 def on_gpus(me):
-    """GPUs of which torch alone says that they are there: nothing is put on them."""
+    """Only torch reports these GPUs: nothing is put on them."""
     current = [0]
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -227,7 +227,7 @@ def on_gpus(me):
 
 
 def test_the_device_is_this_ranks_gpu():
-    """As ignite has it: cuda:local_rank, and the CPU where there is no GPU."""
+    """The device is ignite's: cuda:local_rank, or the CPU where there is no GPU."""
     with worlds.fresh("horovod", 2, torch_group=False) as world:
         results = world.run(on_gpus, timeout=60)
     for rank, (seen, total, after) in enumerate(results):

@@ -1,4 +1,4 @@
-"""``idist.Parallel`` and ``idist.spawn``: ignite's arguments, checks and texts, on our launchers."""
+"""``idist.Parallel`` and ``idist.spawn``: ignite's arguments, checks and messages, on our launchers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def _as_ranks(size, **more):
-    """What each rank of one node tells."""
+    """Return what each rank of one node reports."""
     return [
         {
             "local": (rank, rank),
@@ -76,7 +76,7 @@ def test_ranks_meet_where_they_are_told(start, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("start", [_spawn, _parallel])
 def test_spawned_ranks_begin_on_their_gpu(start, monkeypatch):
-    """Also on gloo, on whose ranks nothing else chooses one; of GPUs torch alone says that they are there."""
+    """Even on gloo, where nothing else selects a GPU. Only torch reports these GPUs."""
     current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -88,7 +88,7 @@ def test_spawned_ranks_begin_on_their_gpu(start, monkeypatch):
 
 
 def test_two_jobs_beside_each_other_do_not_collide(tmp_path):
-    """ignite's meet at port 2222."""
+    """Jobs of ignite would both meet at port 2222."""
     directories = [tmp_path / "a", tmp_path / "b"]
     jobs = []
     for directory in directories:
@@ -109,7 +109,7 @@ def test_parallel_spawns(tmp_path):
 
 
 def test_parallel_runs_an_async_function(tmp_path, monkeypatch):
-    """On ranks that it spawns, and on one that has joined."""
+    """It runs on ranks that Parallel spawns, and on a rank that has joined."""
     with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
         parallel.run(spawned.tell_awaited, str(tmp_path), a=1)
     assert spawned.told(tmp_path) == [(0, 0, 3, {"a": 1}), (1, 1, 3, {"a": 1})]
@@ -145,7 +145,7 @@ def test_parallel_joins_what_a_launcher_started(tmp_path, monkeypatch):
 
 def test_parallel_without_a_backend_calls():
     seen = []
-    with idist.Parallel(start_method="fork") as parallel:  # which says nothing, as in ignite
+    with idist.Parallel(start_method="fork") as parallel:  # which is ignored, as in ignite
         parallel.run(lambda *args, **kwargs: seen.append((args, kwargs)), 1, b=2)
     assert seen == [((0, 1), {"b": 2})]
 
@@ -190,7 +190,7 @@ def test_spawn_refuses_as_ignite_does(name, tmp_path):
 
 
 def _lines(module):
-    """What it prints, without times and the module's name."""
+    """Return what the module logs and prints, without times and its name."""
     script = f"import {module} as idist\nidist.show_config()\n"
     script += "with idist.Parallel() as p: p.run(print, 'called')\n"
     script += "with idist.Parallel('gloo') as p: idist.show_config()\n"

@@ -1,4 +1,4 @@
-"""Every function of ``asynccoll.sync`` beside the real ``ignite.distributed``, in worlds that stay alive."""
+"""Every function of ``asynccoll.sync`` compared with the real ``ignite.distributed``, in lasting worlds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = [size for size in (1, 2, 4) if size in worlds.WORLD_SIZES]
 PLACES = [(backend, size) for backend in worlds.BACKENDS for size in SIZES]
 GROUPS = {1: [None, [0]], 2: [None, [0], [1, 0]], 4: [None, [1], [0, 1], [3, 1]]}
 
-#: Made the same on every rank but for its values.
+#: Made alike on every rank, except for the values.
 TENSORS = {
     "float32": lambda r: torch.tensor([1.5, -2.0, 3.25]) + r,
     "float64 matrix": lambda r: torch.arange(6.0, dtype=torch.float64).view(2, 3) * (r + 1),
@@ -52,13 +52,13 @@ NUMBERS = {
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 BITWISE = ("AND", "OR")
 WHOLE = ("int64", "int32", "int8", "uint8", "0-d int64", "bool", "int", "negative", "large int")
-#: Those that are not in one piece arrive in ignite's broadcast(safe_mode=True) in another order.
+#: ignite's broadcast(safe_mode=True) delivers the elements of non-contiguous tensors in another order.
 SCATTERED = ("transposed", "channels last")
 
 
 @pytest.fixture(params=PLACES, ids=lambda place: f"{place[0]}-{place[1]}", scope="module")
 def world(request):
-    """On every backend but gloo, ignite's calls go over a gloo group that torch has beside it."""
+    """On every backend but gloo, ignite's calls use a gloo group that torch has in addition."""
     one = worlds.world(*request.param)
     one.run(parity.told)
     return one
@@ -69,7 +69,7 @@ def _called(idist, name):
 
 
 def _is_gloo(me):
-    """What ignite has, too, whether or not ranks of a host share memory beside it."""
+    """Whether the backend is one that ignite has, too, with or without shared memory."""
     return NATIVE.get(me.backend, me.backend) == "gloo"
 
 
@@ -85,7 +85,7 @@ def queries(me):
         parity.compare(me, name, _called, name)
 
 
-#: In groups; ignite makes a torch group for each such call, which is slow.
+#: What is compared in groups: ignite makes a torch group for each such call, which is slow.
 SOME = {"float32", "0-d", "int64", "int", "float", "bool", "word", "dict", "None"}
 
 
@@ -97,9 +97,9 @@ def reductions(me):
                 if group is not None and (name not in SOME or (op != "SUM" and name != "int")):
                     continue
                 if (name, op) == ("large int", "PRODUCT"):
-                    continue  # overflows at ignite's
+                    continue  # overflows in ignite
                 if name.startswith("complex") and op != "SUM":
-                    continue  # torch has no other of these; we multiply
+                    continue  # torch has no other op for complex; we multiply
                 parity.compare(
                     me, label, lambda i, x, op=op, g=group: i.all_reduce(x, op, group=g), make(me.rank)
                 )
@@ -155,7 +155,7 @@ def gatherings(me):
 def broadcasts(me):
     texts = {"word": "abc", "empty": "", "long": "y" * 90_000}
     paths = {"path": Path("a/b"), "absolute": Path("/tmp/x")}
-    numbers = {"float": 2.5, "negative": -0.125}  # as float32 has them: it is all that ignite sends
+    numbers = {"float": 2.5, "negative": -0.125}  # exact in float32, which is all that ignite sends
     for src in range(me.size):
         for name, make in TENSORS.items():
             parity.compare(me, f"{name} {src}", lambda i, x, s=src: i.broadcast(x, src=s), make(me.rank))
@@ -163,7 +163,7 @@ def broadcasts(me):
             other = type(value)() if me.rank != src else value
             parity.compare(me, f"{name} {src}", lambda i, x, s=src: i.broadcast(x, src=s), other)
         for name, make in TENSORS.items():
-            if name != "needs a gradient" and name not in SCATTERED:  # the one is a leaf in neither
+            if name != "needs a gradient" and name not in SCATTERED:  # the former is a leaf in neither
                 mine = make(me.rank) if me.rank == src else None
                 parity.compare(
                     me, f"safe {name} {src}", lambda i, x, s=src: i.broadcast(x, s, safe_mode=True), mine
@@ -236,7 +236,7 @@ def errors(me):
         "one_rank_first of nobody": lambda i: i.one_rank_first(rank=me.size).__enter__(),
         "one_rank_first of -1": lambda i: i.one_rank_first(rank=-1, local=True).__enter__(),
     }
-    if _is_gloo(me):  # the texts are torch's, or tell the backends
+    if _is_gloo(me):  # the messages are torch's, or name the backends
         wrong["new_group of nobody"] = lambda i: i.new_group([me.size])
         wrong["unknown backend"] = lambda i: i.initialize("abc")
         wrong["spawn on an unknown backend"] = lambda i: i.spawn("abc", print, ())

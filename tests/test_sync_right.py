@@ -1,4 +1,4 @@
-"""Where ``ignite.distributed`` is wrong, ``asynccoll.sync`` is right: each line of the page on migrating."""
+"""``asynccoll.sync`` is right where ``ignite.distributed`` is wrong: each line of the migration page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters(me):
 
 
 def inferred(me):
-    """As torch does, also outside of the mode."""
+    """Inference tensors are filled even outside the mode, as by torch."""
     with torch.inference_mode():
         x, y = torch.full((3,), float(me.rank)), torch.full((3,), float(me.rank))
     assert idist.all_reduce(x) is x
@@ -84,7 +84,7 @@ def strings(me):
 
 
 def scattered(me):
-    """ignite's placeholder is contiguous, and gets the bytes as they lie in memory."""
+    """ignite's placeholder is contiguous, and gets the bytes in the order in which they lie in memory."""
     x = torch.arange(6.0).view(2, 3).t()
     for src in range(me.size):
         got = idist.broadcast(x if me.rank == src else None, src=src, safe_mode=True)
@@ -92,7 +92,7 @@ def scattered(me):
 
 
 def shapes(me):
-    """ignite cuts or pads a tensor of another shape than it is said to have, or leaves the peers waiting."""
+    """ignite cuts or pads a tensor whose shape is not the one given, or leaves the peers waiting."""
     right = [[rank + 1, 2] for rank in range(me.size)]
     mine = torch.ones(me.rank + 1, 2)
     wrong = {
@@ -115,7 +115,7 @@ def shapes(me):
 
 
 def refused_in_a_group(me):
-    """The members are told; the others go on."""
+    """The members of the group are told; the other ranks are not affected."""
     members = [0, 1]
     if me.rank == 0:
         with raising(TypeError, "Unhandled input type"):
@@ -133,7 +133,7 @@ def refused_in_a_group(me):
 
 
 def _held():
-    """Descriptors and threads, but for the one of the process that is started when a call is first slow."""
+    """Count descriptors and threads, except the thread that a process starts at its first slow call."""
     gc.collect()
     shared = any(thread.name == "asynccoll-progress" for thread in threading.enumerate())
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - shared
@@ -222,7 +222,7 @@ def test_one_rank_first_lets_nobody_hang(world, local):
     world.run(first_fails, local)
 
 
-# A context that comes and goes
+# Contexts that are created and destroyed
 
 
 def _make(me, port):
@@ -253,7 +253,7 @@ def behind_our_back(me, ports):
         if port == ports[1]:
             idist.sync()
         _native(me)
-        idist.sync()  # in a live context; with ignite the next one then reads as serial
+        idist.sync()  # in a live context; in ignite the next context would then read as serial
         _native(me)
         assert (idist.get_local_rank(), idist.get_nproc_per_node()) == (me.rank, me.size)
         torch.distributed.destroy_process_group()
@@ -262,14 +262,14 @@ def behind_our_back(me, ports):
         _serial()
         threads.append(_held())
     deadline = time.monotonic() + patient(5)
-    while threads[-1] > threads[0] and time.monotonic() < deadline:  # the last thread may be on its way out
+    while threads[-1] > threads[0] and time.monotonic() < deadline:  # the last thread may still be ending
         time.sleep(0.01)
         threads.append(_held())
     assert threads[-1] <= threads[0], f"kept: {threads}"
     _make(me, ports[3])
     _native(me)
     torch.distributed.destroy_process_group()
-    _make(me, ports[4])  # another one, and nothing was called in between
+    _make(me, ports[4])  # another one, with no call in between
     _native(me)
     idist.finalize()  # destroys it, as ignite's does
     assert not torch.distributed.is_initialized()
@@ -277,7 +277,7 @@ def behind_our_back(me, ports):
 
 
 def destroyed(me, ports):
-    """What ``initialize`` made is destroyed with torch; then made anew."""
+    """What ``initialize`` made is destroyed through torch, and then made anew."""
     for port in ports[:3]:
         place = {"rank": me.rank, "world_size": me.size}
         idist.initialize("gloo", init_method=f"tcp://127.0.0.1:{port}", **place)

@@ -1,4 +1,4 @@
-"""``asynccoll.sync`` on XLA replicas. ignite has nothing to compare: torch_xla has lost what it calls."""
+"""``asynccoll.sync`` on XLA replicas. ignite cannot be compared: torch_xla has removed what it calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tensors(me):
             assert x.cpu().tolist() == [6]
     with me.case("0-d"):
         assert idist.all_gather(torch.tensor(me.rank, device=device)).cpu().tolist() == list(ranks)
-    with me.case("past what float32 has"):  # ignite sends ints through it
+    with me.case("past what float32 has"):  # which ignite sends ints through
         x = torch.tensor([16777217], device=device)
         assert idist.broadcast(x).cpu().tolist() == [16777217]
     with me.case("safe mode"):
@@ -105,14 +105,14 @@ def test_on_replicas(world, case):
 
 
 def training(me):
-    """``auto_optim``'s step averages and executes; every replica begins with the weights of rank 0."""
+    """``auto_optim``'s step averages and executes; every replica starts with the weights of rank 0."""
     import asynccoll.sync as idist
     from test_auto import _batch, expected_weights, linear
 
     model = linear()
     with torch.no_grad():
         generator = torch.Generator().manual_seed(3)
-        for parameter in model.parameters():  # the seed of torch is the process's, so it is not used
+        for parameter in model.parameters():  # not torch's seed, which belongs to the process
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
             if me.rank:
                 parameter.zero_()
@@ -142,7 +142,7 @@ def loading(me):
     seen = [value for batch in loader for value in batch[0].cpu().tolist()]
     assert seen == [float(x) for x in range(me.rank, 16, me.size)]
     assert loader.sampler.state_dict()["seen"] == 16
-    for turn, _ in enumerate(loader):  # which loads ahead
+    for turn, _ in enumerate(loader):  # prefetching does not count as seen
         assert loader.sampler.state_dict()["seen"] == 2 * me.size * (turn + 1)
 
 
@@ -152,7 +152,7 @@ def test_helpers_on_replicas(case):
 
 
 def test_ranks_start_also_with_the_arguments_of_torch_xla(tmp_path):
-    """ignite hands them on: how processes start, where ours are threads."""
+    """ignite passes on how processes start, though our ranks are threads here."""
     import asynccoll.sync as idist
 
     with idist.Parallel("xla-tpu", nproc_per_node=2, start_method="fork", daemon=False) as parallel:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: each has its own context, none is the process's."""
+"""Ranks that are threads of one process: each has its own context, and the process has none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def collectives(me: Rank) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives_between_threads(size: int, runner: str) -> None:
-    """The same results as between processes, on asyncio, trio and without a loop."""
+    """The results are the same as between processes, on asyncio, trio and without a loop."""
     threads.run(size, collectives, runner=runner)
 
 
@@ -52,7 +52,7 @@ async def crossing(me: Rank) -> None:
 
 
 def test_lanes_between_threads(runner: str) -> None:
-    """Lanes meet by name also where ranks share a process."""
+    """Lanes match by name even where ranks share a process."""
     threads.run(3, crossing, runner=runner)
 
 
@@ -61,7 +61,7 @@ async def same_places(me: Rank) -> list[int]:
 
 
 def test_threads_are_not_mixed_up() -> None:
-    """Fifty sums on four threads at once: each rank is one thread."""
+    """Fifty sums on four concurrent threads: each rank is one thread."""
     assert threads.run(4, same_places) == [[1111] * 50] * 4
 
 
@@ -83,7 +83,7 @@ def foreign_thread(me: Rank) -> None:
 
 
 def test_a_foreign_thread_is_refused() -> None:
-    """A thread that is no rank is told so; it does not become anybody."""
+    """A thread that is not a rank gets an error, and never acts as one."""
     threads.run(2, foreign_thread)
 
 
@@ -92,7 +92,7 @@ def no_default(me: Rank) -> None:
 
 
 def test_no_process_default() -> None:
-    """Nothing is set for the process, during or after."""
+    """No default group or context is set for the process, during the run or after it."""
     threads.run(2, no_default)
     assert not ac.is_initialized()
     assert not dist.is_initialized()
@@ -107,7 +107,7 @@ def many_times(me: Rank) -> None:
 
 
 def test_worlds_of_threads_come_and_go() -> None:
-    """Ten worlds one after the other leave no threads."""
+    """Ten worlds in succession leave no threads behind."""
     threads.run(2, many_times)
     before = threading.active_count()
     for _ in range(10):
@@ -122,12 +122,12 @@ def leaves_in_a_task(me: Rank) -> None:
     asyncio.run(leave())
     assert not ac.is_initialized()
     ac.finalize()  # there is nothing to leave
-    with raising(ac.InvalidArgumentError, "rank"):  # and nothing that keeps it from joining
+    with raising(ac.InvalidArgumentError, "rank"):  # and nothing keeps it from joining
         ac.initialize("gloo", store=dist.HashStore(), rank=me.size, world_size=me.size)
 
 
 def test_a_rank_that_leaves_in_a_task_has_left() -> None:
-    """The task has a copy of the thread's variables."""
+    """The task runs with a copy of the thread's context variables."""
     threads.run(2, leaves_in_a_task)
 
 
@@ -142,11 +142,11 @@ def test_a_case_that_fails_leaves_no_ranks_to_later_tests() -> None:
 
 
 def nothing(me: Rank) -> None:
-    """A case that drops no handle."""
+    """A case that drops no work."""
 
 
 def test_handles_that_earlier_tests_left_are_none_of_a_case() -> None:
-    """In a reference cycle, they go whenever garbage is collected."""
+    """In a reference cycle, they are deleted whenever garbage is collected."""
     left: list[Any] = [ac.all_reduce(1)]
     left.append(left)
     del left

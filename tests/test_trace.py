@@ -1,4 +1,4 @@
-"""Timelines: what is recorded, what recording costs when it is off, and the files that come of it."""
+"""Timelines: what is recorded, what recording costs when it is off, and the files it produces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from worlds import World
 
 
 async def recorded(me: Rank) -> None:
-    await me.get(ac.barrier())  # not recorded: it is over
+    await me.get(ac.barrier())  # not recorded: it is over before the recording
     before = ac.all_reduce(1.0)
     with ac.trace.recording() as timeline:
         await me.get(before)
@@ -59,7 +59,7 @@ async def recorded(me: Rank) -> None:
 
 
 def test_operations_are_recorded(world: World, runner: str) -> None:
-    """Name, lane, bytes, place, and times that make sense; nothing of before and after."""
+    """A span has the name, lane, bytes, place and plausible times; nothing before or after is recorded."""
     world.run(recorded, runner=runner)
 
 
@@ -84,12 +84,12 @@ async def unfinished(me: Rank) -> None:
 
 
 def test_what_is_in_flight_stays_open(pair: World) -> None:
-    """An operation that outlives the recording has no end until it is done; it can be drawn."""
+    """An operation that outlives the recording has no end until it completes; it can still be drawn."""
     pair.run(unfinished)
 
 
 def test_what_was_waited_for_has_an_end_within_the_recording() -> None:
-    """Also where the thread that completes it has not come to say so when its waiter goes on."""
+    """It has one even if the completing thread has yet to record it when the waiter resumes."""
     reached, held, ends = threading.Event(), threading.Event(), Promise()
     lane: Any = SimpleNamespace(
         name="default",
@@ -142,7 +142,7 @@ async def in_groups(me: Rank) -> None:
 
 
 def test_the_row_names_the_group(four: World) -> None:
-    """A lane of a part of the world is not mistaken for the world's of that name."""
+    """A lane of a subgroup is not mistaken for the world's lane of the same name."""
     four.run(in_groups)
 
 
@@ -150,7 +150,7 @@ def test_the_row_names_the_group(four: World) -> None:
 
 
 def test_spans_of_threads_and_tasks() -> None:
-    """A span is in the row of its thread, or in that which it names; nested ones are kept whole."""
+    """A span is in the row of its thread or in the row given; nested spans are all kept."""
     with ac.trace.recording() as timeline:
         with timeline.span("outer"), timeline.span("inner", row="chosen"):
             pass
@@ -194,7 +194,7 @@ def test_a_span_that_raises_ends() -> None:
 
 
 def test_an_operation_is_recorded_from_its_call_on() -> None:
-    """Copying the input and asking the library count; clocks are aligned by calls that came before ends."""
+    """Copying the input and issuing count, as clock alignment needs starts that precede every end."""
     lane, done = current().world.lane("default"), {}
     x = torch.ones(4)
 
@@ -230,7 +230,7 @@ def _program_of(start: Callable[[object], Ready]) -> Callable[[object], Generato
 
 
 def test_off_means_nobody_observes() -> None:
-    """Outside of a recording a lane looks at an empty tuple, and so again after an error inside."""
+    """Outside a recording, and after one that raised, a lane has an empty tuple of observers."""
     assert current().observers == ()
     during: list[Any] = []
     with contextlib.suppress(KeyError), ac.trace.recording():
@@ -264,7 +264,7 @@ def test_union_and_intersection() -> None:
 
 
 def test_tracks_never_overlap() -> None:
-    """Overlapping spans of a row go on tracks of their own; compute comes before communication."""
+    """Overlapping spans of a row are put on separate tracks; compute precedes communication."""
     spans = [
         Span("all_reduce", "default", 0.0, 3.0, is_operation=True),
         Span("forward", "main", 0.5, 1.0),
@@ -278,7 +278,7 @@ def test_tracks_never_overlap() -> None:
 
 
 def test_the_hidden_fraction() -> None:
-    """Of the time with something in flight, the share under a span of compute; unknown without any."""
+    """The share of in-flight time that is covered by compute spans; unknown if there are none."""
     timeline = ac.trace.Timeline()
     assert math.isnan(timeline.hidden_fraction())
     _add(timeline, "all_reduce", 0.0, 4.0, is_operation=True)
@@ -318,7 +318,7 @@ def timeline() -> Any:
 
 
 def test_chrome(timeline: Any, tmp_path: Path) -> None:
-    """A file that Perfetto reads: processes are ranks, threads are rows, times are microseconds."""
+    """Perfetto can read the file: processes are ranks, threads are rows, times are microseconds."""
     path = timeline.to_chrome(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"}
@@ -326,7 +326,7 @@ def test_chrome(timeline: Any, tmp_path: Path) -> None:
         ("process_name", "rank 1 of 2"),
         ("thread_name", "training"),
         ("thread_name", "lane default"),
-        ("thread_name", "lane default (2)"),  # at the same time as the first
+        ("thread_name", "lane default (2)"),  # overlaps the first
     }
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {1}
@@ -338,7 +338,7 @@ def test_chrome(timeline: Any, tmp_path: Path) -> None:
 
 
 def test_plot(timeline: Any, tmp_path: Path) -> None:
-    """A picture with a title, a row each, and words for the colours."""
+    """The picture has a title, a row for each lane and thread, and a legend."""
     svg = timeline.plot(tmp_path / "timeline.svg").read_text()
     for said in (
         "Rank 1 of 2: 79% of the communication is hidden behind compute",
@@ -357,7 +357,7 @@ def test_plot(timeline: Any, tmp_path: Path) -> None:
 
 
 def test_colours_do_not_depend_on_what_came_first(tmp_path: Path) -> None:
-    """Two recordings of one program, whichever part of it each begins with, can be compared."""
+    """Two recordings of one program can be compared, whichever part each begins with."""
     filled = []
     for parts in (("forward", "backward"), ("backward", "forward")):
         made = ac.trace.Timeline(0, 2)
@@ -373,7 +373,7 @@ def test_colours_do_not_depend_on_what_came_first(tmp_path: Path) -> None:
 
 
 def test_plot_of_nothing_marked(tmp_path: Path) -> None:
-    """It says so, and not that nothing is hidden."""
+    """The title says so, rather than that nothing is hidden."""
     made = ac.trace.Timeline(0, 2)
     _add(made, "all_reduce", 0.0, 1.0, is_operation=True)
     svg = made.plot(tmp_path / "bare.svg").read_text()
@@ -382,7 +382,7 @@ def test_plot_of_nothing_marked(tmp_path: Path) -> None:
 
 
 def test_plot_of_hundreds_in_flight(tmp_path: Path) -> None:
-    """The picture grows no taller than a screen or two can show; rows become thinner."""
+    """The picture stays within a screen or two in height: rows become thinner."""
     made = ac.trace.Timeline(0, 2)
     for k in range(300):
         _add(made, "all_reduce", 0.001 * k, 1.0 + 0.001 * k, is_operation=True, size=4096)
@@ -407,14 +407,14 @@ def test_plot_of_nothing(tmp_path: Path) -> None:
 
 
 def test_plot_without_matplotlib(timeline: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """A typed error with the line that installs it."""
+    """The typed error has the line that installs it."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ac.BackendNotFoundError, match="pip install 'matplotlib"):
         timeline.plot(tmp_path / "timeline.png")
 
 
 def test_importing_does_not_load_matplotlib() -> None:
-    """It loads when something is drawn, not with the package."""
+    """It is loaded when something is drawn, not with the package."""
     import subprocess
 
     program = "import sys, asynccoll; sys.exit('matplotlib' in sys.modules)"
@@ -422,7 +422,7 @@ def test_importing_does_not_load_matplotlib() -> None:
 
 
 def test_a_world_that_is_joined_within_a_recording_is_not_in_it() -> None:
-    """A warning says so; to leave a world within one is no reason for any."""
+    """A warning says so. Leaving a world within a recording causes no warning."""
     recording = ac.trace.recording()
     timeline = recording.__enter__()
     ac.initialize("serial")

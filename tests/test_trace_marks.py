@@ -1,4 +1,4 @@
-"""What is marked by itself (forward, backward, optimizer, steps), what torch.profiler shows, and hooks."""
+"""Automatic marks (forward, backward, optimizer, steps), what torch.profiler shows, and hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worlds import World
 
 
 class Model(torch.nn.Module):
-    """Modules within modules, and outputs in a tree."""
+    """Nested modules, and outputs in a tree."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def train(model, optimizer, steps=1):
 
 
 def test_a_training_step_marks_itself():
-    """The outermost module, its backward, and the optimizer; a step ends with the latter."""
+    """Marked are the outermost module, its backward and the optimizer, which also ends the step."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ac.trace.recording() as timeline:
@@ -99,7 +99,7 @@ def test_what_the_program_marks_is_left_to_it():
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_a_module_that_raises_ends(error):
-    """Of the second no hook of torch tells."""
+    """torch calls no hook for a KeyboardInterrupt."""
 
     class Broken(torch.nn.Module):
         def forward(self, x):
@@ -125,7 +125,7 @@ def test_a_module_that_raises_ends(error):
 
 
 class Around(torch.optim.Optimizer):
-    """As ZeroRedundancyOptimizer does it: the step of another, in its own."""
+    """An optimizer that steps another one in its own step, as ZeroRedundancyOptimizer does."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -147,7 +147,7 @@ def test_an_optimizer_that_calls_others_is_one():
 
 
 def test_a_step_that_raises_ends():
-    """It is none of the steps, and no longer around what follows, which it is around in its closure."""
+    """It does not count as a step. Its span ends, and does not cover what follows it."""
     model = Model()
     optimizer = Around(torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_is_computed_again_is_backward():
 
 
 def test_spans_of_code_that_does_not_know_who_records():
-    """``ac.trace.span`` and ``step`` go to every recording that is on, and nowhere else."""
+    """``ac.trace.span`` and ``step`` go to every running recording, and nowhere else."""
     with ac.trace.span("nobody looks"):
         ac.trace.step()
     with ac.trace.recording() as outer, ac.trace.recording() as inner, ac.trace.span("mine", row="chosen"):
@@ -229,7 +229,7 @@ def test_the_profiler_of_torch_shows_operations_lanes_and_spans(pair: World, run
 
 
 def events_of(prof: profile, name: str) -> list[float]:
-    """How long they took, in microseconds."""
+    """Return the durations of the events called ``name``, in microseconds."""
     return [event.time_range.elapsed_us() for event in prof.events() if event.name == name]
 
 
@@ -242,7 +242,7 @@ async def profiled_partly(me: Rank) -> None:
             work = ac.all_reduce(torch.ones(4), lane="side")
     await me.get(
         ac.barrier()
-    )  # a rank that is not the first goes on only after the first's profiler has stopped
+    )  # the other ranks continue only after rank 0's profiler has stopped
     if me.rank:
         work = ac.all_reduce(torch.ones(4), lane="side")
     with profile(activities=[ProfilerActivity.CPU]) as later:
@@ -251,18 +251,18 @@ async def profiled_partly(me: Rank) -> None:
     assert len([us for us in events_of(prof, "validate") if us > 0]) == 1
     assert len([us for us in events_of(prof, "asynccoll.all_reduce [side]") if us > 0]) == (me.rank == 0)
     assert not events_of(later, "validate")
-    # torch's own: they would end when gloo's thread comes to it, in memory that is freed by then
+    # torch's own events would end later, when gloo's thread gets to them, in memory freed by then
     assert not [event.name for event in prof.events() if event.name.startswith("gloo:")]
 
 
 def test_what_goes_on_when_the_profiler_stops_ends_there(pair: World, runner: str) -> None:
-    """Its later end would be written to memory of the profiler's that has been freed: a crash, anywhere."""
+    """A later end would be written to freed memory of the profiler and crash the process anywhere."""
     pair.run(profiled_partly, runner=runner)
 
 
 async def profiled_beside_torch(me: Rank) -> None:
     group = ac.new_group(range(me.size)).process_group()
-    assert "gloo" in torch.distributed.get_backend_config(group)  # the profiler asks this of every group
+    assert "gloo" in torch.distributed.get_backend_config(group)  # the profiler asks for this of every group
 
 
 def test_the_profiler_of_torch_knows_the_groups_that_torch_runs_on(pair: World) -> None:

@@ -1,4 +1,4 @@
-"""Traces of all ranks: clocks that are aligned, what a trace says, and how it survives a rank's death."""
+"""Traces of all ranks: how clocks are aligned, what a trace reports, and how it survives a rank's death."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from worlds import World
 
 
 def operations(seed, skews):
-    """A hundred operations by clocks that are off by ``skews``: each ends after all ranks have begun it."""
+    """A hundred operations by clocks that are off by ``skews``; each ends after all ranks have begun it."""
     draw = random.Random(seed)
     found = [{} for _ in skews]
     for number in range(100):
@@ -57,7 +57,7 @@ def clocks(names, skews, seed=0, walls=None):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_clocks_of_hosts_are_aligned_by_what_they_did_together(seed):
-    """To within what is said, whatever the clocks read."""
+    """They are aligned to within the reported uncertainty, whatever the clocks read."""
     skews = [0.0, 0.0, 1234.5, 1234.5, -77.25]
     found = align(clocks("aabbc", skews, seed))
     assert found.uncertain is not None
@@ -98,14 +98,14 @@ def call(start, end, sequence=0, place="train.py:1", row="default", size_bytes=4
 
 
 def test_an_exchange_tells_nothing_of_clocks():
-    """Who gets nothing from a rank need not have waited for it."""
+    """A rank that receives nothing from another need not have waited for it."""
     exchanged = Span("all_to_all", "default", 1.0, 2.0, True, 4, 1)
     assert not part(0, [exchanged]).as_clock().operations
     assert part(0, [call(1.0, 2.0, 1)]).as_clock().operations
 
 
 def test_the_hidden_share_of_each_step():
-    """Of rank 0 half of step 0 is hidden and nothing of step 1; of rank 1 all and half."""
+    """Rank 0 hides half of step 0 and nothing of step 1; rank 1 hides all of step 0 and half of step 1."""
     found = find(
         [
             part(0, [call(0, 2, 0), call(4, 6, 1), compute("backward", 1, 3)], steps=(4.0, 8.0)),
@@ -121,7 +121,7 @@ def test_the_hidden_share_of_each_step():
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_what_is_not_over_does_not_count_in_the_hidden_share(failed):
-    """Ten seconds of a hang say nothing of the step before, nor are they the line to look at."""
+    """A hang of ten seconds says nothing about the step before, and is not the line to look at."""
     stuck = replace(call(1.5, 9.5 if failed else None, 1, "hang.py:1"), failed=failed)
     found = find([part(0, [call(0, 1), compute("backward", 0, 0.5), stuck], steps=(1.0, 2.0))])
     assert (found.hidden, found.in_flight, found.waited) == (0.5, 1.0, 0.5)
@@ -149,7 +149,7 @@ def test_the_first_of_several_steps_does_not_count():
 
 
 def test_what_hangs_is_told_first():
-    """Who has not called, and who waits."""
+    """The advice says which rank has not called, and which ranks wait."""
     found = find([*(part(rank, [call(0, None, 7)], ranks=3) for rank in (0, 2)), part(1, [], ranks=3)])
     assert advice(found) == (
         "rank 1 has not called all_reduce #7 on lane 'default', in which ranks 0, 2 have waited 10.00 s "
@@ -158,7 +158,7 @@ def test_what_hangs_is_told_first():
 
 
 def test_of_ranks_that_wait_for_each_other_the_fewest_are_told():
-    """Rank 1 has gone on without the evaluation of the others: they have not called what it calls, either."""
+    """Rank 1 skipped the others' evaluation; the others have not made its next call either."""
     parts = [part(rank, [call(0.1, None, 1, "eval.py:1", row="eval")], ranks=3) for rank in (0, 2)]
     found = find([*parts, part(1, [call(0.0, None, 21)], ranks=3)])
     assert advice(found).startswith("rank 1 has not called all_reduce #1 on lane 'eval', in which ranks 0, 2")
@@ -170,7 +170,7 @@ def test_buckets_are_not_told_to_leave_from_backward():
 
 
 class Counted(list):
-    """Counts how often something in it is looked at."""
+    """A list that counts how often its items are looked at."""
 
     looks = 0
 
@@ -200,7 +200,7 @@ def test_nothing_marked_is_not_nothing_hidden():
 
 
 def test_the_longest_waits_come_with_their_lines():
-    """Calls of one line in flight at one time are waited for once; what is hidden is not waited for."""
+    """Concurrent calls of one line are counted once; what is hidden does not count as waiting."""
     spans = [
         call(0, 2, 0, "train.py:10"),
         call(1, 3, 1, "train.py:10"),
@@ -221,11 +221,11 @@ def test_the_slow_rank_is_named_and_what_it_was_in():
     late = find(parts).lateness[0]
     assert (late.rank, late.last, late.of, late.doing) == (1, 1, 1, "load")
     assert late.total == pytest.approx(0.6)
-    assert find(parts).late is None  # once is not again and again
+    assert find(parts).late is None  # once is not repeatedly
 
 
 def test_where_a_slow_rank_was_that_marks_nothing_there():
-    """Of all times that it is late the most lie between two marks; the longest alone would name another."""
+    """Most of its lateness falls between two marks; the single longest delay would name another."""
 
     def rank(number, late, *others):
         spans = [*others]
@@ -242,7 +242,7 @@ def test_where_a_slow_rank_was_that_marks_nothing_there():
 
 
 def steps_of(rank, *, marked=False, within=0.0, ranks=3):
-    """Rank 2 loads for 30 ms more; all are for 60 ms in backward, or ``within`` it, when they call."""
+    """Rank 2 takes 30 ms longer to load; all ranks then spend 60 ms in backward, or call ``within`` it."""
     spans, steps = [], []
     now = 0.0
     for k in range(10):
@@ -272,7 +272,7 @@ def steps_of(rank, *, marked=False, within=0.0, ranks=3):
     ],
 )
 def test_what_makes_a_rank_late_is_what_takes_longer_there(how, where):
-    """Not what it does while the others wait: in that all ranks are for as long."""
+    """It is not what the rank does while the others wait, which takes all ranks equally long."""
     found = find([steps_of(rank, **how) for rank in range(3)])
     assert found.late is not None
     assert (found.late.rank, found.late.doing) == (2, where)
@@ -290,7 +290,7 @@ def test_of_marks_within_each_other_the_inner_one_is_told():
 
 
 def test_a_phase_in_which_the_others_wait_counts_by_what_is_computed_before_the_call():
-    """All are in it for as long: the late rank computes, and the others wait there for it."""
+    """All ranks are in it equally long: the late rank computes there while the others wait for it."""
     parts = [
         part(
             rank,
@@ -302,7 +302,7 @@ def test_a_phase_in_which_the_others_wait_counts_by_what_is_computed_before_the_
 
 
 def test_between_marks_that_the_others_do_not_have_nobody_knows_what_is_usual():
-    """Rank 1 marks less: the time between its marks is no excess, though others have none by that name."""
+    """Rank 1 has fewer marks: the time between its marks is not excess, though others have none so named."""
 
     def rank(late, *names):
         for k in range(10):
@@ -319,7 +319,7 @@ def test_between_marks_that_the_others_do_not_have_nobody_knows_what_is_usual():
 
 
 def test_a_call_that_a_rank_has_not_made_says_nothing_of_who_was_last():
-    """In a hang the last of those that wait is not late. A call of a smaller group counts by its members."""
+    """In a hang the last rank to wait is not late. Calls of a smaller group count by its members."""
     side = [call(0.3, 0.4, row="side of [0, 2]")]
     parts = [part(rank, [call(0.1, 0.2, 0), call(0.5 + rank, None, 1), *side], ranks=3) for rank in (0, 2)]
     found = find([*parts, part(1, [call(0.15, 0.2, 0)], ranks=3)])
@@ -327,7 +327,7 @@ def test_a_call_that_a_rank_has_not_made_says_nothing_of_who_was_last():
 
 
 def write(directory, parts):
-    """As ranks leave them there."""
+    """Write the files of the ranks."""
     for one in parts:
         about = {name: value for name, value in asdict(one).items() if name != "spans"}
         lines = [{"format": 1, **about}, *([n, *astuple(span)] for n, span in enumerate(one.spans))]
@@ -335,7 +335,7 @@ def write(directory, parts):
 
 
 def test_stragglers_of_a_recording_are_counted_as_in_its_trace(tmp_path, capsys):
-    """Without the first step, in which rank 0 is late by more than rank 1 in all others; with one verdict."""
+    """Rank 0's lateness in the first step, longer than all of rank 1's, does not count."""
     late = [[9.0, *[0.1] * 10], [0.1, *[0.5] * 10]]
     steps = tuple(10.0 + k for k in range(11))
     parts = [
@@ -355,7 +355,7 @@ def test_stragglers_of_a_recording_are_counted_as_in_its_trace(tmp_path, capsys)
 
 
 def test_chance_makes_no_rank_late():
-    """On a busy host one is late two or three times as long as another."""
+    """On a busy host one rank may be late for two or three times as long as another."""
     spans = [
         [call(k + 0.3 * ((k % 4 == 0) == (rank == 1)), k + 0.5, k) for k in range(8)] for rank in range(2)
     ]  # rank 0 is late in three of four, rank 1 in one
@@ -364,7 +364,7 @@ def test_chance_makes_no_rank_late():
 
 
 def uneven(*late):
-    """Findings of two ranks that are late by so much, one number a step."""
+    """The findings of two ranks that are late by these seconds, one number per step."""
     steps = tuple(float(k + 1) for k in range(len(late[0])))
 
     def spans(by):
@@ -376,7 +376,7 @@ def uneven(*late):
 
 
 def test_a_rank_that_is_late_in_nearly_every_step_is_named_beside_spikes_of_others():
-    """Which come to a third of its own: chance makes a few long times, but not in every step."""
+    """The spikes add up to a third of its lateness: chance makes a few long delays, but not in every step."""
     found = uneven([0.0] * 17 + [0.5] * 3, [0.3] * 17 + [0.0] * 3)
     assert [one.total for one in found.lateness] == [pytest.approx(16 * 0.3), pytest.approx(3 * 0.5)]
     assert [one.steady for one in found.lateness] == [pytest.approx(19 * 0.3), 0.0]
@@ -386,7 +386,7 @@ def test_a_rank_that_is_late_in_nearly_every_step_is_named_beside_spikes_of_othe
 
 
 def test_four_of_five_steps_are_chance_where_there_are_only_five():
-    """With one more for the first, which does not count; with eight they are not."""
+    """Counting one more for the first, which is left out; of eight steps they are not chance."""
 
     def found(count):
         return uneven([0.0] * (count - 1) + [0.5], [0.3] * (count - 1) + [0.0])
@@ -397,7 +397,7 @@ def test_four_of_five_steps_are_chance_where_there_are_only_five():
 
 
 def test_a_few_long_times_make_no_rank_late_but_the_ranks_uneven():
-    """However much they come to: the rest is no more than the other is late by."""
+    """However long these are in total, otherwise each rank is late by no more than the other."""
     found = uneven([0.02] * 16 + [0.0] * 30 + [0.8] * 4, [0.0] * 16 + [0.02] * 30 + [0.0] * 4)
     assert found.lateness[0].total > 5 * found.lateness[1].total
     assert found.late is None
@@ -405,7 +405,7 @@ def test_a_few_long_times_make_no_rank_late_but_the_ranks_uneven():
 
 
 def test_overlap_gradients_is_advised_for_what_may_be_gradients_alone():
-    """Not for a few bytes, as of a loss, nor where it is used."""
+    """It is not advised for a few bytes, such as a loss, nor where it is already used."""
 
     def told(size_bytes, *more):
         spans = [call(0.1, 1.0, 0, "train.py:4", size_bytes=size_bytes), compute("x", 2, 3)]
@@ -417,7 +417,7 @@ def test_overlap_gradients_is_advised_for_what_may_be_gradients_alone():
 
 
 def test_the_rank_that_holds_the_others_up_is_named_and_else_the_line():
-    """And no advice where the others are late as well, or communication is hidden."""
+    """There is no advice if the others are late as well, or if communication is hidden."""
 
     def found(*late, marked=True):
         work = [compute("forward", n, n + 0.01) for n in range(5)] if marked else []
@@ -458,7 +458,7 @@ def test_what_hangs_names_who_has_not_called():
 
 
 async def reopening(rank):
-    """Rank 1 makes no call on the second lane ``a``, and comes late to that on the first."""
+    """Rank 1 makes no call on the second lane ``a``, and is late to the call on the first."""
     await asyncio.sleep(5.0 * rank)
     _ = await ac.all_reduce(torch.ones(4), lane="a")
     ac.close_lane("a")
@@ -468,7 +468,7 @@ async def reopening(rank):
 
 
 def test_lanes_that_had_one_name_one_after_the_other_are_told_apart():
-    """Both are ``a`` and both count from 1; also where clocks are aligned."""
+    """Both are called ``a`` and both count from 1; clock alignment distinguishes them too."""
     report = simulate(reopening, world_size=2, operation_timeout=10.0, timeout=500.0)
     parts = [part(rank, timeline.spans) for rank, timeline in sorted(report.timelines.items())]
     found = find(parts)
@@ -481,7 +481,7 @@ def test_lanes_that_had_one_name_one_after_the_other_are_told_apart():
 
 @pytest.mark.parametrize(("seconds", "missing"), [(2.9, ()), (3.5, (1,))])
 def test_of_what_a_killed_rank_did_last_nothing_is_claimed(seconds, missing):
-    """What it wrote goes to ``seconds``: it may have made a call that began on others later than that."""
+    """Its file ends at ``seconds``: it may have made a call that the others began later than that."""
     found = find([part(0, [call(3.0, None, 7)]), part(1, [], seconds=seconds, whole=False)])
     assert [one.missing for one in found.unfinished] == [missing]
     assert (found.hang is not None) == bool(missing)
@@ -495,7 +495,7 @@ def test_that_nothing_was_sent_is_said_only_where_it_is_known():
 
 
 def test_parts_lie_on_one_clock():
-    """Two hosts whose clocks are a thousand seconds apart; time begins with the first thing that happened."""
+    """The clocks of two hosts are a thousand seconds apart; time begins with the first event."""
     parts = [
         part(0, [call(1.0, 1.010, 0), call(2.0, 2.010, 1)], clock="a", began=50.0),
         part(1, [call(1.5, 1.506, 0), call(2.5, 2.506, 1)], clock="b", began=1049.503),
@@ -522,7 +522,7 @@ async def written(me: Rank) -> None:
     recorder.step()
     writer.write()
     whole = path.read_text()
-    path.write_text(whole + '[2, "all_re')  # the rank was killed in the middle of a line
+    path.write_text(whole + '[2, "all_re')  # the rank was killed while it wrote a line
     read = read_part(path)
     assert [(span.name, span.end is None) for span in read.spans] == [("forward", False)]
     assert (read.rank, read.world_size, len(read.steps)) == (me.rank, me.size, 1)
@@ -558,7 +558,7 @@ def test_a_file_that_can_be_written_no_more_ends_the_recording_and_not_the_progr
 
 
 def test_hooks_of_several_threads_all_end():
-    """Each adds and removes its own; what one thread does is not lost to another's."""
+    """Each thread adds and removes its own hook, and no change is lost to another thread."""
     before, interval = current().observers, sys.getswitchinterval()
 
     def come_and_go():
@@ -578,7 +578,7 @@ def test_hooks_of_several_threads_all_end():
 
 
 def test_a_rank_is_recorded_although_rank_0_is_not(tmp_path, monkeypatch):
-    """The variable is set on one host of two, say: that must not keep the job from beginning."""
+    """The variable may be set on only one of two hosts, which must not keep the job from starting."""
     monkeypatch.setattr(spooling, "_PATIENCE_SECONDS", 0.05)
     context = SimpleNamespace(
         rank=1, thread_rank=False, closed=False, timeout=0.05, clients=Clients(dist.HashStore())
@@ -589,7 +589,7 @@ def test_a_rank_is_recorded_although_rank_0_is_not(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_leaves_while_another_joins_is_written_to_its_end(tmp_path):
-    """Where ranks are threads, each looks through all that were recorded, which may end just then."""
+    """Where ranks are threads, each goes through all recordings, of which one may end meanwhile."""
     said, finished = iter([False, True]), []
     recordings = spooling._Recordings(tmp_path)
     recordings._open.append((SimpleNamespace(), lambda: finished.append("first")))
@@ -599,7 +599,7 @@ def test_a_rank_that_leaves_while_another_joins_is_written_to_its_end(tmp_path):
 
 
 class Operation:
-    """One that is over at once."""
+    """An operation that is already complete."""
 
     name, sequence, part, peer, place, started = "all_reduce", 3, 1, -1, "train.py:1", 0.0
 
@@ -661,7 +661,7 @@ def test_all_ranks_in_one_trace(pair: World, runner: str) -> None:
 
 
 def test_each_rank_is_looked_at_once_for_the_clock_of_its_host():
-    """Not once for each rank of the other host: there may be hundreds on either."""
+    """It does not happen once for each rank of the other host: either may have hundreds."""
 
     class Counted(dict):
         times = 0

@@ -1,4 +1,4 @@
-"""The page of a trace in a real browser, ``asynccoll trace`` as people call it, and ``top`` beside it."""
+"""The page of a trace in a real browser, the command ``asynccoll trace``, and ``top`` next to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from test_trace_merged import call, compute, part
 
 @pytest.fixture(scope="module")
 def browser():
-    """One for all pages: it takes seconds to start."""
+    """One browser for all pages, as it takes seconds to start."""
     with started() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory):
-    """Two ranks: the first computes beside its call, the second is late twice, and does not call the last."""
+    """Two ranks: rank 0 computes during its call; rank 1 is late twice and does not make the last call."""
     parts = [
         part(
             0,
@@ -58,7 +58,7 @@ def text(browser, selector):
 def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     browser.open(html)
     cards = text(browser, "#cards")
-    assert "27 % hidden" in cards  # of what is over, 0.4 s of 1.3 on one rank, none of 0.2 on the other
+    assert "27 % hidden" in cards  # of completed calls: 0.4 s of 1.3 s on one rank, none of 0.2 s on the other
     assert "rank 1 is late" in cards
     assert "it takes longer in load" in cards
     assert "1 operation not over" in cards
@@ -75,7 +75,7 @@ def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     assert rows == [
         [0, "MainThread", 1],
         [0, "default", 2],
-        [0, "default", 1],  # beside the one that hangs
+        [0, "default", 1],  # next to the one that hangs
         [1, "MainThread", 1],
         [1, "default", 2],
     ]
@@ -95,7 +95,7 @@ def test_a_bar_tells_what_it_is_under_the_pointer(browser, html):
 
 
 def test_the_lanes_are_drawn_and_can_be_zoomed(browser, html):
-    """Colours lie where the bars are; Ctrl and the wheel narrow the view around the pointer."""
+    """Colors are where the bars are; Ctrl and the wheel narrow the view around the pointer."""
     colour = """(place => {
         const c = document.getElementById('lanes'), box = c.getBoundingClientRect(), s = devicePixelRatio;
         const x = (place.x - box.left) * s, y = (place.y - box.top - 5) * s;
@@ -170,7 +170,7 @@ TRAIN = """
 
 @pytest.mark.slow
 def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys):
-    """All ranks in one page and one file for Perfetto, and a table with the lines."""
+    """All ranks are in one page and in one file for Perfetto, and a table shows the lines."""
     script(TRAIN)
     job = start("trace", "run", "-o", "out", "-n", 2, "program.py")
     code, output, errors = job.wait()
@@ -178,10 +178,10 @@ def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys
     assert re.search(r"^2 ranks, .* 92 operations: \d+% of the communication is hidden", output)
     assert re.search(
         r"^all_reduce +default +88 .*program.py:11$", output, re.MULTILINE
-    )  # not of the first step
+    )  # without the first step
     assert re.search(r"steps, means over ranks \(the first 20 of 23\)\nstep .*\n +0 .*\n +1 .*\n +2 ", output)
     assert main(["trace", "stragglers", str(tmp_path / "out"), "--json"]) == 0
-    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 44  # of 23 steps, not the first
+    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 44  # of 23 steps, without the first
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     browser.open(tmp_path / "out" / "trace.html")
@@ -263,7 +263,7 @@ def test_worlds_are_recorded_one_by_one_and_a_forked_child_in_none(start, script
 
 @pytest.mark.slow
 def test_a_process_is_recorded_in_each_world_by_the_rank_that_it_has_there(start, script, tmp_path):
-    """As in an elastic job: one is lost, one gets its number, and another one comes."""
+    """It is an elastic job: one rank is lost, another takes over its number, and a new one joins."""
     script("""\
         import os, pathlib, sys
         import asynccoll as ac

@@ -1,4 +1,4 @@
-"""Training helpers, one promise at a time: numbers worked out by hand, or by one process."""
+"""Training helpers, one promise at a time: results are compared with ones by hand or of one process."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def scalar(value: float = 1.0) -> nn.Parameter:
 
 
 def reducing(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-    """The optimizer as on a backend that DDP does not serve; the operations are the same on gloo."""
+    """Wrap the optimizer as on a backend that DDP does not serve; the operations are the same on gloo."""
     return optim_for(without_ddp(here()), optimizer, options)
 
 
 # ---------------------------------------------------------------- auto_optim, in the loops that people write
 
 
-#: Where each step of each loop is compiled first, some five seconds for a loop; the others are for
-#: `ASYNCCOLL_TEST_TRAINING`, as more programs are elsewhere.
+#: The loops used where each step of a loop is compiled first, which takes some five seconds a loop. The other
+#: loops run if `ASYNCCOLL_TEST_TRAINING` is set, which adds programs elsewhere too.
 COMPILED = ("accumulated", "no_sync", "clipped", "scaled", "without data", "interrupted")
 
 
 def auto_optim_programs(size: int, backend: str) -> Iterator[Program]:
-    """Each loop; among two ranks of gloo with and without another model at the same time, else by turns."""
+    """Every loop; on two ranks of gloo both with and without a second model, elsewhere in alternation."""
     every = backend != "xla-tpu" or "ASYNCCOLL_TEST_TRAINING" in os.environ
     for index, loop in enumerate(LOOPS if every else COMPILED):
         both = (None, "plain")
@@ -66,9 +66,9 @@ async def as_alone(me: Rank) -> None:
 
 @pytest.mark.slow
 def test_auto_optim_comes_to_what_one_process_does(several: World) -> None:
-    """Clipped, scaled with an overflow on one rank, accumulated, skipped, zeroed between, of two models, ...
+    """Gradients are clipped, scaled with an overflow on one rank, accumulated, skipped, of two models, ...
 
-    On gloo the optimizer is made as on mpi; elsewhere it is what `auto_optim` gives.
+    On gloo the optimizer is made as on mpi; elsewhere it is what `auto_optim` returns.
     """
     several.run(as_alone, timeout=100)
 
@@ -86,7 +86,7 @@ def averaged_when_backward_returns(me: Rank) -> None:
 
 
 def test_gradients_are_averaged_when_backward_returns(pair: World) -> None:
-    """So that what is read right after it, as clipping does, is the average."""
+    """So whatever reads them right afterwards, such as clipping, sees the average."""
     pair.run(averaged_when_backward_returns)
 
 
@@ -108,7 +108,7 @@ def closures(me: Rank) -> None:
 
 
 def test_a_closure_that_is_called_several_times(pair: World) -> None:
-    """Each of its backwards averages, so LBFGS finds the minimum of the mean."""
+    """Each backward within it averages, so that LBFGS finds the minimum of the mean."""
     pair.run(closures)
 
 
@@ -145,7 +145,7 @@ def broken(me: Rank) -> None:
 
 
 def test_a_backward_that_raises_on_one_rank(pair: World) -> None:
-    """Named by the next one; synchronize() is the way back in step."""
+    """The next backward names it; synchronize() brings the ranks back in step."""
     pair.run(broken)
 
 
@@ -160,7 +160,7 @@ def out_of_step(me: Rank) -> None:
 
 
 def test_ranks_that_have_lost_step_are_told(pair: World) -> None:
-    """One backward more on one rank would pair the gradients of different steps."""
+    """One extra backward on one rank would pair the gradients of different steps."""
     pair.run(out_of_step)
 
 
@@ -177,7 +177,7 @@ def taken_over(me: Rank) -> None:
 
 
 def test_another_optimizer_takes_over(pair: World) -> None:
-    """Of all the parameters of one before; of some of them it is refused."""
+    """It may take over all parameters of an earlier one; taking over only some is refused."""
     pair.run(taken_over)
 
 
@@ -226,7 +226,7 @@ async def different_starts(me: Rank) -> None:
 
 
 def test_different_initial_weights(several: World) -> None:
-    """They become those of the first rank, with the buffers, as with DDP."""
+    """They become those of the first rank, including the buffers, as with DDP."""
     several.run(different_starts)
 
 
@@ -248,7 +248,7 @@ def in_a_group(me: Rank) -> None:
 
 
 def test_start_of_a_group() -> None:
-    """From the first of its ranks, whatever that is in the world."""
+    """The start is that of the group's first rank, whatever its rank in the world."""
     worlds.world("gloo", 3).run(in_a_group)
 
 
@@ -263,7 +263,7 @@ def other_layouts(me: Rank) -> None:
 
 
 def test_models_that_differ_are_refused(pair: World) -> None:
-    """In shape or in memory format, which would sum up elements that are not each other's."""
+    """They may differ in shape or in memory format, which would sum up unrelated elements."""
     pair.run(other_layouts)
 
 
