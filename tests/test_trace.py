@@ -294,7 +294,7 @@ def test_the_hidden_fraction() -> None:
 def _add(
     timeline: Any, name: str, start: float, end: float, *, is_operation: bool = False, size: int = 0
 ) -> None:
-    """A span of known times."""
+    """Add a span with known times."""
     row = "default" if is_operation else "training"
     recorder = timeline.recorder
     entry = recorder_module._Entry(name, row, recorder.began + start, operation=is_operation)

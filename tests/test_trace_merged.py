@@ -132,7 +132,7 @@ def test_what_is_not_over_does_not_count_in_the_hidden_share(failed):
 
 
 def test_the_first_of_several_steps_does_not_count():
-    """Setting up is waited for once: it is no line to look at, and who came late to it is not late."""
+    """Setup is waited for once: neither its line nor a rank that was late to it is blamed."""
 
     def rank(number, comes):
         setup = call(comes, 4.0, 0, "setup.py:1")
@@ -181,7 +181,7 @@ class Counted(list):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_lies_within_is_found_without_a_look_at_all(seed):
-    """A trace of hundreds of steps has as many times to look among, for each of its operations."""
+    """A long trace has as many intervals to search as operations to search them for."""
     luck = random.Random(seed)
     ends = sorted(luck.sample(range(100_000), 20_000))
     times = Counted(zip(ends[::2], ends[1::2], strict=True))

@@ -58,7 +58,7 @@ def text(browser, selector):
 def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     browser.open(html)
     cards = text(browser, "#cards")
-    assert "27 % hidden" in cards  # of completed calls: 0.4 s of 1.3 s on one rank, none of 0.2 s on the other
+    assert "27 % hidden" in cards  # of completed calls: 0.4 of 1.3 s on one rank, 0 of 0.2 s on the other
     assert "rank 1 is late" in cards
     assert "it takes longer in load" in cards
     assert "1 operation not over" in cards
@@ -181,7 +181,7 @@ def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys
     )  # without the first step
     assert re.search(r"steps, means over ranks \(the first 20 of 23\)\nstep .*\n +0 .*\n +1 .*\n +2 ", output)
     assert main(["trace", "stragglers", str(tmp_path / "out"), "--json"]) == 0
-    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 44  # of 23 steps, without the first
+    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 44  # of 23 steps without the first
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     browser.open(tmp_path / "out" / "trace.html")
@@ -192,8 +192,11 @@ def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys
 
 @pytest.mark.slow
 def test_a_hung_job_is_seen_from_outside_and_shown_as_far_as_it_came(start, script, tmp_path, capsys):
-    """`top` looks at the ranks below the process that is named, once in a pipe and as JSON. Stopped from the
-    terminal, `trace run` names the rank that does not come, with the line of those that wait."""
+    """`top` looks at the ranks below the given process, once in a pipe and as JSON.
+
+    After Ctrl-C in the terminal, `trace run` names the rank that does not join, and the line at which the
+    others wait.
+    """
 
     def top(*arguments):
         code = main(["top", *arguments, "-i", "0.1", str(job.process.pid)])

@@ -343,12 +343,12 @@ async def compared_after_a_cut(me: Rank) -> None:
 
 
 def test_a_comparison_that_was_cut_short(pair: World) -> None:
-    """The next await waits for the same."""
+    """The next await waits for the same comparison."""
     pair.run(compared_after_a_cut)
 
 
 def test_diverged_parameters_are_told(pair: World) -> None:
-    """By one bit, which tensor and which rank."""
+    """A difference of one bit is reported, with the tensor and the rank."""
     pair.run(compared)
 
 
@@ -377,7 +377,7 @@ async def fused(me: Rank) -> None:
 
 
 def test_memory_format_and_fused_optimizers(pair: World) -> None:
-    """Gradients are laid out as their parameters, for optimizers that walk through memory."""
+    """Gradients have the layout of their parameters, for optimizers that traverse memory linearly."""
     pair.run(fused)
 
 
@@ -397,7 +397,7 @@ async def laid_out_later(me: Rank) -> None:
 
 
 def test_a_model_that_is_converted_later(pair: World) -> None:
-    """Its memory format is followed; another dtype is refused by name."""
+    """Gradients follow a new memory format; a new dtype is refused, and the error names both dtypes."""
     pair.run(laid_out_later)
 
 
@@ -424,7 +424,7 @@ async def in_float32(me: Rank) -> None:
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_bfloat16_gradients_summed_in_float32(size: int) -> None:
-    """Rounded once, at the end: 256 + 1 + 1 + 1 + 1 is 260."""
+    """Sums are rounded once, at the end: 256 + 1 + 1 + 1 + 1 is 260."""
     worlds.world("gloo", size).run(in_float32)
 
 
@@ -447,7 +447,7 @@ async def unsynced_between(me: Rank) -> None:
 
 
 def test_no_sync_between_a_backward_and_its_await(pair: World) -> None:
-    """Refused: it adds to what is being sent."""
+    """It is refused, as it would add to gradients that are being sent."""
     pair.run(unsynced_between)
 
 
@@ -460,7 +460,7 @@ async def summed_twice(me: Rank) -> None:
             await gradients
             torch.testing.assert_close(used.grad, torch.full((2,), turn * ranks))
             torch.testing.assert_close(idle.grad, torch.full((2,), ranks))
-        torch.autograd.grad((used * 2).sum(), [used])  # which is no backward, and changes no gradient
+        torch.autograd.grad((used * 2).sum(), [used])  # not a backward: it changes no gradient
         torch.testing.assert_close(used.grad, torch.full((2,), 3 * ranks))
         for to_none in (True, False):
             for parameter in (used, idle):
@@ -477,7 +477,7 @@ async def summed_twice(me: Rank) -> None:
 
 
 def test_sums_of_several_backwards(several: World) -> None:
-    """What is summed already is not summed again, whether a later backward adds to it or not."""
+    """What has been summed is not summed again, whether a later backward adds to it or not."""
     several.run(summed_twice)
 
 
@@ -506,7 +506,7 @@ async def added(me: Rank) -> None:
 
 
 def two(values: Sequence[float], order: Sequence[str]) -> nn.ParameterDict:
-    """Parameters of one shape, made in this order."""
+    """Return a model that has frozen parameters of one shape, added in this order."""
     made = dict(zip("ab", map(scalar, values), strict=True))
     model = nn.ParameterDict({"first": scalar()})
     for name in order:
@@ -515,7 +515,7 @@ def two(values: Sequence[float], order: Sequence[str]) -> nn.ParameterDict:
 
 
 async def added_unlike(me: Rank) -> None:
-    """What was summed were two different parameters, and what stepped had different values."""
+    """Two different parameters used to be summed, or parameters with different values stepped alike."""
     last = me.rank == me.size - 1
     for case, order, value, says in (
         ("order", "ba" if last else "ab", 1.0, ("'a'", f"and rank {me.size - 1} has", "'b'")),
@@ -527,7 +527,7 @@ async def added_unlike(me: Rank) -> None:
             with ac.overlap_gradients(model) as gradients:
                 for name in order:
                     model[name].requires_grad_(True).data.fill_(value if name == "b" else 1.0)
-                for _ in range(1 if case == "number" else 2):  # later steps would go on wrongly
+                for _ in range(1 if case == "number" else 2):  # later steps would be wrong
                     sum(model.values()).sum().backward()
                     with raising(ac.CollectiveMismatchError, "added or unfrozen", *says):
                         await me.get(gradients)
@@ -540,7 +540,7 @@ def test_parameters_that_come_later_and_differ_are_told_by_name(pair: World) -> 
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_parameters_that_one_rank_adds_alone_are_told_by_name(awaited: bool) -> None:
-    """That rank alone compares them, and meets what the others send in their next step."""
+    """Only that rank compares them, and its comparison meets the others' gradients of the next step."""
     said: dict[int, str] = {}
 
     async def main(rank: int) -> None:
@@ -587,7 +587,7 @@ def test_values_of_later_parameters_are_compared_if_the_first_ones_were_sent(pai
 
 
 def test_parameters_that_come_later(pair: World) -> None:
-    """Unfrozen, added to the module, or to the optimizer: they take part from that step on."""
+    """Unfrozen, added to the module, or added to the optimizer: they take part from that step on."""
     pair.run(added)
 
 
@@ -596,7 +596,7 @@ async def with_a_graph(me: Rank) -> None:
     with ac.overlap_gradients([parameter]) as gradients:
         with raising(ac.InvalidArgumentError, "create_graph=True", "torch.autograd.grad"):
             parameter.square().sum().backward(create_graph=True)
-        await gradients  # completes the step with what there is
+        await gradients  # completes the step with the gradients there are
         parameter.grad = None
         with gradients.no_sync(), raising(ac.InvalidArgumentError, "create_graph=True"):
             parameter.square().sum().backward(create_graph=True)
@@ -609,7 +609,7 @@ async def with_a_graph(me: Rank) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_graph_of_gradients(pair: World) -> None:
-    """Refused where it would be lost, with the way that keeps it."""
+    """It is refused where the graph would be lost; the error names the way to keep it."""
     pair.run(with_a_graph)
 
 
@@ -637,7 +637,7 @@ async def finished(me: Rank) -> None:
 
 
 def test_a_finish_that_was_cut_short(pair: World) -> None:
-    """The next one waits for the same average."""
+    """The next finish() waits for the same average."""
     pair.run(finished)
 
 
@@ -660,12 +660,12 @@ async def shared_window(me: Rank) -> None:
 
 @pytest.mark.parametrize("runner", ["asyncio", "trio"])
 def test_a_window_belongs_to_a_task(pair: World, runner: str) -> None:
-    """Two that shared one, on lanes of their own, would wait for each other on different ranks."""
+    """Two tasks that share one, on different lanes, would wait for each other on different ranks."""
     pair.run(shared_window, runner=runner)
 
 
 def test_nothing_is_left_of_a_dropped_optimizer() -> None:
-    """It takes its reducer along, as cycles go."""
+    """Its reducer goes with it once the garbage collector finds the cycle."""
     parameter = scalar()
     optimizer = ac.async_optim(torch.optim.SGD([parameter], lr=1.0))
     del optimizer

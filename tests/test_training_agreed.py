@@ -1,7 +1,7 @@
-"""Training in which ranks do not do the same: one process's numbers, or an error that says what to do.
+"""Training in which ranks behave differently: the result of one process, or an error that says what to do.
 
-In simulated worlds, two orders each; in float64. Ranks without data, waits that are cut short on some ranks
-and done again, gradients that are changed by hand, layers that some ranks leave out of one of two models.
+In simulated worlds, in three orders each, in float64: ranks without data, waits that are cut short on some
+ranks and repeated, gradients that are changed by hand, layers that some ranks leave out of one of two models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rank = Callable[[int], Awaitable[Any]]
 
 
 def run(rank_does: Rank, size: int) -> dict[int, Any]:
-    """What each rank returns, in the last of some orders."""
+    """Return what each rank returns, in the last of several orders."""
     for seed in range(3):
         loop, schedule = ("asyncio", "trio")[seed % 2], (RandomWalk(), PCT())[seed // 2]
         report = simulate(rank_does, world_size=size, seed=seed, loop=loop, schedule=schedule)
@@ -54,7 +54,7 @@ def one_process(
     max_norm: float = math.inf,
     model: nn.Module | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The usual loop over the data of all ranks."""
+    """Run the usual loop over the data of all ranks."""
     model = model_of() if model is None else model
     optimizer = make(model)
     for step in steps:
@@ -67,7 +67,7 @@ def one_process(
 
 
 async def cut_short(wait: Callable[[], Awaitable[Any]], here: bool) -> Any:
-    """Wait; given up at once on the ranks that are told to, and done again."""
+    """Wait; if ``here``, cancel the wait immediately and then repeat it."""
     if here:
         with anyio.move_on_after(0) as limit:
             return await wait()
@@ -81,7 +81,7 @@ SIZES = pytest.mark.parametrize("size", [2, 3])
 
 
 def sometimes(rank: int, size: int, step: int, part: int) -> bool:
-    """Whether a rank has data for that part of a step; the first always has."""
+    """Whether a rank has data for this part of a step; rank 0 always has."""
     return not rank or random.Random(f"{rank} {size} {step} {part}").random() < 0.5
 
 
@@ -109,7 +109,7 @@ async def finished(optimizer: Any) -> None:
 @pytest.mark.parametrize("zeroes", [True, False], ids=["to None", "to zeros"])
 @pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
 def test_a_rank_without_data_after_an_extra_reduction(kind: str, zeroes: bool, size: int) -> None:
-    """It has nothing to add, and takes part all the same, since another rank has."""
+    """It has nothing to add, but takes part all the same because another rank has data."""
     parts = 3
 
     def alone() -> Tensor:
@@ -135,7 +135,7 @@ def test_a_rank_without_data_after_an_extra_reduction(kind: str, zeroes: bool, s
                     loss(model, rank, 10 * step + part).backward()
                 if part < parts - 1:
                     await optimizer.reduced()
-            if step == 1:  # skipped, when all is reduced
+            if step == 1:  # skipped, although everything is reduced
                 await optimizer.reduced()
                 continue
             await optimizer.step()
@@ -148,7 +148,7 @@ def test_a_rank_without_data_after_an_extra_reduction(kind: str, zeroes: bool, s
 @SIZES
 @pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
 def test_a_step_that_finds_everything_reduced(kind: str, size: int) -> None:
-    """Reduces nothing again."""
+    """It reduces nothing again."""
 
     async def rank_does(rank: int) -> None:
         model = model_of(rank)
@@ -169,7 +169,7 @@ def test_a_step_that_finds_everything_reduced(kind: str, size: int) -> None:
 @SIZES
 @pytest.mark.parametrize(("here", "elsewhere"), [(2, 1), (1, 0)])
 def test_a_reduction_of_one_rank_alone(here: int, elsewhere: int, size: int) -> None:
-    """It asked for more when the others had stepped, on a lane of its own: each waited for the other."""
+    """It once asked for more, on its own lane, when the others had stepped: each waited for the other."""
 
     async def rank_does(rank: int) -> bool:
         model = model_of(rank)
@@ -181,8 +181,8 @@ def test_a_reduction_of_one_rank_alone(here: int, elsewhere: int, size: int) -> 
                 for _ in range(elsewhere if rank else here):
                     await optimizer.reduced()
                 await optimizer.step()
-        assert step == (rank > 0)  # the first has not come to the second step
-        for step in range(2):  # they go on together
+        assert step == (rank > 0)  # rank 0 has not reached the second step
+        for step in range(2):  # they continue together
             optimizer.zero_grad()
             loss(model, rank, step).backward()
             await optimizer.reduced()
@@ -202,7 +202,7 @@ def test_a_reduction_of_one_rank_alone(here: int, elsewhere: int, size: int) -> 
 @SIZES
 @pytest.mark.parametrize("who", ["last", "first", "all"])
 def test_waits_of_a_sharded_optimizer_that_are_done_again(who: str, size: int) -> None:
-    """Whatever was cut short goes on where it was: clipping, the step, the state of the whole optimizer."""
+    """Clipping, the step and the state of the whole optimizer each resume where they were cut short."""
 
     async def rank_does(rank: int) -> tuple[Tensor, Any]:
         here = {"last": rank == size - 1, "first": rank == 0, "all": True}[who]
@@ -228,7 +228,7 @@ def test_waits_of_a_sharded_optimizer_that_are_done_again(who: str, size: int) -
 
 @SIZES
 def test_a_wait_that_is_cut_short_and_not_done_again(size: int) -> None:
-    """Is completed by the next, as on the ranks where it was not cut short."""
+    """The next wait completes it, as on the ranks where it was not cut short."""
 
     async def rank_does(rank: int) -> Tensor:
         model, optimizer = sharded(rank)
@@ -248,7 +248,7 @@ def test_a_wait_that_is_cut_short_and_not_done_again(size: int) -> None:
 
 @SIZES
 def test_waits_of_sharded_layers_that_are_done_again(size: int) -> None:
-    """Clipping, the whole parameters, and the state of their optimizer."""
+    """Clipping, gathering the whole parameters, and gathering the state of their optimizer are repeated."""
 
     def alone() -> tuple[dict[str, Tensor], Any]:
         layers = blocks()
@@ -286,7 +286,7 @@ def test_waits_of_sharded_layers_that_are_done_again(size: int) -> None:
 @SIZES
 @pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
 def test_steps_that_are_cut_short(kind: str, size: int) -> None:
-    """Done again, the closure is not called again; not done again, the next step is another one."""
+    """A repeated step does not call the closure again; without the repetition, the next step is a new one."""
 
     async def rank_does(rank: int) -> Tensor:
         model = model_of(rank)
@@ -310,7 +310,7 @@ def test_steps_that_are_cut_short(kind: str, size: int) -> None:
             with anyio.move_on_after(0 if here else 100):
                 await optimizer.step()  # where the ranks ask each other
         assert calls == [0, 1, 2, 3]
-        await cut_short(optimizer.reduced, False)  # completes the last one
+        await cut_short(optimizer.reduced, False)  # completes the last step
         await finished(optimizer)
         return flat(model)
 
@@ -320,7 +320,7 @@ def test_steps_that_are_cut_short(kind: str, size: int) -> None:
 @SIZES
 @pytest.mark.parametrize("has", ["nothing", "accumulated"])
 def test_an_await_without_a_backward_that_is_cut_short(has: str, size: int) -> None:
-    """A step, or a backward, would use or add to gradients that are being sent."""
+    """A step or a backward before the await would use, or add to, gradients that are being sent."""
 
     async def rank_does(rank: int) -> Tensor:
         model = model_of(rank)
@@ -352,7 +352,7 @@ def test_an_await_without_a_backward_that_is_cut_short(has: str, size: int) -> N
 @SIZES
 @pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
 def test_nothing_changes_gradients_before_a_step_that_was_cut_short(kind: str, size: int) -> None:
-    """It was left out, or made with other gradients than on the ranks that were not cut short."""
+    """The step was skipped, or made with other gradients than on the ranks that were not cut short."""
 
     async def rank_does(rank: int) -> Tensor:
         model = model_of(rank)
@@ -391,7 +391,7 @@ def test_nothing_is_refused_once_an_optimizer_whose_step_was_cut_short_is_left(k
 
 
 def test_the_wrapped_optimizer_steps_only_with_what_was_reduced() -> None:
-    """It took the last step's gradients, or those that were being received."""
+    """It used to take the last step's gradients, or gradients that were still being received."""
 
     async def rank_does(rank: int) -> Tensor:
         model, optimizer = sharded(rank)
@@ -422,7 +422,7 @@ def test_parts_of_layers_do_not_step_before_they_are_clipped() -> None:
             await layers.clip_grad_norm_(0.05)
         with raising(ac.InvalidArgumentError, "step of the optimizer", "Await clip_grad_norm_() again"):
             optimizer.step()
-        sgd(nn.Linear(1, 1)).step()  # has nothing to do with it
+        sgd(nn.Linear(1, 1)).step()  # is unrelated to the layers
         await layers.clip_grad_norm_(0.05)
         optimizer.step()
 
@@ -430,7 +430,7 @@ def test_parts_of_layers_do_not_step_before_they_are_clipped() -> None:
 
 
 def test_two_tasks_in_one_optimizer_are_told() -> None:
-    """Their collectives would mix in another order on every rank."""
+    """Their collectives would interleave differently on each rank."""
 
     async def rank_does(rank: int) -> None:
         model, optimizer = sharded(rank, adamw)
@@ -477,7 +477,7 @@ def test_nothing_is_skipped_in_the_middle_of_a_wait() -> None:
 @pytest.mark.parametrize("how", ["scaled", "turned", "clipped by torch", "written"])
 @pytest.mark.parametrize("then", ["step", "backward"])
 def test_gradients_written_to_after_the_reduction_are_told(how: str, then: str, size: int) -> None:
-    """Of a sharded optimizer: what has gathered is elsewhere, and was dropped."""
+    """A sharded optimizer keeps what it has reduced elsewhere, and used to drop it after such a write."""
 
     def touch(model: nn.Module) -> None:
         if how == "clipped by torch":
@@ -517,7 +517,7 @@ def test_gradients_written_to_after_the_reduction_are_told(how: str, then: str, 
 
 @SIZES
 def test_gradients_changed_in_place_where_nothing_has_gathered(size: int) -> None:
-    """Each micro batch clipped by itself, under no_sync."""
+    """Each micro-batch is clipped by itself, under no_sync."""
 
     def scale(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -556,7 +556,7 @@ def test_gradients_changed_in_place_where_nothing_has_gathered(size: int) -> Non
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("how", ["in place", "detached", "replaced"])
 def test_gradients_replaced_after_the_reduction(how: str, op: str, size: int) -> None:
-    """With op="sum" nobody can tell of another tensor whether it is the sum: it is refused."""
+    """With op="sum" a new tensor may or may not be a sum already: it is refused."""
 
     def change(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -594,7 +594,7 @@ def test_gradients_replaced_after_the_reduction(how: str, op: str, size: int) ->
                 with raising(ac.InvalidArgumentError, "op='sum'", "in place"):
                     loss(model, rank, 10 + step).backward()
                 optimizer.zero_grad()
-                await gradients  # sends what there is
+                await gradients  # sends the gradients there are
                 (loss(model, rank, step) / parts).backward()
                 await gradients
                 for parameter in model.parameters():
@@ -612,7 +612,7 @@ def test_gradients_replaced_after_the_reduction(how: str, op: str, size: int) ->
 @pytest.mark.parametrize("kind", ["overlap_gradients", "async_optim", "shard_optimizer"])
 @pytest.mark.parametrize("how", ["clipped", "replaced"])
 def test_gradients_changed_before_the_await_are_told(how: str, kind: str) -> None:
-    """Clipped while they are being sent, the ranks would have different ones; the next step is as ever."""
+    """Clipping gradients while they are being sent would make ranks differ; the next step is unaffected."""
 
     async def rank_does(rank: int) -> Tensor:
         model = model_of(rank)
@@ -647,7 +647,7 @@ def test_gradients_changed_before_the_await_are_told(how: str, kind: str) -> Non
 
 
 class Aliased(nn.Module):
-    """Two parameters in one memory, tied by ``.data``."""
+    """Two parameters that share memory, tied through ``.data``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -676,7 +676,7 @@ CONVERTED = [
 def test_models_that_are_converted(
     how: str, when: str, told: str, told_sharded: str, shares_out: bool
 ) -> None:
-    """``.grad`` gets other memory then, and what is sent must not be the memory that it had before."""
+    """``.grad`` then has new memory, and the old memory must not be sent."""
     told = told_sharded if shares_out else told
 
     async def rank_does(rank: int) -> Tensor:
@@ -707,7 +707,7 @@ def test_models_that_are_converted(
 
 @pytest.mark.parametrize("kind", ["gradients", "shard_optimizer"])
 def test_parameters_that_are_tied_later_are_not_told_as_replaced(kind: str) -> None:
-    """They are the model's, and are trained; also where another parameter is unfrozen then."""
+    """They are the model's and are trained, even if another parameter is unfrozen at the same time."""
 
     def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -753,7 +753,7 @@ def test_parameters_that_are_tied_later_are_not_told_as_replaced(kind: str) -> N
 
 
 def test_parameters_that_share_memory_are_refused() -> None:
-    """By whoever gives parameters other memory, which unties them, or changes each, which is twice."""
+    """Helpers that give parameters other memory would untie them; others would change them twice."""
 
     async def rank_does(rank: int) -> None:
         model = Aliased()
@@ -769,7 +769,7 @@ def test_parameters_that_share_memory_are_refused() -> None:
 
 
 class Listed(nn.Module):
-    """Parameters in a list, which has no forward."""
+    """Parameters in a ParameterList, which has no forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -781,7 +781,7 @@ class Listed(nn.Module):
 
 @SIZES
 def test_parameters_in_a_list(size: int) -> None:
-    """The module that has the list waits for them."""
+    """The module that contains the list waits for them."""
 
     async def rank_does(rank: int) -> Tensor:
         model = Listed()
@@ -797,7 +797,7 @@ def test_parameters_in_a_list(size: int) -> None:
 
 
 def test_parameters_that_are_frozen_later_or_have_no_shape() -> None:
-    """Momentum would move what is frozen; a lazy module has nothing to share out."""
+    """Momentum would move a frozen parameter, and a lazy module has nothing to shard."""
 
     async def rank_does(rank: int) -> None:
         model = model_of()
@@ -818,7 +818,7 @@ def test_parameters_that_are_frozen_later_or_have_no_shape() -> None:
 
 
 def test_the_state_of_frozen_parameters_is_kept() -> None:
-    """In that of the whole optimizer, as torch's own keeps it."""
+    """It is kept in the state of the whole optimizer, as torch's own optimizer keeps it."""
 
     async def rank_does(rank: int) -> tuple[Any, Any]:
         model = model_of()
@@ -886,7 +886,7 @@ def dropping(layers: Any, x: Tensor, seed: str) -> Tensor:
 @pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
 @SIZES
 def test_two_sets_of_layers_that_ranks_leave_out(reshard: bool, size: int) -> None:
-    """An encoder's and a decoder's, of one shape, without lanes: their gradients do not cross."""
+    """The gradients of an encoder and a decoder of equal shapes, without lanes, are not mixed up."""
 
     def layers_of(seed: int) -> nn.ModuleList:
         torch.manual_seed(seed)
@@ -926,7 +926,7 @@ def test_two_sets_of_layers_that_ranks_leave_out(reshard: bool, size: int) -> No
 @SIZES
 @pytest.mark.parametrize("data", ["no layer", "an empty batch", "no_grad"])
 def test_a_rank_that_calls_no_layer(data: str, size: int) -> None:
-    """Is told at the end of its loop, and the others when it has gone; an empty batch takes part."""
+    """Its error comes at the end of its loop, the others' when it has left; an empty batch takes part."""
 
     def alone() -> Tensor:
         layers = blocks()
@@ -980,7 +980,7 @@ def test_a_rank_that_calls_no_layer(data: str, size: int) -> None:
 @pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
 @pytest.mark.parametrize("then", ["loops again", "reduces", "raises"])
 def test_a_loss_without_the_layers(then: str, reshard: bool, size: int) -> None:
-    """The last rank calls them, and its backward comes to none: all are told that, wherever they wait."""
+    """The last rank calls them, but its backward reaches none: all are told so, wherever they wait."""
 
     def alone() -> Tensor:
         layers = blocks()
@@ -1014,7 +1014,7 @@ def test_a_loss_without_the_layers(then: str, reshard: bool, size: int) -> None:
                     loss.backward()
             if step == 1 and then == "loops again":
                 if odd:
-                    with told(rank):  # ``loss`` is there still
+                    with told(rank):  # ``loss`` still exists
                         through(layers, rank, 2)
                 return flat(layers)
             if step == 1:
@@ -1031,7 +1031,7 @@ def test_a_loss_without_the_layers(then: str, reshard: bool, size: int) -> None:
 
 
 def test_layers_that_have_a_lane_keep_it() -> None:
-    """Others on it are refused while they live; those without a lane are told apart when gathered."""
+    """Others on it are refused while these live; sets without a lane are told apart when gathered."""
 
     async def rank_does(rank: int) -> None:
         first = ac.overlap.shard_layers(blocks(), lane="mine")
@@ -1048,7 +1048,7 @@ def test_layers_that_have_a_lane_keep_it() -> None:
 
 
 class Partly(nn.Module):
-    """A model whose middle is shared out."""
+    """A model whose middle is sharded."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -1058,7 +1058,7 @@ class Partly(nn.Module):
 
 
 def test_parts_are_refused_by_what_takes_whole_models() -> None:
-    """Each rank has other ones: those of the first were given to all, or all averaged, in silence."""
+    """Each rank has other parts: rank 0's were silently given to all, or all of them averaged."""
     takers: dict[str, Callable[[nn.Module], Any]] = {
         "overlap_gradients": ac.overlap_gradients,
         "overlap_gradients(init_sync=False)": lambda model: ac.overlap_gradients(model, init_sync=False),
@@ -1088,7 +1088,7 @@ def test_parts_are_refused_by_what_takes_whole_models() -> None:
 
 
 def test_layers_that_are_empty_are_refused() -> None:
-    """Those that are shared out already; so are parameters tied between two sets."""
+    """Layers that are already sharded are refused, and so are parameters tied between two sets."""
 
     async def rank_does(rank: int) -> None:
         layers = blocks()
@@ -1110,7 +1110,7 @@ def filled_up(x: Tensor, multiple: int) -> Tensor:
 
 @SIZES
 def test_gradients_that_are_returned(size: int) -> None:
-    """By torch.autograd.grad: this rank's parts of the sum, and nothing is added to .grad."""
+    """torch.autograd.grad returns this rank's parts of the sum, and nothing is added to .grad."""
 
     async def rank_does(rank: int) -> None:
         layers, twin = ac.overlap.shard_layers(blocks()), blocks()
@@ -1143,7 +1143,7 @@ def test_gradients_that_are_returned_of_layers_left_out_are_told() -> None:
 
 
 def test_copies_of_models() -> None:
-    """With whole parameters they can be copied and pickled; on their way that is refused, as parts are."""
+    """Whole parameters can be copied and pickled; parameters in flight, and parts, are refused."""
 
     async def rank_does(rank: int) -> None:
         model, optimizer = sharded(rank)
@@ -1170,7 +1170,7 @@ def test_copies_of_models() -> None:
 
 @pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
 def test_a_scaler_is_handed_to_the_step(kind: str) -> None:
-    """One that calls a step which has to be awaited stepped never; handed over, ranks skip together."""
+    """A scaler that called a step to be awaited never stepped; passed to step(), ranks skip together."""
 
     def scalers() -> Any:
         return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -1209,7 +1209,7 @@ def test_a_scaler_is_handed_to_the_step(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["async_optim", "shard_optimizer"])
 def test_buffers_of_optimizers(kind: str) -> None:
-    """Where only an optimizer is given, the module that has the buffers is."""
+    """If only an optimizer is passed, so is the module that has the buffers."""
 
     async def rank_does(rank: int) -> float:
         torch.manual_seed(0)
@@ -1232,7 +1232,7 @@ def test_buffers_of_optimizers(kind: str) -> None:
 
 
 def test_local_steps_that_ranks_await_unevenly_are_told() -> None:
-    """Two rounds that began at different steps, or a round and the last average, were put together."""
+    """Two rounds that began at different steps, or a round and the last average, were combined."""
 
     async def rank_does(rank: int) -> None:
         parameter = nn.Parameter(torch.full((3,), float(rank)).double())

@@ -1,7 +1,7 @@
-"""Training under everything that real loops do: the parameters of one process that saw all the data.
+"""Training under everything that real loops do: the parameters are those of one process that saw all the data.
 
-Programs are drawn by seeds that are always the same. `ASYNCCOLL_TEST_TRAINING=2000` runs as many in each
-world, and `ASYNCCOLL_TEST_SEED` says where they begin; `make training` draws others for as long as one likes.
+Programs are drawn from fixed seeds. `ASYNCCOLL_TEST_TRAINING=2000` runs that many in each world, and
+`ASYNCCOLL_TEST_SEED` sets the first seed; `make training` draws others for as long as one likes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 import worlds
 from programs import Program, drawn, same_as_alone
 
-#: How many programs are drawn, by ranks.
+#: How many programs are drawn, by number of ranks.
 DRAWN = {1: 5, 2: 25, 3: 10, 5: 3}
 FIRST = int(os.environ.get("ASYNCCOLL_TEST_SEED", "2353095456"))
 
 
-#: What went wrong once, each by another cause.
+#: Programs that once failed, each for a different reason.
 PINNED = [
     Program("channels_last", "plain", "overlap_gradients", "Adam fused"),
     Program("channels_last", "plain", "auto_optim", "Adagrad fused"),
@@ -53,9 +53,9 @@ PINNED = [
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_same_parameters_as_one_process(size: int) -> None:
-    """Whatever is trained, in whatever loop, and whoever averages."""
+    """This holds for any model and loop, and for every helper that averages."""
     count, first = int(os.environ.get("ASYNCCOLL_TEST_TRAINING", DRAWN[size])), FIRST + 20 * size - 40
-    pinned = PINNED if size < 5 else PINNED[:12]  # five ranks take long
+    pinned = PINNED if size < 5 else PINNED[:12]  # five ranks are slow
     programs = [(f"pinned {index}", program) for index, program in enumerate(pinned)]
     programs += [(f"seed {seed}", drawn(seed)) for seed in range(first, first + count)]
     worlds.world("gloo", size).run(same_as_alone, programs, timeout=60 + count)

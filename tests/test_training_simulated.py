@@ -1,6 +1,6 @@
-"""Training loops in simulated worlds, several orders each: the parameters of one process that saw all data.
+"""Training loops in simulated worlds, in several orders each: the parameters of one process that saw all data.
 
-In float64, so that rounding is no excuse. What each loop does is combined from what real ones do.
+They run in float64, so that rounding is no excuse. Each loop combines features of real ones.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def mean_loss(model: nn.Module, size: int, step: int) -> torch.Tensor:
 def plain(
     size: int, steps: int = 4, before: Callable[[nn.Module, int], object] = lambda model, step: None
 ) -> torch.Tensor:
-    """The usual loop, by one process."""
+    """The usual loop, in one process."""
     model = model_of()
     optimizer = adamw(model)
     for step in range(steps):
@@ -110,7 +110,7 @@ def freezing(size: int) -> Loops:
 
 
 def two_that_compete(size: int) -> Loops:
-    """The generator's loss goes through the discriminator, whose gradients of it are thrown away."""
+    """The generator's loss goes through the discriminator, whose own gradients from it are discarded."""
 
     def pair() -> tuple[nn.Module, nn.Module]:
         generator = model_of(1)
@@ -157,7 +157,7 @@ def two_that_compete(size: int) -> Loops:
 
 
 def hooks_of_the_user(size: int) -> Loops:
-    """Registered before ours on some ranks, and after them on others."""
+    """They are registered before ours on some ranks, and after ours on others."""
 
     def add(model: nn.Module) -> None:
         for index, parameter in enumerate(model.parameters()):
@@ -181,7 +181,7 @@ def hooks_of_the_user(size: int) -> Loops:
 
 
 def accumulating_unevenly(size: int) -> Loops:
-    """Each rank has another number of batches in a step."""
+    """Each rank has a different number of batches in a step."""
 
     def batches(rank: int, step: int) -> list[int]:
         return [10 * step + number for number in range(1 + (rank + step) % 3)]
@@ -215,7 +215,7 @@ def accumulating_unevenly(size: int) -> Loops:
 
 
 def evaluating_behind(size: int) -> Loops:
-    """Tasks evaluate copies, each on a lane of its own, while training goes on; metrics are coalesced."""
+    """Tasks evaluate copies, each on its own lane, while training continues; metrics are coalesced."""
 
     async def evaluate(model: nn.Module, rank: int, step: int) -> None:
         with torch.no_grad():
@@ -244,7 +244,7 @@ def evaluating_behind(size: int) -> Loops:
 
 
 def backward_in_a_thread(size: int) -> Loops:
-    """While another task talks on its own lane."""
+    """Another task communicates on its own lane meanwhile."""
 
     async def talk(rank: int) -> None:
         for number in range(6):
@@ -267,7 +267,7 @@ def backward_in_a_thread(size: int) -> Loops:
 
 
 def sharded_and_resumed(size: int) -> Loops:
-    """Groups with schedules of their own, clipped; resumed in the middle by another model and optimizer."""
+    """Parameter groups with their own schedules, clipped; another model and optimizer resume halfway."""
 
     def parts(model: Any) -> tuple[torch.optim.Optimizer, Any]:
         later = [*model[2].parameters(), *model[4].parameters()]
@@ -347,7 +347,7 @@ def sharded_tied_and_skipped(size: int) -> Loops:
 
 
 def layers_left_out(size: int) -> Loops:
-    """Each rank leaves out other layers; in one step a rank fails in mid-loop, and all skip it."""
+    """Each rank skips different layers; in one step a rank fails in mid-loop, and all skip that step."""
 
     def layers_of() -> nn.ModuleList:
         torch.manual_seed(0)
@@ -397,7 +397,7 @@ def layers_left_out(size: int) -> Loops:
 
 
 def a_loop_that_begins_while_backward_runs(size: int) -> Loops:
-    """As the next batch's does that goes forward while a thread is in this one's backward."""
+    """It may be the next batch's forward, while a thread runs backward for this one."""
 
     def layers_of() -> nn.ModuleList:
         torch.manual_seed(0)
@@ -438,7 +438,7 @@ def a_loop_that_begins_while_backward_runs(size: int) -> Loops:
 
 
 def two_optimizers_in_two_tasks(size: int) -> Loops:
-    """Which come to their steps in another order on every rank."""
+    """The optimizers reach their steps in a different order on every rank."""
 
     def alone() -> torch.Tensor:
         models = model_of(1), model_of(2)
@@ -497,7 +497,7 @@ def test_parameters_are_those_of_one_process(loops: Callable[[int], Loops], size
 
 
 def test_layers_skip_a_step_together_when_one_rank_overflows() -> None:
-    """Each rank sees its own part of the gradients only."""
+    """Each rank sees only its own part of the gradients."""
 
     async def rank_does(rank: int) -> tuple[float, list[float]]:
         torch.manual_seed(0)

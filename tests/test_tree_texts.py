@@ -1,4 +1,4 @@
-"""Ranks that pass different trees are told at which leaf, or node, these differ."""
+"""The error for ranks that pass different trees names the leaf or node at which the trees differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(layers: int, at: int, shape: tuple[int, ...]) -> dict[str, dict[str, t
     return {f"layer{i}": {"w": x(4, 4), "b": x(*(shape if i == at else (4,)))} for i in range(layers)}
 
 
-#: The trees of rank 0 and of the others; where they differ, as the error says it.
+#: The trees of rank 0 and of the others, and what the error says of where they differ.
 TREES: dict[str, tuple[Any, ...]] = {
     "one shape of many": (
         lambda: model(40, 7, (4,)),
@@ -112,7 +112,7 @@ TREES: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: Those whose descriptions begin alike, as far as they are shown.
+#: Trees whose descriptions begin alike, as far as they are shown.
 ALIKE_AT_FIRST = ("one shape of many", "a long key")
 
 
@@ -135,7 +135,7 @@ def test_the_leaf_that_differs_is_named(what: str, check: str, size: int, transp
         side = r"^  ranks? ([\d, ]+): (all_reduce .* at .*test_tree_texts\.py:\d+)$"
         sides = dict(re.findall(side, said, re.MULTILINE))
         assert sorted(", ".join(sides).split(", ")) == [str(rank) for rank in range(size)]
-        assert len(set(sides.values())) == len(sides)  # what begins alike is told once
+        assert len(set(sides.values())) == len(sides)  # sides that begin alike are shown once
         assert (len(sides) == 1) == (what in ALIKE_AT_FIRST)
         assert max(map(len, said.splitlines())) < 400
 
@@ -152,7 +152,7 @@ def test_trees_that_are_alike_are_not_said_to_differ() -> None:
         assert " sum " in said and " max " in said and "trees differ" not in said
 
 
-#: The collectives that send each tensor of a tree by itself.
+#: Collectives that send each tensor of a tree separately.
 ONE_BY_ONE: dict[str, Callable[[Any], Any]] = {
     "all_gather": ac.all_gather,
     "gather": lambda tree: ac.gather(tree, dst=0),
@@ -220,7 +220,7 @@ def test_where_a_rank_has_no_tree_none_is_said_to_differ(check: str, transport: 
 @pytest.mark.parametrize("transport", ["gloo", "memory"])
 @pytest.mark.parametrize("prepares", [False, True])
 def test_nothing_of_a_tree_is_kept_with_what_is_known_of_its_kind(transport: str, prepares: bool) -> None:
-    """What rebuilds a dataclass, or a dict of another class, holds the tensors that were passed."""
+    """What rebuilds a dataclass, or a dict subclass, holds the tensors that were passed."""
 
     async def main() -> int:
         sent = []
@@ -252,7 +252,7 @@ def test_what_a_peer_has_packed_is_read_as_far_as_it_is_readable() -> None:
 @pytest.mark.parametrize("check", ["local", "full"])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_names_that_are_not_unicode_break_no_call(check: str, transport: str, nodes: int) -> None:
-    """Those of a directory, as Python has it, and of a key."""
+    """The names are that of a directory, as Python represents it, and that of a key."""
     key = enum.Enum("Odd", {"\udc80": 1})(1)
     known: dict[str, Any] = {"ac": ac}
     exec(compile("def call(tree):\n    return ac.all_reduce(tree)\n", "/d\udcfcr/program.py", "exec"), known)

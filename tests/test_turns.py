@@ -1,4 +1,4 @@
-"""The turns of receives from one source with one tag, when some of them come to nothing."""
+"""The turns of receives from one source with one tag, when some of the receives fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asynccoll.transport.completion import Completion, Promise
 
 
 class Interrupted:
-    """A lock; Ctrl-C strikes as it is left."""
+    """A lock: Ctrl-C strikes as it is released."""
 
     def __enter__(self) -> None: ...
 
@@ -18,7 +18,7 @@ class Interrupted:
 
 
 class Receives:
-    """Asks for messages, and notes down the order."""
+    """Asks for messages, and records the order."""
 
     def __init__(self) -> None:
         self.order: list[str] = []

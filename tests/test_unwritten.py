@@ -28,7 +28,7 @@ async def written(me: Rank) -> None:
         with raising(ac.InvalidArgumentError, *_SAYS):  # the same for every waiter
             await me.get(work.map(torch.sum))
         assert work.done() and isinstance(work.exception(), ac.InvalidArgumentError)
-        total = await me.get(ac.all_reduce(torch.ones(shape)))  # the lane goes on
+        total = await me.get(ac.all_reduce(torch.ones(shape)))  # the lane remains usable
         oracle.same(total, torch.full(shape, float(n)))
         x.add_(1)
     parameter = torch.nn.Parameter(torch.ones(4))
@@ -57,7 +57,7 @@ async def written(me: Rank) -> None:
         work = ac.prepare(name, x, **how).start()
         x.add_(1)
         if me.rank and name == "broadcast":
-            await me.get(work)  # only an example here
+            await me.get(work)  # not read: only an example here
         else:
             with raising(ac.InvalidArgumentError, "written to", name):
                 await me.get(work)
@@ -114,7 +114,7 @@ async def allowed(me: Rank) -> None:
     flat = torch.ones(8)
     first, rest = flat.view(2, 4).unbind()
     work = ac.all_reduce(first)
-    rest.add_(1)  # another part of the same memory, which has one count
+    rest.add_(1)  # another part of the same memory, which shares one version counter
     oracle.same(await me.get(work), torch.full((4,), float(n)))
     flat.add_(1)
     filled = torch.empty(4)
@@ -135,7 +135,7 @@ async def allowed(me: Rank) -> None:
         x.add_(1)
     example = torch.zeros(2)
     work = ac.broadcast(example if me.rank else torch.ones(2))
-    example.add_(1)  # read on src alone
+    example.add_(1)  # read on src only
     oracle.same(await me.get(work), torch.ones(2))
     grown = torch.ones(2, requires_grad=True)
     (await me.get(ac.all_reduce(grown))).sum().backward()
@@ -151,7 +151,7 @@ async def later_waiters(me: Rank) -> None:
     work = ac.all_reduce(x)
     mapped = work.map(torch.sum)
     await me.get(work)
-    x.add_(1)  # somebody has waited
+    x.add_(1)  # the work has been waited for
     results: list[object] = []
     other = threading.Thread(target=lambda: results.append(work.wait()))
     other.start()
@@ -175,7 +175,7 @@ async def messages(me: Rank) -> None:
             await me.get(work)
     if me.rank == 1:
         work = ac.recv(x, src=0)
-        x.add_(1)  # only an example
+        x.add_(1)  # not read: only an example
         await me.get(work)
 
 

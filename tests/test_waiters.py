@@ -1,4 +1,4 @@
-"""Who waits, and stops waiting: interrupted while it finishes, cancelled, or out of descriptors."""
+"""Waiters, and waits that end early: interrupted while finishing, canceled, or out of file descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranks import Rank
 
 
 def test_ctrl_c_while_a_work_is_finished_is_the_waiters_own() -> None:
-    """It is raised where it came; who waits next finishes, and has the result."""
+    """The interrupt is raised in its own waiter; the next one finishes the work and has the result."""
     turns: list[int] = []
 
     def finish() -> str:
@@ -35,7 +35,7 @@ def test_ctrl_c_while_a_work_is_finished_is_the_waiters_own() -> None:
 
 
 def test_who_waits_for_another_that_is_interrupted_finishes_itself() -> None:
-    """A thread that waits while another finishes is not left waiting."""
+    """A thread that waits while another one finishes is not left waiting."""
     begun, go_on = threading.Event(), threading.Event()
     heard: list[BaseException | str] = []
 
@@ -97,7 +97,7 @@ async def give_up_on(me: Rank, work: Any) -> None:
 
 @pytest.mark.parametrize("runner", ["asyncio", "trio"])
 def test_an_await_that_is_cancelled_leaves_nothing(runner: str) -> None:
-    """However often it is tried again while the operation is in flight."""
+    """This holds however often it is repeated while the operation is in flight."""
     worlds.world("gloo", 2).run(cancelled_often, runner=runner, timeout=60)
 
 
@@ -105,7 +105,7 @@ def test_an_await_that_is_cancelled_leaves_nothing(runner: str) -> None:
 def test_the_watch_goes_on_after_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    """No descriptor was left for one question, say: the next is put all the same. A mistake is told once."""
+    """After a failed question, such as for lack of descriptors, the next follows; a bug is logged once."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked_again = threading.Event()
     asked: list[object] = []
@@ -139,7 +139,7 @@ def test_the_watch_goes_on_after_an_error(
 
 
 def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits for a moment at a time, again and again, must hear of a refusal, too."""
+    """A rank that waits again and again for a moment at a time must still hear of a refusal."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked = threading.Event()
     parts = {"has_peers": True, "loss": lambda lane: asked.set(), "store_answers": lambda: False}
@@ -167,7 +167,7 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
 def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else each lane's waiters would hear of it when they have waited for a second themselves."""
+    """Otherwise the waiters of each lane would hear of it only after a second of their own waiting."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 1000.0)
     asked: queue.Queue[object] = queue.Queue()
     parts = {"has_peers": True, "loss": asked.put, "store_answers": lambda: False}
@@ -191,13 +191,13 @@ def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_
 
 
 class SimpleIdentity(SimpleNamespace):
-    """One that can be a key."""
+    """A SimpleNamespace that can be a dict key."""
 
     __hash__ = object.__hash__
 
 
 class _Named:
-    """A lane, as far as the watch looks at it."""
+    """The parts of a lane that the watch uses."""
 
     def __init__(self, lane: SimpleNamespace) -> None:
         self.group = lane.group

@@ -1,4 +1,4 @@
-"""A job is asked from outside, while it hangs and afterwards: where, dumps, diff, stragglers."""
+"""Asking a job from outside, while it hangs and afterwards: where, dumps, diff, stragglers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asynccoll.jobs import live, whereabouts
 from asynccoll.jobs.whereabouts import Job, Whereabouts, find_jobs
 from asynccoll.trace.stragglers import by_line, load_stragglers
 
-# Where ranks part
+# Where ranks diverge
 
 
 AT = {"lane": "default", "place": "train.py:8", "group": "world"}
@@ -85,7 +85,7 @@ def test_the_first_place_counts_and_differences_before_absences() -> None:
 
 
 def test_what_is_recorded_no_longer_is_not_compared() -> None:
-    """Rank 1 is far ahead, and its ring begins at 5: of what was before, nobody knows."""
+    """Rank 1 is far ahead, and its ring begins at 5: what was before is unknown."""
     ahead = recorded(1, *(call(place) for place in range(5, 9)))
     behind = recorded(0, *(call(place, of="float32[9] sum") for place in range(1, 5)))
     assert told(behind, ahead) == [PARTS_AT_5]
@@ -95,7 +95,7 @@ PARTS_AT_5 = "lane 'default', #5: rank 0: has not called; rank 1: all_reduce flo
 
 
 def test_what_was_not_told_of_a_rank_does_not_count_as_absent() -> None:
-    """Of the ranks of a large world the last calls are told, and those before them that are in flight."""
+    """Of ranks of a large world, only the last calls and earlier ones in flight are reported."""
     made = [call(place, ended=0.0 if place == 1 else 9.0) for place in range(1, 9)]
     told_of = flight.from_plain(flight.to_plain(recorded(1, *made), 2))
     assert told(recorded(0, *made), told_of) == []
@@ -117,7 +117,7 @@ def test_a_group_is_compared_among_its_members() -> None:
 
 
 def test_the_first_call_from_different_lines_hints_at_a_skipped_one() -> None:
-    """Rank 1 has left out #2 or #3 of four equal calls in a loop, and goes on with the one after the loop."""
+    """Rank 1 has skipped #2 or #3 of four equal calls in a loop, and continues with the call after it."""
     whole = recorded(0, *(call(place) for place in (1, 2, 3, 4)), call(5, place="train.py:9"))
     less = recorded(1, *(call(place) for place in (1, 2, 3)), call(4, place="train.py:9"))
     (parting,) = partings({0: whole, 1: less})
@@ -199,11 +199,11 @@ def test_who_has_refused_its_call_has_called() -> None:
     assert partings({rank: recorded(rank, refused(1)) for rank in range(3)}) == []
 
 
-# Whom all wait for
+# Which rank all others wait for
 
 
 def hung(size: int = 3) -> dict[int, Flight]:
-    """Rank 1 leaves an all_reduce on "metrics" out, in which the others wait; it waits for them later."""
+    """Rank 1 skips an all_reduce on "metrics", in which the others wait, and later waits for them."""
     skipped = {"lane": "metrics", "place": "train.py:7"}
     others = [call(5, **skipped), call(6, **skipped, ended=0.0, called=20.0)]
     mine = [call(5, **skipped), call(9, lane="gradients/backward", ended=0.0, called=22.0)]
@@ -226,11 +226,11 @@ def test_of_a_circle_the_rank_is_named_that_left_a_call_out() -> None:
     )
     verdict += f": {SKIPPED_OR_FEWER}"
     assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == verdict.format("40.00")
-    assert str(hang_of(flights)) == verdict.format("2.00")  # until the last that is recorded
+    assert str(hang_of(flights)) == verdict.format("2.00")  # until the last recorded time
 
 
 def test_of_a_circle_in_which_nobody_stands_out_all_sides_are_told() -> None:
-    """Two ranks await two lanes in opposite order: neither has left out a call."""
+    """Two ranks await two lanes in opposite order: neither has skipped a call."""
     two = {
         0: recorded(0, call(1, lane="a", place="train.py:3", ended=0.0)),
         1: recorded(1, call(1, lane="b", place="train.py:4", ended=0.0, called=12.0)),
@@ -250,7 +250,7 @@ def test_of_a_circle_in_which_nobody_stands_out_all_sides_are_told() -> None:
 
 
 def test_a_circle_on_one_lane_says_that_some_have_closed_it() -> None:
-    """Rank 0 has closed lane "eval" and opened it again; the others wait in a call on the first one."""
+    """Rank 0 has closed and reopened lane "eval"; the others wait in a call on the first lane "eval"."""
     mine = call(1, lane="eval", lane_key="eval~1", place="train.py:3", ended=0.0)
     others = [
         call(1, lane="eval", lane_key="eval", place="train.py:3"),
@@ -266,7 +266,7 @@ def test_a_circle_on_one_lane_says_that_some_have_closed_it() -> None:
 
 
 def test_a_circle_over_several_groups_is_told_all_around() -> None:
-    """The wait of rank 3 leads into it, and is no part of it."""
+    """The wait of rank 3 leads into the circle, but is not part of it."""
     ring = {
         rank: recorded(rank, call(1, lane="ring", group=group, ended=0.0, called=10.0 + rank))
         for rank, group in enumerate(("0-1", "1-2", "0-2"))
@@ -278,7 +278,7 @@ def test_a_circle_over_several_groups_is_told_all_around() -> None:
 
 
 def test_of_a_circle_the_rank_is_named_that_refused_a_call() -> None:
-    """Whoever has waited longer."""
+    """It is named whichever rank has waited longer."""
     zero = recorded(0, call(1), call(2, ended=0.0, called=20.0))
     one = recorded(1, call(1), refused(2), call(1, lane="eval", ended=0.0, called=14.0))
     found = hang_of({0: zero, 1: one}, dict.fromkeys(range(2), 60.0))
@@ -286,7 +286,7 @@ def test_of_a_circle_the_rank_is_named_that_refused_a_call() -> None:
 
 
 def test_who_is_held_up_itself_is_not_named() -> None:
-    """Rank 0 waits for both others; rank 1 for rank 2, which is somewhere else."""
+    """Rank 0 waits for both others; rank 1 waits for rank 2, which is somewhere else."""
     zero = recorded(0, call(1, ended=0.0, called=1.0))
     one = recorded(1, call(1, lane="side", group="1-2", ended=0.0, called=2.0))
     found = hang_of({0: zero, 1: one, 2: recorded(2)}, dict.fromkeys(range(3), 9.0))
@@ -295,7 +295,7 @@ def test_who_is_held_up_itself_is_not_named() -> None:
 
 
 def test_who_waits_for_a_message_is_not_named() -> None:
-    """Rank 1 waits for rank 2, which has left its send out; both have not called what rank 0 waits in."""
+    """Rank 1 waits for rank 2, which skipped its send; neither has made the call in which rank 0 waits."""
     waits = call(4, lane="metrics", ended=0.0)._replace(called=20.0)
     flights = {0: recorded(0, waits), 1: recorded(1, message("recv", 2)), 2: recorded(2, call(3))}
     assert str(hang_of(flights, dict.fromkeys(flights, 60.0))) == (
@@ -324,7 +324,7 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
     )
     assert found is not None
     assert (found.ranks, found.waiting) == ((), (0,))
-    assert str(hang_of(two)).endswith(START_FIRST)  # of recordings, too
+    assert str(hang_of(two)).endswith(START_FIRST)  # from recordings, too
     ring = crossed((0, "recv", 2), (1, "recv", 0), (2, "recv", 1))
     assert str(hang_of(ring, dict.fromkeys(ring, 60.0))).startswith(
         "ranks 0, 1, 2 each wait for a message from another, and none has sent one: rank 0 waits at "
@@ -342,7 +342,7 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
 
 
 def test_each_wait_for_a_message_is_one_of_its_own() -> None:
-    """A warning of the next one, of the same ranks and tag, is not left out as told already."""
+    """The warning of the next wait, with the same ranks and tag, is not suppressed as a repetition."""
     first = crossed((0, "recv", 1), (1, "recv", 0))
     other = {rank: replace(one, calls=(one.calls[0]._replace(ticket=9),)) for rank, one in first.items()}
     one, two, again = (hang_of(flights) for flights in (first, other, dict(reversed(first.items()))))
@@ -351,7 +351,7 @@ def test_each_wait_for_a_message_is_one_of_its_own() -> None:
 
 
 def test_of_a_circle_of_messages_those_that_nobody_waits_for_are_no_part() -> None:
-    """They were started early; or they are the two sides of one message, which differ in their tags."""
+    """They were started early, or they are the two sides of one message with different tags."""
     early = crossed((0, "recv", 1), (1, "recv", 0))
     early[1] = recorded(1, message("recv", 0)._replace(waited=0.0))
     assert hang_of(early) is None
@@ -371,7 +371,7 @@ def test_who_gathers_a_whole_state_alone_is_told_what_is_for_every_rank() -> Non
 
 
 def test_a_message_that_was_started_early_is_no_wait() -> None:
-    """Rank 0 takes one in advance and goes on; so does rank 1, and then computes."""
+    """Rank 0 posts a receive early and continues; so does rank 1, which then computes."""
     late = recorded(1, call(3), message("recv", 0))
     for early in ([message("recv", 2), call(4, ended=0.0)], [call(4, ended=0.0)]):
         flights = {0: recorded(0, *early), 1: late, 2: recorded(2, call(4, ended=0.0))}
@@ -380,8 +380,8 @@ def test_a_message_that_was_started_early_is_no_wait() -> None:
         assert (found.ranks, found.operation, found.waiting) == ((1,), "all_reduce", (0, 2))
 
 
-#: Of a call in flight: ``waited`` in its record; whether it is a wait while its rank goes on, and in a dump.
-#: The rank's clock is at 60 s; it called last at 12 s.
+#: For a call in flight: ``waited`` in its record, whether it counts as a wait while its rank is live, and in
+#: a dump. The rank's clock is at 60 s; its last call was at 12 s.
 WAITED = {
     "somebody waits": (50.0, True, True),
     "has just timed out": (-59.8, True, True),
@@ -422,7 +422,7 @@ def test_nobody_is_waited_for_where_all_have_called_or_called_different_things()
 
 
 def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Of a dump they have waited until it was written, whatever was recorded last."""
+    """In a dump they have waited until it was written, whatever was recorded last."""
     flights = hung()
     monkeypatch.setattr(host, "wall_clock", lambda: 28.0)
     verdict = "rank 1 has not called all_reduce #6 on lane 'metrics', in which ranks 0, 2 have waited"
@@ -446,7 +446,7 @@ def test_where_and_diff_begin_with_whom_all_wait_for(tmp_path: Path, capsys, mon
 
 
 def test_the_calls_of_a_rank_are_gone_through_once_however_often_lanes_are_asked_for() -> None:
-    """Not once for each call that is not over, and each other rank."""
+    """They are not gone through for each unfinished call and each other rank."""
 
     class Counted(tuple[Call, ...]):
         __slots__ = ()
@@ -502,7 +502,7 @@ def test_of_a_thousand_ranks_a_verdict_is_short() -> None:
 
 
 def test_without_a_name_several_jobs_are_listed(monkeypatch, capsys) -> None:
-    """Whose ranks stand where is shown of one: on a shared machine the others are somebody else's."""
+    """Calls and stacks are shown only for a named job: on a shared machine, others belong to other users."""
     peer = Peer("", 0, "n1", 1 << 30, "", -1, 0)
     account = Account(0, recorded(0, call(1), size=1), 60.0, stacks={"": ("step (train.py:9)",)})
     several = [Job(1, meets, (Whereabouts(0, peer, account),)) for meets in ("n1:5", "")]
@@ -555,7 +555,7 @@ def test_the_dumps_of_some_jobs_are_kept(tmp_path: Path) -> None:
 def test_what_the_user_keeps_beside_dumps_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is called, in a place that did not exist before, or that was full."""
+    """This holds for any name, in a directory that was new or already full."""
     parent = tmp_path / "of a job" / "checkpoints"
     monkeypatch.setenv(dumps.VARIABLE, str(parent))
     for number in range(30):
@@ -571,7 +571,7 @@ def test_what_the_user_keeps_beside_dumps_is_left_alone(
 
 
 def test_a_lane_whose_calls_one_rank_has_overwritten_is_no_parting() -> None:
-    """Its table of lanes says how far it came there."""
+    """Its table of lanes says how far it has come on this one."""
 
     def of(rank: int, more: int) -> Flight:
         recorder = flight.Recorder(rank, 3)
@@ -580,7 +580,7 @@ def test_a_lane_whose_calls_one_rank_has_overwritten_is_no_parting() -> None:
             "init", ("world", "init", "init", "all_reduce", "float32[4] sum", "t.py:1"), None
         )
         recorder.ended(recorder.note(text, lane, 1, 1, -1, 16, 1.0, 1.0), 2.0)
-        for _ in range(flight.RECORDS - 1 + more):  # messages have no place
+        for _ in range(flight.RECORDS - 1 + more):  # messages have no place in the order
             recorder.note(text, -1, 0, 0, 1, 16, 3.0, 3.0)
         found = flight.read(recorder.buffer)
         recorder.close()
@@ -614,7 +614,7 @@ def test_what_cannot_be_written_is_not(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_told_where_no_dump_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking for a directory writes: without descriptors or disk it raises."""
+    """Looking for a temporary directory writes a file, and raises without descriptors or disk space."""
 
     def gettempdir() -> str:
         raise FileNotFoundError("no usable temporary directory")
@@ -645,7 +645,7 @@ def test_no_secret_is_in_a_dump(tmp_path: Path) -> None:
 
 
 def test_who_came_last_and_by_how_much(tmp_path: Path, capsys) -> None:
-    """Of each operation: rank 1 is 0.5 and 1.5 s late, rank 0 once 0.25 s."""
+    """Counted over each operation: rank 1 is late by 0.5 and 1.5 s, rank 0 once by 0.25 s."""
     zero = recorded(0, call(1, called=10.0), call(2, called=20.0), call(3, called=30.25))
     one = recorded(1, call(1, called=10.5), call(2, called=21.5), call(3, called=30.0))
     dumps.write_dumps(tmp_path / "job", {0: zero, 1: one})
@@ -715,7 +715,7 @@ def test_a_job_that_hangs_is_asked_from_outside(tmp_path: Path, capsys, how: str
     assert bool(one["stacks"]) is (how == "sleeping")
     assert [(p["lane"], p["kind"], p["agreed"]) for p in asked["partings"]] == [("gradients", "absent", 0)]
     assert "lane 'gradients': not all ranks have called at #1" in shown
-    # The ranks are gone: what is left is in the directory that the error has named.
+    # The ranks are gone, but the directory that the error named still has their dumps.
     (directory,) = re.findall(r"asynccoll trace diff (\S+) shows", heard)
     assert Path(directory).parent == kept
     assert main(["trace", "diff", directory, "--json"]) == 1

@@ -41,7 +41,7 @@ from worlds import World
 
 
 def pending(me: Rank) -> Any:
-    """A work of 2 ranks that is not done before rank 1 has seen the sign "go"."""
+    """A work of two ranks that does not complete before rank 1 has seen the sign "go"."""
     if me.rank == 1:
         me.see("go")
     return ac.all_reduce(torch.ones(1))
@@ -56,7 +56,7 @@ TWO = torch.full((1,), 2.0)
 async def eager(me: Rank) -> None:
     work = ac.all_reduce(torch.ones(1))
     if me.rank == 0:
-        me.see("rank 1 has its result")  # and has not awaited anything until then
+        me.see("rank 1 has its result")  # and has not awaited anything so far
     else:
         oracle.same(await me.get(work), TWO)
         me.show("rank 1 has its result")
@@ -64,7 +64,7 @@ async def eager(me: Rank) -> None:
 
 
 def test_starts_at_the_call(pair: World, runner: str) -> None:
-    """The other rank gets its result while this one has not awaited its own."""
+    """The other rank gets its result before this one awaits its own."""
     pair.run(eager, runner=runner)
 
 
@@ -99,13 +99,13 @@ async def used_as_its_result(me: Rank) -> None:
         assert not hasattr(work, "__array__")
         assert work == work  # noqa: PLR0124  # compared by identity, as ever
         assert len({work, work}) == 1
-        await me.get(work)  # its state is a part of the text
+        await me.get(work)  # its state is part of the text
         assert f"{work}" == str(work)
     oracle.same(await me.get(work), torch.full((2,), 2.0))
 
 
 def test_a_forgotten_await_is_told(pair: World) -> None:
-    """Whatever is done with a work instead of its result: the error names the call and the await."""
+    """Whatever uses a work in place of its result, the error names the call and the await."""
     pair.run(used_as_its_result)
 
 
@@ -123,7 +123,7 @@ async def again(me: Rank) -> None:
 
 
 def test_gives_the_same_object_again_and_again(pair: World, runner: str) -> None:
-    """Awaiting, waiting and asking later all give the one result."""
+    """Awaiting, waiting and asking later all return the same object."""
     pair.run(again, runner=runner)
 
 
@@ -154,7 +154,7 @@ async def let_go(me: Rank) -> None:
 
 
 def test_several_tasks_await_one_work(pair: World, loop: str) -> None:
-    """Ten tasks that wait at once all get the one result."""
+    """Ten concurrent tasks all get the same result."""
     pair.run(let_go, runner=loop)
 
 
@@ -180,7 +180,7 @@ async def barrier() -> None:
 
 
 def run_in(run: Any, function: Any) -> Any:
-    """`function()` on a new event loop."""
+    """Run `function()` on a new event loop."""
     return run(function()) if run is asyncio.run else run(function)
 
 
@@ -199,7 +199,7 @@ def from_threads(me: Rank) -> None:
 
 
 def test_is_waited_for_from_several_threads(pair: World) -> None:
-    """Four threads that wait get the one result."""
+    """Four waiting threads all get the same result."""
     pair.run(from_threads)
 
 
@@ -208,7 +208,7 @@ async def in_loop(me: Rank) -> None:
 
 
 def test_wait_blocks_inside_a_running_loop(pair: World, loop: str) -> None:
-    """wait() is allowed where a loop runs, and blocks it."""
+    """wait() is allowed while an event loop runs, and blocks it."""
     pair.run(in_loop, runner=loop)
 
 
@@ -235,7 +235,7 @@ async def looks(me: Rank) -> None:
 
 
 def test_says_whether_it_is_done(pair: World, runner: str) -> None:
-    """done() is False and result() raises until it is; there is no truth value."""
+    """Until it is done, done() is False and result() raises; a work has no truth value."""
     pair.run(looks, runner=runner)
 
 
@@ -248,12 +248,12 @@ async def becomes_done(me: Rank) -> None:
 
 
 def test_becomes_done_without_being_awaited(pair: World, runner: str) -> None:
-    """done() turns true by itself."""
+    """done() becomes true without a waiter."""
     pair.run(becomes_done, runner=runner)
 
 
 def looked_at(me: Rank, how: str) -> str:
-    """What the flight recorder has of a call that nobody waits for, once its outcome was had."""
+    """Return the recorded state of a call without a waiter, after its outcome has been read."""
     x = torch.ones(1)
     work = ac.all_reduce(x, out=x) if how == "detached" else ac.all_reduce(x)
     if how == "detached":
@@ -297,7 +297,7 @@ async def mapped(me: Rank) -> None:
 
 
 def test_map_applies_a_function_once(pair: World, runner: str) -> None:
-    """map's function runs once; its error is the derived work's."""
+    """The function of map() runs once; its error is raised by the derived work."""
     pair.run(mapped, runner=runner)
 
 
@@ -322,7 +322,7 @@ async def called_back(me: Rank) -> None:
 
 
 def test_done_callbacks(pair: World, runner: str) -> None:
-    """A callback is called once, with the work, when it is done; at once if it is."""
+    """A callback is called once, with the work, when it completes; immediately if it has completed."""
     pair.run(called_back, runner=runner)
 
 
@@ -339,7 +339,7 @@ async def bad_callback(me: Rank) -> None:
         assert told.wait(patient(10)), "the callback behind one that raised is never called"
         oracle.same(await me.get(work), TWO)
         work.add_done_callback(_raising)
-        # Where ranks are threads the other's works are logged here, too.
+        # Where ranks are threads, the other rank's works are logged here too.
         mine = [record for record in logged.records if record.args[1] is work]
         assert [str(record.exc_info[1]) for record in mine] == ["of the callback"] * 2
     finally:
@@ -366,12 +366,12 @@ class _Kept(logging.Handler):
 
 
 def test_a_callback_that_raises_is_logged_and_harms_nobody(pair: World) -> None:
-    """The other callbacks are called, and the thread that completes works goes on."""
+    """The other callbacks are called, and the thread that completes works survives."""
     pair.run(bad_callback)
 
 
 def refused_reduction(me: Rank) -> Any:
-    """On rank 0 the work of a call that rank 1 refuses; None there."""
+    """Return rank 0's work of a call that rank 1 refuses, and None on rank 1."""
     x = torch.ones(2, dtype=torch.int32)
     if me.rank == 0:
         return ac.all_reduce(x)
@@ -409,7 +409,7 @@ def test_a_concurrent_future_has_the_deadline_of_a_wait(pair: World) -> None:
 
 
 def test_callbacks_hear_of_a_refusal(pair: World) -> None:
-    """Whoever has left a callback need not wait besides to learn that a peer refused its side."""
+    """A program that left a callback learns without waiting that a peer has refused its side."""
     pair.run(hears_of_a_refusal)
 
 
@@ -430,12 +430,12 @@ async def as_future(me: Rank) -> None:
 
 
 def test_as_future_for_asyncio(pair: World) -> None:
-    """asyncio's wait_for, wait and gather take as_future(); cancelling it leaves the work."""
+    """asyncio's wait_for, wait and gather take as_future(); canceling the future leaves the work."""
     pair.run(as_future)
 
 
 def test_a_work_that_is_superseded_while_it_is_finished_fails() -> None:
-    """Another thread starts what was prepared again: the memory that is being read is the next call's."""
+    """Another thread starts the prepared call again: the memory being read is now the next call's."""
     work: Work[object] = Work((), lambda: work.supersede("started again"))
     for _ in range(2):
         with pytest.raises(ac.CollectiveError, match="started again"):
@@ -461,7 +461,7 @@ async def all_of_them(me: Rank) -> None:
 
 
 def test_wait_all(pair: World, loop: str) -> None:
-    """All results in order; with an error, still only after all are done."""
+    """All results are returned in order; an error is raised only after all are done."""
     pair.run(all_of_them, runner=loop)
 
 
@@ -501,7 +501,7 @@ async def started_again(me: Rank, how: str) -> None:
 def test_a_wait_for_several_that_was_cancelled_is_cut_short_for_each(
     pair: World, loop: str, how: str
 ) -> None:
-    """What was prepared can be started again, also the second, which the wait had yet to come to."""
+    """Prepared calls can be started again, even the second, which the wait had not reached."""
     pair.run(started_again, how, runner=loop)
 
 
@@ -513,7 +513,7 @@ async def sent_crosswise(me: Rank) -> None:
 
 
 def test_wait_all_sends_all_first(pair: World, loop: str) -> None:
-    """Ranks that list works of two lanes in another order do not wait for each other in a circle."""
+    """Ranks that list works of two lanes in different orders do not deadlock."""
     pair.run(sent_crosswise, runner=loop)
 
 
@@ -535,7 +535,7 @@ def all_of_them_without_a_loop(me: Rank) -> None:
 
 
 def test_wait_all_without_a_loop(pair: World) -> None:
-    """The timeout is that of all of them, and a wait after it goes on."""
+    """The timeout covers all of them together, and a second wait continues."""
     pair.run(all_of_them_without_a_loop, runner="blocking")
 
 
@@ -558,7 +558,7 @@ async def fastest_first(me: Rank) -> None:
 
 
 def test_as_completed_gives_the_fastest_first(pair: World, loop: str) -> None:
-    """Each work comes once, the one that is held up last."""
+    """Each work comes once, the delayed one last."""
     pair.run(fastest_first, runner=loop)
 
 
@@ -580,7 +580,7 @@ async def _completed_of_lanes(listed: Callable[[Any], Any]) -> None:
 
 
 def test_as_completed_of_many_lanes(pair: World, loop: str) -> None:
-    """Each work comes once, those of a lane in its order, in whatever order they are listed."""
+    """Each work comes once, those of a lane in lane order, however they are listed."""
     pair.run(many_completed, runner=loop)
 
 
@@ -602,7 +602,7 @@ async def completed_or_not(me: Rank) -> None:
 
 
 def test_as_completed_waits_for_nobody_in_vain(pair: World, loop: str) -> None:
-    """A peer's refusal ends a work; its own timeout ends the waiting."""
+    """A peer's refusal ends a work; its own timeout ends the wait."""
     pair.run(completed_or_not, runner=loop)
 
 
@@ -622,7 +622,7 @@ async def scoped(me: Rank) -> None:
 
 
 def test_a_scope_waits_for_what_is_outstanding(pair: World, loop: str) -> None:
-    """Neither its end nor an error leaves a scope before its works are done."""
+    """A scope is not left, at its end or by an error, before its works are done."""
     pair.run(scoped, runner=loop)
 
 
@@ -639,11 +639,11 @@ async def scoped_long(me: Rank) -> None:
     if (refused := refused_reduction(me)) is not None:
         with raising(ac.PeerRefusedError):
             async with ac.scope():
-                refused.map(id)  # which nobody awaits
+                refused.map(id)  # which is never awaited
 
 
 def test_a_scope_lets_go_of_what_was_awaited(pair: World, loop: str) -> None:
-    """Results, and errors that were caught inside."""
+    """It lets go of results, and of errors that were caught inside."""
     pair.run(scoped_long, runner=loop)
 
 
@@ -655,16 +655,16 @@ def scoped_blocking(me: Rank) -> None:
 
 
 def test_a_scope_without_a_loop(pair: World) -> None:
-    """`with ac.scope()` blocks where there is no loop."""
+    """`with ac.scope()` blocks if there is no event loop."""
     pair.run(scoped_blocking)
 
 
 class Memory(bytearray):
-    """Of a tensor; tells whether it is still there."""
+    """The memory of a tensor, of which weak references tell whether it is still alive."""
 
 
 async def lets_go_of_memory(me: Rank) -> None:
-    if me.backend != "gloo":  # else a library or a device may hold it, and nothing is measured
+    if me.backend != "gloo":  # elsewhere a library or a device may hold it, so that nothing is measured
         return
     for call in (ac.all_reduce, ac.broadcast, lambda x, out: ac.all_reduce({"x": x}, out={"x": out})):
         memory = Memory(4000)
@@ -682,7 +682,7 @@ async def lets_go_of_memory(me: Rank) -> None:
 
 
 def test_the_memory_of_what_is_over_is_let_go(pair: World, runner: str) -> None:
-    """Not only when the lane's next operation comes."""
+    """It is released without waiting for the lane's next operation."""
     pair.run(lets_go_of_memory, runner=runner)
 
 
@@ -690,7 +690,7 @@ def test_the_memory_of_what_is_over_is_let_go(pair: World, runner: str) -> None:
 
 
 def heard_by(function: Any) -> list[warnings.WarningMessage]:
-    """The warnings about lost handles while `function()` runs."""
+    """Return the warnings about lost handles while `function()` runs."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         function()
@@ -698,7 +698,7 @@ def heard_by(function: Any) -> list[warnings.WarningMessage]:
 
 
 def test_an_attribute_of_its_own_that_is_not_set_yet_is_no_result() -> None:
-    """A constructor that failed has left it so: to tell of it without end would hide why."""
+    """A failed constructor leaves it unset; an endless recursion in the error would hide the reason."""
 
     class Half(NotItsResult):
         __slots__ = ("state",)
@@ -711,7 +711,7 @@ def test_an_attribute_of_its_own_that_is_not_set_yet_is_no_result() -> None:
 
 
 def misused() -> None:
-    """An error says that it was not awaited."""
+    """Use a work as its result; the error already says that it was not awaited."""
     with contextlib.suppress(ac.PayloadTypeError):
         float(ac.all_reduce(torch.ones(1)))
     with contextlib.suppress(AttributeError):
@@ -741,9 +741,9 @@ def lost(me: Rank) -> None:
     assert ac.all_reduce(1).wait() == 2
 
 
-@pytest.mark.processes  # the filters of warnings are a process's
+@pytest.mark.processes  # warning filters belong to the process
 def test_a_dropped_handle_warns_once(pair: World) -> None:
-    """It names the operation, the file and the line; waiting or detach() silences it."""
+    """The warning names the operation, the file and the line; waiting or detach() prevents it."""
     pair.run(lost)
 
 
@@ -773,7 +773,7 @@ async def then_go_on(me: Rank) -> None:
 
 
 def test_timeout_raises_and_leaves_the_operation(pair: World, runner: str) -> None:
-    """timeout= stops the waiting; the operation ends later, with its result, in its order."""
+    """timeout= ends the wait; the operation completes later, with its result and in its order."""
     pair.run(then_go_on, runner=runner)
 
 
@@ -788,12 +788,12 @@ async def wait_timeout(me: Rank) -> None:
 
 
 def test_wait_takes_a_timeout_of_its_own(pair: World, runner: str) -> None:
-    """wait(timeout) may give up several times before the result is there."""
+    """wait(timeout) may time out several times before the result is there."""
     pair.run(wait_timeout, runner=runner)
 
 
 async def late_together(me: Rank) -> None:
-    """Nine calls are late on rank 0: it asks the other rank once in each way to wait for several."""
+    """Nine calls are late on rank 0, which asks the other rank once for each way to wait for several."""
     context, asked = current(), []
 
     def blame(operation: Any) -> Any:
@@ -803,7 +803,7 @@ async def late_together(me: Rank) -> None:
     def called() -> list[Any]:
         works = [ac.all_reduce(1.0) for _ in range(3)]
         for (operation,) in (work.operations for work in works if me.rank == 0):
-            operation.deadline = 0.0  # long ago
+            operation.deadline = 0.0  # in the past
         every.extend(works)
         return works
 
@@ -836,12 +836,12 @@ async def late_together(me: Rank) -> None:
 
 
 def test_several_that_are_late_ask_others_once(pair: World, loop: str) -> None:
-    """A question to a silent rank takes a second: with many works the wait went on for minutes."""
+    """A question to a silent rank takes a second: with many works, a wait lasted for minutes."""
     pair.run(late_together, runner=loop)
 
 
 def test_wait_bounds_all_operations_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first one took is not there for the second."""
+    """The time that the first one takes is not available to the second."""
     given: list[float] = []
 
     def slow(_: Any, seconds: float) -> None:
@@ -878,7 +878,7 @@ async def cancelled(me: Rank) -> None:
 
 
 def test_cancelling_an_awaiter_leaves_the_operation(pair: World, loop: str) -> None:
-    """anyio's deadlines stop the waiting; the lane keeps its order, the work its result."""
+    """anyio's deadlines end the wait; the lane keeps its order and the work its result."""
     pair.run(cancelled, runner=loop)
 
 
@@ -901,7 +901,7 @@ async def task_cancelled(me: Rank) -> None:
 
 
 def test_cancelling_one_of_two_awaiters(pair: World) -> None:
-    """The other task gets the result."""
+    """The other one still gets the result."""
     pair.run(task_cancelled)
 
 
@@ -925,7 +925,7 @@ def test_refuses_to_be_pickled_or_copied(pair: World) -> None:
 
 
 def os_threads() -> int:
-    """All threads of this process, native ones included."""
+    """The number of threads of this process, native ones included."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
@@ -946,12 +946,12 @@ async def no_threads(me: Rank) -> None:
 
 
 def test_no_thread_per_operation(pair: World, runner: str) -> None:
-    """Five hundred operations in flight take the threads that one takes."""
+    """Five hundred operations in flight use as many threads as one."""
     pair.run(no_threads, runner=runner)
 
 
 async def turns_while(work: Any, enough: Any) -> int:
-    """How many turns another task gets while this one awaits `work`."""
+    """Return how many turns another task gets while this one awaits `work`."""
     turns, over = 0, False
 
     async def heartbeat() -> None:
@@ -982,13 +982,13 @@ async def keeps_turning(me: Rank) -> None:
 
 
 def test_the_loop_turns_while_one_awaits(pair: World, loop: str) -> None:
-    """Another task gets fifty turns before the operation can end, and several during 64 MiB."""
+    """Another task gets fifty turns before the operation can complete, and several during 64 MiB."""
     pair.run(keeps_turning, runner=loop)
 
 
 async def many_small(me: Rank) -> None:
     turns, over = 0, False
-    count = 60 if me.backend == "horovod" else 300  # one takes a cycle or more there, however small
+    count = 60 if me.backend == "horovod" else 300  # one takes a cycle or more on Horovod, however small
 
     async def heartbeat() -> None:
         nonlocal turns
@@ -1003,12 +1003,12 @@ async def many_small(me: Rank) -> None:
             await ac.all_reduce(torch.ones(1))
         took = time.monotonic() - start
         over = True
-    wanted = min(20, int(took / 0.005))  # where all of them take 20 ms there are few turns to give
+    wanted = min(20, int(took / 0.005))  # if all of them take 20 ms, there are few turns to give
     assert turns >= wanted, f"{turns} turns of the loop during {count} small operations in {took:.3f} s"
 
 
 def test_a_stream_of_small_operations_lets_others_run(pair: World, loop: str) -> None:
-    """Awaits that never need to sleep still yield now and then."""
+    """Awaits that never need to sleep still yield from time to time."""
     pair.run(many_small, runner=loop)
 
 
@@ -1043,12 +1043,12 @@ def test_an_interruption_while_one_asks_for_the_error_is_no_error_of_the_work(
     [(1, "#1"), (12, "#12"), (ROUND + 3, "#3 after 1 join"), (5 * ROUND + 4, "#4 after 5 joins")],
 )
 def test_the_number_of_a_call(sequence: int, told: str) -> None:
-    """After a join all ranks count on from one far-off number, which nobody wants to read."""
+    """After a join all ranks count on from a common large number, which is not meant to be read."""
     assert numbered(sequence) == told
 
 
 def test_as_completed_takes_what_ends_as_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the end of the waiting and the look at what is in flight."""
+    """It completes between the end of the wait and the look at what is in flight."""
     future: concurrent.futures.Future[int] = concurrent.futures.Future()
 
     class Late(arriving.Signal):
@@ -1065,7 +1065,7 @@ def test_as_completed_takes_what_ends_as_time_is_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_dropped_again_and_again_on_one_line_warns_once() -> None:
-    """Unless Python is told to show each warning."""
+    """Python can be told to show every warning."""
     for filters, times in (("default", 1), ("always", 3)):
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter(filters)  # type: ignore[arg-type]  # a literal

@@ -23,7 +23,7 @@ from patience import patient
 
 
 class Struck:
-    """A lock in whose given use Ctrl-C strikes, as it is left."""
+    """A lock: Ctrl-C strikes as it is released for the ``use``-th time."""
 
     def __init__(self, use: int) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ def test_the_next_waiter_finishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_was_not_made_to_the_end_goes_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would say stood in the way of what a program that was stopped says."""
+    """Its finalizer would otherwise clutter the output of a program that was interrupted."""
     said: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     work: ac.Work[object] = ac.Work.__new__(ac.Work)
@@ -62,7 +62,7 @@ def test_one_that_was_not_made_to_the_end_goes_in_silence(monkeypatch: pytest.Mo
 
 
 def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the claim and the wake-up, however that comes about."""
+    """Ctrl-C strikes between the claim and the wake-up; the second waiter wakes all the same."""
     entered, go_on, got = threading.Event(), threading.Event(), []
 
     def finishing(total: torch.Tensor) -> float:
@@ -71,7 +71,7 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
         return float(total[0])
 
     work = ac.all_reduce(torch.ones(2)).map(finishing)
-    monkeypatch.setattr(module, "_claim", Struck(3))  # the claim, the one who waits, and the wake-up
+    monkeypatch.setattr(module, "_claim", Struck(3))  # the uses: the claim, the second waiter, and the wake-up
 
     def first() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -84,7 +84,7 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
     threads[0].start()
     assert entered.wait(patient(30))
     threads[1].start()
-    while not module._finishing:  # until it waits
+    while not module._finishing:  # until the second waiter sleeps
         pass
     go_on.set()
     for thread in threads:
@@ -93,7 +93,7 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
 
 
 def test_other_waiters_are_told_all_the_same() -> None:
-    """Of a call that two await, where Ctrl-C strikes in what wakes the first."""
+    """A call has two waiters, and Ctrl-C strikes in the callback that wakes the first."""
     promise, told = Promise(), []
 
     def struck() -> None:
@@ -107,7 +107,7 @@ def test_other_waiters_are_told_all_the_same() -> None:
 
 
 def test_later_waiters_are_told_though_the_first_was_struck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it said to the operation what wakes it."""
+    """Ctrl-C strikes while the first registers its waker with the operation."""
     future: concurrent.futures.Future[int] = concurrent.futures.Future()
     work, told = ac.adopt(future), []
     with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ def test_later_waiters_are_told_though_the_first_was_struck(monkeypatch: pytest.
 
 
 def test_a_lane_goes_on_where_who_drives_its_queue_was_struck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it had begun to: nobody else drives meanwhile."""
+    """The thread had begun to drive, which keeps other threads from driving."""
     queue = current().world.lane().queue
     with monkeypatch.context() as patch:
         patch.setattr(queue, "lock", Struck(1))
@@ -155,7 +155,7 @@ def test_a_message_from_any_source_stays_the_first() -> None:
 
 
 def test_who_was_struck_while_it_left_a_job_to_a_thread_leaves_jobs_to_it_again() -> None:
-    """Those of the same key, and in their order. Python handles signals right after a call returns."""
+    """They have the same key and run in order. Python handles signals right after a call returns."""
 
     def strike(frame: types.FrameType, event: str, _: object) -> object:
         nonlocal calls, called

@@ -41,7 +41,7 @@ DTYPES = [
 
 
 def replicas(size: int) -> World:
-    """The world of that size, shared by the tests of this file."""
+    """The world of this size, shared by the tests of this file."""
     return worlds.world("xla-tpu", size)
 
 
@@ -51,14 +51,14 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 def on_device(value: Any) -> Any:
-    """Tensors moved to this replica's device, in lists too."""
+    """Move tensors, including those in lists, to this replica's device."""
     if isinstance(value, torch.Tensor):
         return value.to(ac.device())
     return [on_device(one) for one in value] if isinstance(value, list) else value
 
 
 def moved(call: Any) -> Any:
-    """`call` on device tensors; what it gives is on the device, and comes back for comparison."""
+    """Run `call` on device tensors; its results are on the device, and are moved back for comparison."""
 
     def on_xla(*args: Any, **kwargs: Any) -> Any:
         def back(got: Any) -> Any:
@@ -103,7 +103,7 @@ async def every_collective(me: Rank) -> None:
 
 
 def test_every_collective_on_device_tensors(world: World, runner: str) -> None:
-    """The same results as on any backend, on the replica's device; inputs keep their values."""
+    """Results are the same as on any backend and on the replica's device; inputs keep their values."""
     if world.size == 4 and runner != "asyncio":
         runner = "blocking"
     world.run(every_collective, runner=runner, timeout=100)
@@ -126,7 +126,7 @@ async def inferring(me: Rank) -> None:
 
 
 def test_device_tensors_in_inference_mode(world: World) -> None:
-    """XLA makes no views there of what was launched outside of it."""
+    """In this mode XLA makes no views of tensors that were launched outside of it."""
     world.run(inferring, timeout=60)
 
 
@@ -140,7 +140,7 @@ async def bits(me: Rank) -> None:
 
 
 def test_movement_keeps_every_bit() -> None:
-    """The sign of zero and what a NaN carries: XLA's own all_gather loses both."""
+    """The sign of zero and the payload of a NaN survive: XLA's own all_gather loses both."""
     replicas(2).run(bits)
 
 
@@ -173,7 +173,7 @@ async def groups(me: Rank) -> None:
 
 
 def test_groups_that_do_and_do_not_divide_the_world() -> None:
-    """XLA wants groups of one size for all but all_reduce; the others are built of that."""
+    """XLA wants equal groups for all but all_reduce; for unequal groups the rest is built on it."""
     replicas(4).run(groups, timeout=60)
 
 
@@ -199,7 +199,7 @@ async def late_peer(me: Rank) -> None:
 
 
 def test_a_late_peer_blocks_neither_tracing_nor_the_device(runner: str) -> None:
-    """While one replica is missing, another traces, runs and reads what it likes."""
+    """While one replica is missing, the other can trace, run and read what it likes."""
     replicas(2).run(late_peer, runner=runner)
 
 
@@ -231,7 +231,7 @@ async def written_in_place(me: Rank) -> None:
                 work = call(x)
             got = await me.get(work)
             oracle.same(got.cpu(), want)
-            twice = got * 2  # of the result as it is now, and computed later
+            twice = got * 2  # computed later, from the result as it is now
             got.add_(1)
             oracle.same((await me.get(ac.all_reduce(got, op="max"))).cpu(), want + 1)
             oracle.same(twice.cpu(), 2 * want)
@@ -241,12 +241,12 @@ async def written_in_place(me: Rank) -> None:
 
 
 def test_what_is_written_in_place_changes_no_call_and_no_other_tensor(runner: str) -> None:
-    """Neither the input of a call in flight, nor what was derived from a result before it was written."""
+    """It changes neither the input of a call in flight nor what was derived from a result before."""
     replicas(2).run(written_in_place, runner=runner, timeout=60)
 
 
 def spoilt() -> torch.Tensor:
-    """A lazy tensor whose memory torch_xla has given away: what it asks for cannot be computed."""
+    """A lazy tensor that cannot be computed, as torch_xla has given away the memory it reads."""
     import torch_xla
 
     x = torch.arange(4.0, device=ac.device()) + 1
@@ -265,7 +265,7 @@ async def cannot_be_computed(me: Rank) -> None:
 
 
 def test_an_input_that_cannot_be_computed_fails_on_every_replica() -> None:
-    """Nobody waits for what will not come. The spoilt tensor is the end of this world's `sync`."""
+    """No wait is endless. After this tensor, `sync` no longer works in this world."""
     with worlds.fresh("xla-tpu", 2) as world:
         world.run(cannot_be_computed)
 
@@ -278,7 +278,7 @@ def much_later(me: Rank) -> None:
 
 @pytest.mark.slow
 def test_a_peer_may_be_later_than_the_runtime_has_patience() -> None:
-    """The runtime ends the process when a collective waits for 15 s; ours wait off the device."""
+    """The runtime ends the process if a collective waits for 15 s; ours wait off the device."""
     replicas(2).run(much_later, timeout=60)
 
 
@@ -304,7 +304,7 @@ async def different(me: Rank) -> None:
 
 
 def test_different_calls_are_an_error_on_every_replica(runner: str) -> None:
-    """Without asking for checks: both sides are shown, nothing is launched, the lane goes on."""
+    """Even without checks, both sides are shown, nothing is launched, and the lane remains usable."""
     replicas(2).run(different, runner=runner)
 
 
@@ -321,7 +321,7 @@ async def on_anothers_device(me: Rank) -> None:
 
 
 def test_a_tensor_on_the_device_of_another_replica_is_refused() -> None:
-    """That device would be given two launches: they wait for each other until the process ends."""
+    """That device would get two launches, which wait for each other until the process ends."""
     replicas(2).run(on_anothers_device)
 
 
@@ -340,7 +340,7 @@ async def crossing(me: Rank) -> None:
 
 
 def test_lanes_in_any_order() -> None:
-    """Sixty operations on six lanes, issued in another order on each of four replicas."""
+    """Sixty operations on six lanes are issued in a different order on each of four replicas."""
     replicas(4).run(crossing, timeout=60)
 
 
@@ -352,7 +352,7 @@ def beside_sync(me: Rank) -> None:
     for turn in range(200):
         x = torch.full((4,), float(turn), device=device)
         works = [ac.all_reduce(x), ac.all_gather(x.cpu()), ac.all_reduce(x + 1, op="avg")]
-        # Those behind a number, which is two calls, are started by the thread that completes it.
+        # Calls behind that of a number, which is two calls, are started by the thread that completes it.
         number, behind = ac.all_gather(turn), [ac.broadcast(x), ac.all_to_all(x)]
         for _ in range(3):
             y = y * 0.5 + 1
@@ -367,7 +367,7 @@ def beside_sync(me: Rank) -> None:
 
 
 def test_a_users_sync_takes_no_collective_along() -> None:
-    """`torch_xla.sync()` launches whatever is pending on the device: never half of ours."""
+    """`torch_xla.sync()` launches whatever is pending on the device, but never half of a collective."""
     replicas(2).run(beside_sync, timeout=60)
 
 
@@ -382,7 +382,7 @@ async def read_on_host(me: Rank) -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_on_host_has_computed_what_is_left_to_do(loop: str) -> None:
-    """Trees too; without holding the loop."""
+    """Trees too, without blocking the event loop."""
     replicas(2).run(read_on_host, runner=loop)
 
 
@@ -394,7 +394,7 @@ async def read_after_leaving(me: Rank) -> None:
 
 
 def test_on_host_after_the_world_was_left() -> None:
-    """Its progress thread has ended."""
+    """The progress thread of the world has ended."""
     with worlds.fresh("xla-tpu", 2) as world:
         world.run(read_after_leaving)
 
@@ -407,7 +407,7 @@ async def not_for_the_host(me: Rank) -> None:
 
 
 def test_what_cannot_be_computed_for_the_host_is_an_error_there() -> None:
-    """And the replica's thread goes on serving the rest."""
+    """The replica's thread continues to serve other calls."""
     with worlds.fresh("xla-tpu", 2) as world:
         world.run(not_for_the_host)
 
@@ -416,7 +416,7 @@ def executions(me: Rank) -> int:
     from torch_xla.debug import metrics
 
     x = torch.ones(3, device=ac.device())
-    ac.all_reduce(x).wait()  # compiled
+    ac.all_reduce(x).wait()  # compiles it
     before = metrics.metric_data("ExecuteTime")[0]
     work = ac.all_reduce(x)
     got = work.wait()
@@ -426,7 +426,7 @@ def executions(me: Rank) -> int:
 
 
 def test_the_world_of_one_runs_collectives_too() -> None:
-    """Where torch_xla's own functions return a copy."""
+    """torch_xla's own functions would return a copy instead."""
     (ran,) = replicas(1).run(executions)
     assert ran >= 1
 
@@ -452,7 +452,7 @@ async def hooks(me: Rank) -> None:
 
 
 def test_hooks_of_backward_run_as_the_rank_of_their_device(runner: str) -> None:
-    """Autograd runs them in threads of its own, one for each device."""
+    """Autograd runs hooks in threads of its own, one for each device."""
     replicas(2).run(hooks, runner=runner)
 
 
@@ -473,7 +473,7 @@ def gives_up(me: Rank) -> str:
 
 
 def test_a_replica_that_gives_up_is_named() -> None:
-    """Those that wait for it hear at once; the process goes on."""
+    """Replicas that wait for it are told immediately, and the process continues."""
     with worlds.fresh("xla-tpu", 2) as world:
         heard = world.run(gives_up, timeout=30)
         world.kill()
@@ -483,7 +483,7 @@ def test_a_replica_that_gives_up_is_named() -> None:
 
 
 class OwnCall:
-    """One of a rank that is a process of its own; it notes down that it was launched."""
+    """A call of a rank that is its own process; it records that it was launched."""
 
     def __init__(self, launched: list[OwnCall]) -> None:
         self.error = self.splits = None
@@ -504,8 +504,8 @@ class OwnCall:
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
 def test_ranks_that_are_processes_launch_in_the_order_of_the_lane(order: tuple[int, ...]) -> None:
-    """Not in that in which inputs come to the device: a settled one was launched before an earlier one."""
-    from asynccoll.backends.xla.launching import ProcessLauncher  # which imports torch_xla
+    """Inputs may reach the device in another order: a ready one was once launched before an earlier one."""
+    from asynccoll.backends.xla.launching import ProcessLauncher  # importing it imports torch_xla
 
     launcher = ProcessLauncher()
     launched: list[OwnCall] = []

@@ -30,17 +30,17 @@ pytestmark = pytest.mark.skipif(
 
 
 def replicas() -> World:
-    """The world of the tests here; what they break is a lane of their own."""
+    """The world of the tests here; each test breaks only its own lane."""
     return worlds.world("xla-tpu", 3)
 
 
-#: What ranks show each other: they are threads of one process.
+#: Through which ranks show each other objects, as they are threads of one process.
 shared: dict[Any, Any] = {}
 
 
 @contextmanager
 def instead(of: Any, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """In the block, ``function`` is what the instance ``of`` has under that name."""
+    """Within the block, the attribute ``name`` of the instance ``of`` is ``function``."""
     setattr(of, name, function)
     try:
         yield
@@ -53,7 +53,7 @@ def broken(*_: object, **__: object) -> None:
 
 
 def heard(call: Callable[[], ac.Work[Any]]) -> BaseException | None:
-    """The error of the call, whether it is raised at once or by the wait."""
+    """Return the error of the call, whether the call or the wait raises it."""
     try:
         call().wait(patient(20))
     except ac.AsyncCollError as error:
@@ -79,7 +79,7 @@ def errors_of_their_own(me: Rank) -> None:
 
 
 def test_each_rank_gets_an_error_of_its_own() -> None:
-    """Of a launch that failed for all of them: one has its own lines, notes and attributes."""
+    """A launch has failed for all of them: each error has its own traceback, notes and attributes."""
     replicas().run(errors_of_their_own)
 
 
@@ -104,7 +104,7 @@ def cannot_go_on(me: Rank) -> str:
 
 
 def test_a_rank_whose_own_failure_ends_a_lane_is_named() -> None:
-    """With what went wrong there, since its process lives and it has not left."""
+    """The error says what went wrong there, since its process lives and it has not left."""
     texts = replicas().run(cannot_go_on)
     assert "this device is broken" in texts[1]
     for text in (texts[0], texts[2]):
@@ -164,7 +164,7 @@ def writes_late(me: Rank) -> None:
 
 
 def test_memory_that_a_failed_call_may_still_write_is_not_given_to_another() -> None:
-    """The device has the launch, whatever becomes of the lane."""
+    """The device still has the launch, whatever becomes of the lane."""
     replicas().run(writes_late)
 
 
@@ -196,12 +196,12 @@ async def compiled(me: Rank) -> None:
 
 
 def test_a_call_in_a_graph_is_refused_with_our_error_and_the_others_are_told() -> None:
-    """Ranks that are threads have no process group of torch's; outside of the graph the call works."""
+    """Ranks that are threads have no torch process group; outside the graph the call works."""
     replicas().run(compiled, runner="blocking", timeout=60)
 
 
 def in_a_forked_child(function: Callable[[], object]) -> str:
-    """What ``function`` returns in a child, which has as long as a test may take; "" if it never ends."""
+    """Return what ``function`` returns in a forked child, or "" if it takes longer than a test may."""
     here, there = os.pipe()
     pid = os.fork()
     if not pid:
@@ -237,5 +237,5 @@ def forks(me: Rank) -> None:
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
-    """While a call is in flight, which goes on in the parent."""
+    """The fork happens with a call in flight, which continues in the parent."""
     replicas().run(forks)

@@ -26,7 +26,7 @@ needs_xla = pytest.mark.skipif(
 @needs_xla
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_spawn_runs_the_function_on_every_replica(ranks: int, tmp_path: Path) -> None:
-    """With its rank, then args and kwargs_dict, in a world of that size."""
+    """The function gets its rank, then args and kwargs_dict, in a world of that size."""
     ac.spawn(
         "xla-tpu", spawned.tell, (str(tmp_path), 7), {"key": [1]}, nproc_per_node=ranks, timeout=patient(60)
     )
@@ -49,7 +49,7 @@ def test_spawn_runs_the_function_on_every_replica(ranks: int, tmp_path: Path) ->
 
 @needs_xla
 def test_parallel_starts_replicas(tmp_path: Path) -> None:
-    """As on any backend."""
+    """It does so as on any backend."""
     with ac.Parallel("xla-tpu", nproc_per_node=2) as parallel:
         parallel.run(spawned.tell, str(tmp_path))
     assert [(one["rank"], one["total"]) for one in spawned.told(tmp_path)] == [(0, 3), (1, 3)]
@@ -58,7 +58,7 @@ def test_parallel_starts_replicas(tmp_path: Path) -> None:
 @needs_xla
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_first_failure_is_raised_with_its_rank(culprit: int) -> None:
-    """The other replica, which waits for it, is let go."""
+    """The other replica, which waits for it, is released."""
     with pytest.raises(ac.SpawnError) as caught:
         ac.spawn("xla-tpu", spawned.fail, (culprit,), nproc_per_node=2)
     assert caught.value.rank == culprit
@@ -69,7 +69,7 @@ def test_the_first_failure_is_raised_with_its_rank(culprit: int) -> None:
 @needs_xla
 @pytest.mark.parametrize("do", ["exit", pytest.param("wait", marks=pytest.mark.slow)])
 def test_a_failure_is_told_whatever_other_replicas_do(do: str, tmp_path: Path) -> None:
-    """They may have ended well before; and one that waits for something else is ended with the process."""
+    """They may have ended long before; one that waits for something else is ended with the process."""
     with pytest.raises(ac.SpawnError, match="LookupError: of rank 1") as caught:
         ac.spawn("xla-tpu", spawned.fail_while_others, (1, do, str(tmp_path)), nproc_per_node=2)
     assert caught.value.rank == 1
@@ -77,7 +77,7 @@ def test_a_failure_is_told_whatever_other_replicas_do(do: str, tmp_path: Path) -
 
 
 def said_by(code: str, **variables: str) -> str:
-    """What a script prints, which must end well."""
+    """Return what a script prints; the script must succeed."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**rank_environment(), **variables},
@@ -128,7 +128,7 @@ def test_a_world_that_is_not_the_one_asked_for_is_refused(
 
 @needs_xla
 def test_a_store_is_refused() -> None:
-    """The runtime is where the ranks meet."""
+    """The ranks meet in the runtime instead."""
     code = REFUSED.format(
         arguments=", init_method='tcp://h:1', rank=0, world_size=1", error="InvalidArgumentError"
     )
@@ -137,7 +137,7 @@ def test_a_store_is_refused() -> None:
 
 @needs_xla
 def test_too_few_threads_of_the_runtime_are_refused() -> None:
-    """Three replicas on two threads would wait for each other for ever."""
+    """Three replicas on two threads would wait for each other forever."""
     code = """
         import asynccoll as ac
         from asynccoll.backends.xla.threads import run_replicas
@@ -156,7 +156,7 @@ def test_too_few_threads_of_the_runtime_are_refused() -> None:
 
 @needs_xla
 def test_some_of_the_devices_in_a_process_are_refused() -> None:
-    """As TPU v3 has them: neither all ranks meet here, nor each by a device of its own."""
+    """TPU v3 has them so: neither do all ranks meet here, nor has each process one device."""
     code = """
         import asynccoll as ac
         import torch_xla.runtime as xr
@@ -171,7 +171,7 @@ def test_some_of_the_devices_in_a_process_are_refused() -> None:
 
 @needs_xla
 def test_a_plain_script_is_a_world_of_one() -> None:
-    """In the main thread, without any launcher; its collectives run on the device."""
+    """In the main thread, without a launcher; its collectives run on the device."""
     code = """
         import asynccoll as ac
         import torch
@@ -191,6 +191,6 @@ def test_run_says_what_to_use_instead() -> None:
 
 @pytest.mark.skipif(HAS_XLA, reason="where torch_xla is, it is not missing")
 def test_without_torch_xla_the_error_says_what_to_install() -> None:
-    """The exact line."""
+    """It has the exact command."""
     with pytest.raises(ac.BackendNotFoundError, match="pip install torch_xla"):
         ac.initialize("xla-tpu")

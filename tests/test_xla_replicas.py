@@ -1,4 +1,4 @@
-"""Where replica threads meet: pure, so it runs without torch_xla."""
+"""Where replica threads meet: plain Python, which needs no torch_xla."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Call:
 
 
 def taken(room: Room) -> list[Any]:
-    """What can be taken, in order."""
+    """Return all calls that can be taken, in order."""
     return list(iter(room.take, None))
 
 
 def test_who_comes_last_can_take_all_calls_by_rank() -> None:
-    """Each place of the order is a meeting of its own; a complete one waits for those before it."""
+    """Each place of the order is a separate meeting; a complete one waits for earlier ones."""
     room = Room(3)
     calls = {(place, rank): Call() for place in (1, 2, 3) for rank in range(3)}
     arrivals = [(1, 2), (2, 0), (1, 0), (2, 2), (2, 1), (1, 1), (3, 1), (3, 0), (3, 2)]
@@ -48,7 +48,7 @@ def test_who_comes_last_can_take_all_calls_by_rank() -> None:
 
 
 def test_who_gives_up_fails_those_that_wait_and_those_that_come() -> None:
-    """With the error of the first that gave up."""
+    """They fail with the error of the first rank that gave up."""
     room = Room(2)
     waiting, late = Call(), Call()
     room.arrive(1, 0, waiting)
@@ -61,7 +61,7 @@ def test_who_gives_up_fails_those_that_wait_and_those_that_come() -> None:
 
 
 def test_a_communicator_that_all_have_left_is_forgotten() -> None:
-    """Not before: who comes late has to hear that another gave up."""
+    """It is not forgotten earlier, as a late rank must hear that another gave up."""
     world = Replicas(2)
     room = world.room("lane", 2)
     world.leave("lane", 0)
@@ -90,14 +90,14 @@ def _joined(size: int, absent: int = 0, timeout: float = 30.0) -> list[Any]:
 
 
 def test_replicas_join_one_world_and_then_another() -> None:
-    """All of them get the same one; the next life has a new one."""
+    """All of them get the same world; the next time they get a new one."""
     first, second = _joined(4), _joined(4)
     assert len(set(map(id, first))) == len(set(map(id, second))) == 1
     assert first[0] is not second[0]
 
 
 def test_a_replica_that_does_not_come_is_named() -> None:
-    """The others are told who, and may try again."""
+    """The error of the others names it, and they may try again."""
     *here, none = _joined(3, absent=1, timeout=0.05)
     assert none is None
     for error in here:
@@ -107,7 +107,7 @@ def test_a_replica_that_does_not_come_is_named() -> None:
 
 
 def test_a_rank_joins_once() -> None:
-    """Two threads that take themselves for the same replica: an error, not a world of the wrong ranks."""
+    """Two threads that claim to be the same replica cause an error, not a world of the wrong ranks."""
     started = threading.Thread(target=join, args=(0, 2, 10.0))
     started.start()
     try:
@@ -122,7 +122,7 @@ def test_a_rank_joins_once() -> None:
 
 
 def test_jobs_run_in_order_in_one_thread_which_ends() -> None:
-    """And the first of all is what makes the thread the replica's."""
+    """The first job makes the thread the replica's."""
     seen: list[Any] = []
     progress = Progress("test-progress", lambda: seen.append("begin"))
     for index in range(100):
@@ -133,7 +133,7 @@ def test_jobs_run_in_order_in_one_thread_which_ends() -> None:
 
 
 def test_a_job_for_a_thread_that_has_ended_runs_in_the_callers() -> None:
-    """Who waits for it, waits for what would never come: another replica may launch for one that leaves."""
+    """Otherwise its waiter would never return: another replica may launch for one that leaves."""
     progress = Progress("test-progress", lambda: None)
     progress.close()
     ran: list[threading.Thread] = []
@@ -152,14 +152,14 @@ def test_a_job_for_a_thread_that_has_ended_runs_in_the_callers() -> None:
     ],
 )
 def test_plans_say_what_is_built_of_what(name: str, native: str, why: str) -> None:
-    """The table of capabilities is all that planning needs."""
+    """Planning needs nothing but the table of capabilities."""
     planned = plan(Op(name), TensorSpec(torch.float32, device="xla"), Topology(ON_CPU, 4))
     assert planned.native == native
     assert why in str(planned)
 
 
 def test_bfloat16_is_reduced_in_float32_on_the_cpu() -> None:
-    """Where the platform cannot; on TPU it can."""
+    """The CPU cannot reduce bfloat16; a TPU can."""
     spec = TensorSpec(torch.bfloat16, device="xla")
     on_cpu = plan(Op.ALL_REDUCE, spec, Topology(ON_CPU, 2), reduce=ReduceOp.AVG)
     assert (on_cpu.wire, on_cpu.wire_dtype, on_cpu.divide) == (Wire.CAST, torch.float32, True)
@@ -169,6 +169,6 @@ def test_bfloat16_is_reduced_in_float32_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("name", ["send", "recv"])
 def test_messages_are_refused_with_advice(name: str) -> None:
-    """XLA has none between two ranks: a permute does it."""
+    """XLA has no messages between two ranks: a permute does the same."""
     with pytest.raises(ac.UnsupportedOpError, match="permute"):
         plan(Op(name), TensorSpec(torch.float32), Topology(ON_CPU, 2))

@@ -1,4 +1,4 @@
-"""Many collectives of all kinds on XLA's replicas: right values, and the process goes on."""
+"""Many collectives of all kinds on XLA's replicas: values are right, and the process survives."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.skipif(
     reason="torch_xla is not here; `make xla` runs this file in an environment that has it",
 )
 
-#: Collectives, and which ones; `make soak` has more patience.
+#: How many collectives, and the seed that draws them; `make soak` runs more.
 TURNS = int(os.environ.get("ASYNCCOLL_TEST_SOAK", "300"))
 SEED = int(os.environ.get("ASYNCCOLL_TEST_SEED", "1"))
 
 
 def mixed(me: Rank, turns: int, seed: int) -> int:
-    """Of any kind, size and place, on two lanes; one after the other, or several in flight."""
+    """Collectives of any kind, size and device, on two lanes, one after the other or several in flight."""
     import torch_xla
 
     order = random.Random(seed)
@@ -47,5 +47,5 @@ def mixed(me: Rank, turns: int, seed: int) -> int:
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_soak(size: int) -> None:
-    """Up to eight in flight."""
+    """Up to eight collectives are in flight."""
     assert worlds.world("xla-tpu", size).run(mixed, TURNS, SEED, timeout=140) == [TURNS] * size

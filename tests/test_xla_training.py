@@ -22,7 +22,7 @@ STEPS, BATCH = 20, 32
 
 
 def network() -> torch.nn.Module:
-    """The same weights wherever it is made; the seed of torch is the process's, so it is not used."""
+    """A network with the same weights everywhere; torch's seed is not used, as it is the process's."""
     model = torch.nn.Sequential(
         torch.nn.Unflatten(1, (1, 8)),
         torch.nn.Conv2d(1, 8, 3, padding=1),
@@ -71,7 +71,7 @@ async def train(me: Rank) -> tuple[list[float], list[list[float]]]:
 
 @pytest.fixture(scope="module")
 def on_gloo() -> Any:
-    """What two gloo processes make of it; the same on both."""
+    """The losses and parameters of two gloo processes, which are the same on both."""
     with worlds.fresh("gloo", 2) as world:
         first, second = world.run(train, timeout=60)
     assert first == second
@@ -80,7 +80,7 @@ def on_gloo() -> Any:
 
 @pytest.mark.parametrize("runner", ["asyncio", "blocking"])
 def test_digits_with_overlapped_gradients(on_gloo: Any, runner: str) -> None:
-    """Loss by loss and weight by weight, up to the order of additions."""
+    """Every loss and every weight agrees, up to the order of additions."""
     first, second = worlds.world("xla-tpu", 2).run(train, runner=runner, timeout=100)
     assert first == second, "the replicas have different parameters"
     losses, parameters = first
@@ -101,7 +101,7 @@ def tied(me: Rank) -> None:
 
 
 def test_auto_model_keeps_tied_parameters_tied() -> None:
-    """Torch moves parameters to XLA one module after the other, and would make two of one."""
+    """Torch moves parameters to XLA module by module, which would split a tied one into two."""
     worlds.world("xla-tpu", 2).run(tied)
 
 
@@ -110,7 +110,7 @@ def rows(rank: int, step: int) -> torch.Tensor:
 
 
 def blocks() -> torch.nn.Sequential:
-    """The same on every rank."""
+    """A model that is the same on every rank."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -156,7 +156,7 @@ async def sharded(me: Rank) -> None:
 
 
 def test_a_sharded_optimizer_on_the_device() -> None:
-    """As one process with all data, also where a rank has none in a step; tensors there have no addresses."""
+    """It matches one process with all data, even if a rank has none in a step."""
     worlds.world("xla-tpu", 2).run(sharded, timeout=60)
 
 
@@ -179,5 +179,5 @@ async def in_layers(me: Rank) -> None:
 
 
 def test_sharded_layers_on_the_device() -> None:
-    """As one process with all data; what backward would have to gather again is refused."""
+    """They match one process with all data; what backward would have to gather again is refused."""
     worlds.world("xla-tpu", 2).run(in_layers, timeout=60)
