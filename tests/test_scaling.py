@@ -124,7 +124,7 @@ async def refused(me: Rank) -> None:
     await me.refuses("in a tree", TypeError, call, [x, 1], compression="fp16", says=("int",))
     await me.refuses("name", ValueError, call, x, compression="fp8", says=("'fp8'", "'fp16'"))
     await me.refuses("factor", TypeError, call, x, prescale="2", says=("prescale", "'2'"))
-    # Adasum is for floating-point tensors, and only Horovod has it.
+    # Adasum is for floating-point tensors, and for Horovod on hardware that supports it.
     await me.refuses("adasum", ac.UnsupportedOpError, call, x, op="adasum", says=("adasum", "horovod"))
     integers = torch.ones(2, dtype=torch.int32)
     await me.refuses("adasum of integers", TypeError, call, integers, op="adasum", says=("int32",))
@@ -175,7 +175,7 @@ async def sparse(me: Rank) -> None:
 
 def test_sparse_sums(world: World, runner: str) -> None:
     """Indices and their number may differ between ranks; rows of values and empty tensors are summed too."""
-    if world.backend != "xla-tpu":  # the TPU refuses them: test_errors
+    if world.backend != "xla-tpu":  # xla-tpu refuses them: test_errors
         world.run(sparse, runner=runner)
 
 

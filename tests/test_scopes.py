@@ -1,4 +1,4 @@
-"""Lanes, scopes and task groups as contexts: shared by tasks, left out of turn, canceled, outlived."""
+"""Lanes, scopes and task groups as contexts: shared by tasks, left out of turn, cancelled, outlived."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_child_that_outlives_its_scope(run: Callable[..., Any]) -> None:
 
 
 async def until_cancelled_again(times: int = 1) -> None:
-    """Wait until a task of this loop has been canceled ``times`` times and has reacted to that."""
+    """Wait until a task of this loop has been cancelled ``times`` times and has reacted to that."""
     while not any(task.cancelling() >= times for task in asyncio.all_tasks()):
         await asyncio.sleep(0)
     await anyio.wait_all_tasks_blocked()

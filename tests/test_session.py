@@ -125,7 +125,7 @@ def test_a_world_of_one_by_default() -> None:
 
 
 def left_by_exit(me: Rank, path: str, code: int) -> str:
-    """Rank 0 exits with a send in flight; the exit code decides whether that send is completed."""
+    """Rank 0 exits with a broadcast in flight; the exit code decides whether it completes."""
     x = torch.full((1 << 22,), float(1 - me.rank))
     try:
         with ac.session("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2):

@@ -100,7 +100,7 @@ def test_the_same_seed_is_the_same_simulation() -> None:
 
 
 async def _cancelled_together(rank: int) -> list[str]:
-    """The order in which tasks, each in its own cancel scope, are canceled by the enclosing scope."""
+    """The order in which tasks, each in its own cancel scope, are cancelled by the enclosing scope."""
     heard: list[str] = []
 
     async def wait(name: str) -> None:
@@ -536,6 +536,6 @@ async def summed(rank: int) -> float:
 def test_a_task_that_is_never_suspended_is_cancelled_as_well(
     fault: Fault, raised: type[BaseException]
 ) -> None:
-    """It is canceled as by asyncio at Ctrl-C; otherwise the fault would have had no effect."""
+    """It is cancelled as by asyncio at Ctrl-C; otherwise the fault would have had no effect."""
     report = simulate(summed, world_size=3, transport="memory", faults=[fault], seed=3)
     assert isinstance(report.errors[1], raised)

@@ -204,7 +204,7 @@ def test_the_next_child_is_right_after_refusals(
 
 
 async def in_groups(rank: int) -> Any:
-    """Each child lane is first used in a different step, and each rank leaves out some of its calls."""
+    """Each child lane is first used in a different step, and some ranks leave out some of its calls."""
     pair = [0, 1] if rank < 2 else None
 
     async def child(step: int) -> None:

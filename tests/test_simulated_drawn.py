@@ -69,7 +69,7 @@ def test_who_looks_again_and_again_and_does_not_sleep_is_noticed(monkeypatch: py
 
 
 def test_what_is_left_of_a_world_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread left behind is the beacon, which tells the others that a rank is alive."""
+    """What is left is its beacon, which tells the others that a rank is alive."""
     monkeypatch.setattr(network.Beacon, "close", lambda self: None)
     told, _ = complaints(from_json('{"ranks": 2, "tasks": [{"calls": [{}]}]}'), 1, again=True)
     assert told and all(one.startswith("[left]") for one in told), told

@@ -172,7 +172,7 @@ def stopped(chance: object, world_size: int) -> list[Stop]:
 
 
 def test_the_first_rank_lets_an_epoch_pass_that_this_rank_has_yet_to_begin() -> None:
-    """The order of starts took its turn without starting anything, and had none left when the epoch began."""
+    """The epoch's turn passed without a start, so that none was left when this rank began the epoch."""
     program = from_json(
         '{"ranks": 2, "tasks": [{"calls": [{"wait": "exception", "pauses": 1}, '
         '{"payload": "tracked", "form": "out"}, {}]}], "start": "task group", "loop": "trio"}'
@@ -192,13 +192,13 @@ def waited_for_in_another_mode(rank: int) -> None:
 
 
 def test_what_is_moved_through_memory_belongs_to_no_graph() -> None:
-    """Ranks that reduce a part each read the caller's tensor, in the grad mode of any thread."""
+    """Ranks that reduce a part read each caller's own tensor, in the grad mode of the reducing thread."""
     for seed in range(10):
         simulate(waited_for_in_another_mode, world_size=3, seed=seed, transport="memory", loop="none").check()
 
 
 def test_a_call_behind_on_a_device_is_lost_with_the_rank_that_its_lane_lost() -> None:
-    """The call was said to be aborted by this rank, although this rank knew which peer was gone."""
+    """Its error said that this rank aborted the communicator, though this rank knew who was gone."""
     program = from_json(
         '{"ranks": 3, "tasks": [{"calls": [{"wait": "gathered", "pauses": 1}, {}]}], "start": "threads", '
         '"loop": "none"}'

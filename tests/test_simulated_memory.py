@@ -156,7 +156,7 @@ MISMATCHES = [
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_ranks_that_differ_are_all_told_and_go_on(size: int) -> None:
-    """Before and after it the ranks' calls match, in one step and in many: the lane remains usable."""
+    """The calls before and after it match, in one step and in many: the lane remains usable."""
     for seed in range(42 * TIMES):
         calls = drawn(seed, 3)
         differ = MISMATCHES[seed % len(MISMATCHES)]

@@ -74,7 +74,7 @@ def test_an_error_that_follows_is_told_with_them() -> None:
 
 
 async def _in_step(rank: int) -> None:
-    """Messages and lanes in another order are paired at different lines on purpose: none is a stray call."""
+    """Neither messages nor different lanes are pairs of calls from different lines."""
     await ac.barrier()
     group = ac.new_group([0, 1])
     if rank < 2:

@@ -200,7 +200,7 @@ def test_a_batch_script_is_no_task(cluster: Cluster, tmp_path: Path, show: list[
             detect(environ)
 
 
-#: SLURM allows nothing after a bracket here and refuses this, which our parser need not do.
+#: SLURM allows nothing after a bracket here and refuses this; our parser need not.
 REFUSED_BY_SLURM = "n[1-2]-ib,login"
 
 

@@ -240,9 +240,7 @@ async def profiled_partly(me: Rank) -> None:
         span.__enter__()
         if me.rank == 0:
             work = ac.all_reduce(torch.ones(4), lane="side")
-    await me.get(
-        ac.barrier()
-    )  # the other ranks continue only after rank 0's profiler has stopped
+    await me.get(ac.barrier())  # the other ranks continue only after rank 0's profiler has stopped
     if me.rank:
         work = ac.all_reduce(torch.ones(4), lane="side")
     with profile(activities=[ProfilerActivity.CPU]) as later:

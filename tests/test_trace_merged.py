@@ -335,7 +335,7 @@ def write(directory, parts):
 
 
 def test_stragglers_of_a_recording_are_counted_as_in_its_trace(tmp_path, capsys):
-    """Rank 0's lateness in the first step, longer than all of rank 1's, does not count."""
+    """The first step is left out, though rank 0 is later there than rank 1 in all others; one verdict."""
     late = [[9.0, *[0.1] * 10], [0.1, *[0.5] * 10]]
     steps = tuple(10.0 + k for k in range(11))
     parts = [
@@ -386,7 +386,7 @@ def test_a_rank_that_is_late_in_nearly_every_step_is_named_beside_spikes_of_othe
 
 
 def test_four_of_five_steps_are_chance_where_there_are_only_five():
-    """Counting one more for the first, which is left out; of eight steps they are not chance."""
+    """One more is added for the first, which does not count; with eight steps, it is no longer chance."""
 
     def found(count):
         return uneven([0.0] * (count - 1) + [0.5], [0.3] * (count - 1) + [0.0])
@@ -397,7 +397,7 @@ def test_four_of_five_steps_are_chance_where_there_are_only_five():
 
 
 def test_a_few_long_times_make_no_rank_late_but_the_ranks_uneven():
-    """However long these are in total, otherwise each rank is late by no more than the other."""
+    """However much they add up to: without them, this rank is late by no more than the other."""
     found = uneven([0.02] * 16 + [0.0] * 30 + [0.8] * 4, [0.0] * 16 + [0.02] * 30 + [0.0] * 4)
     assert found.lateness[0].total > 5 * found.lateness[1].total
     assert found.late is None

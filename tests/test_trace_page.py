@@ -181,7 +181,7 @@ def test_a_program_is_recorded_as_it_is(browser, start, script, tmp_path, capsys
     )  # without the first step
     assert re.search(r"steps, means over ranks \(the first 20 of 23\)\nstep .*\n +0 .*\n +1 .*\n +2 ", output)
     assert main(["trace", "stragglers", str(tmp_path / "out"), "--json"]) == 0
-    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 44  # of 23 steps without the first
+    assert sum(one["last"] for one in json.loads(capsys.readouterr().out)) == 44  # of 23 steps, not the first
     events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     browser.open(tmp_path / "out" / "trace.html")

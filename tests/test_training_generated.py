@@ -1,4 +1,4 @@
-"""Training under everything that real loops do: the parameters are those of one process that saw all the data.
+"""Training under everything that real loops do: the parameters are those of one process with all the data.
 
 Programs are drawn from fixed seeds. `ASYNCCOLL_TEST_TRAINING=2000` runs that many in each world, and
 `ASYNCCOLL_TEST_SEED` sets the first seed; `make training` draws others for as long as one likes.

@@ -1,4 +1,4 @@
-"""Training loops in simulated worlds, in several orders each: the parameters of one process that saw all data.
+"""Training loops in simulated worlds, in several orders each: the parameters of one process with all data.
 
 They run in float64, so that rounding is no excuse. Each loop combines features of real ones.
 """

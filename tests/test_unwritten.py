@@ -1,4 +1,4 @@
-"""What a call reads must stay as it is until its work was waited for: torch counts the writes, we look."""
+"""A call's input must stay unchanged until its work was waited for: torch counts the writes, we check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiters, and waits that end early: interrupted while finishing, canceled, or out of file descriptors."""
+"""Waiters, and waits that end early: interrupted while finishing, cancelled, or out of file descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `Work` handle: eager, awaitable by anybody and often, honest about what it knows."""
+"""The `Work` handle: it starts at the call, may be awaited anywhere and repeatedly, and reports its state."""
 
 from __future__ import annotations
 
@@ -430,7 +430,7 @@ async def as_future(me: Rank) -> None:
 
 
 def test_as_future_for_asyncio(pair: World) -> None:
-    """asyncio's wait_for, wait and gather take as_future(); canceling the future leaves the work."""
+    """asyncio's wait_for, wait and gather take as_future(); cancelling the future leaves the work."""
     pair.run(as_future)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment while a work is finished: the next waiter finishes it, and nobody waits for ever."""
+"""Ctrl-C at any moment while a work is being finished: the next waiter finishes it, no wait is endless."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
         return float(total[0])
 
     work = ac.all_reduce(torch.ones(2)).map(finishing)
-    monkeypatch.setattr(module, "_claim", Struck(3))  # the uses: the claim, the second waiter, and the wake-up
+    monkeypatch.setattr(module, "_claim", Struck(3))  # uses: the claim, the second waiter, and the wake-up
 
     def first() -> None:
         with contextlib.suppress(KeyboardInterrupt):

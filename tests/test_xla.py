@@ -1,4 +1,4 @@
-"""XLA's own: tensors on its devices, lazy ones, late and different replicas, other users of the device."""
+"""What is specific to XLA: device and lazy tensors, late and differing replicas, other device users."""
 
 from __future__ import annotations
 

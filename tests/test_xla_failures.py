@@ -1,4 +1,4 @@
-"""What fails on XLA's replicas, which share one process: whose error it is, and what it leaves behind."""
+"""Failures on XLA's replicas, which share one process: whose error it is, and what it leaves behind."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_rank_joins_once() -> None:
 
 
 def test_jobs_run_in_order_in_one_thread_which_ends() -> None:
-    """The first job makes the thread the replica's."""
+    """``begin`` runs before all jobs, and makes the thread the replica's."""
     seen: list[Any] = []
     progress = Progress("test-progress", lambda: seen.append("begin"))
     for index in range(100):

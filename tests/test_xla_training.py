@@ -156,7 +156,7 @@ async def sharded(me: Rank) -> None:
 
 
 def test_a_sharded_optimizer_on_the_device() -> None:
-    """It matches one process with all data, even if a rank has none in a step."""
+    """It matches one process, even if a rank has no data in a step; tensors there have no addresses."""
     worlds.world("xla-tpu", 2).run(sharded, timeout=60)
 
 
