@@ -242,7 +242,7 @@ def test_where_a_slow_rank_was_that_marks_nothing_there():
 
 
 def steps_of(rank, *, marked=False, within=0.0, ranks=3):
-    """Rank 2 takes 30 ms longer to load; all ranks then spend 60 ms in backward, or call ``within`` it."""
+    """Rank 2 loads for 30 ms more; all call after 60 ms of backward, or sooner by ``within``."""
     spans, steps = [], []
     now = 0.0
     for k in range(10):
