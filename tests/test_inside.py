@@ -1,4 +1,4 @@
-"""The programs of docs/inside.md run as they stand there, in the environment that has these libraries."""
+"""The programs of docs/inside.md run as printed, in the environment that has these libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patience import patient
 from worlds import rank_environment
 
 PROGRAMS = {block.heading: block.code for block in blocks(DOCS / "inside.md", "python")}
-#: What a program imports, and whether a launcher of ours starts it.
+#: The libraries that a program imports, and whether one of our launchers starts it.
 NEEDS = {
     "accelerate": ("accelerate", True),
     "Fabric": ("lightning", False),

@@ -1,4 +1,4 @@
-"""Ranks under Intel MPI's own mpiexec, on gloo: its environment has the launcher, and theirs no MPI."""
+"""Ranks under Intel MPI's own mpiexec, on gloo: its environment has the launcher, the ranks' has no MPI."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stdout.write(f"{detect(os.environ).launcher} {ac.backend()} {place} {total}\
 
 
 def test_ranks_of_intel_mpi_find_their_place(tmp_path: Path) -> None:
-    """It sets what MPICH's sets; where the ranks meet, a user says."""
+    """Its mpiexec sets the same variables as MPICH's; the user says where the ranks meet."""
     directory = envbuild.directory(ENVIRONMENTS["impi"])
     if not envbuild.is_complete(directory):
         needs.absent("Intel MPI's mpiexec not installed", "python tools/envs.py build impi")

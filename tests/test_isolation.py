@@ -1,4 +1,4 @@
-"""torch's modes by task: what one sets, no other sees. Expected is what the same block gives by itself."""
+"""torch's modes by task: no task sees another's. Expected results come from the same block run alone."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ranks import Rank, raising
 
 
 class Sevens(TorchFunctionMode):
-    """A mode of functions: subtraction gives 7."""
+    """A function mode: subtraction gives 7."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return torch.tensor(7.0, device="cpu") if func is torch.sub else func(*args, **(kwargs or {}))
 
 
 class Eights(TorchDispatchMode):
-    """A mode of dispatch: negation gives 8."""
+    """A dispatch mode: negation gives 8."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         negates = func is torch.ops.aten.neg.default
@@ -81,7 +81,7 @@ names = pytest.mark.parametrize("name", MODES)
 
 
 def behaviour() -> dict[str, Any]:
-    """What torch does in the modes of now."""
+    """Return what torch does in the current modes."""
     x = torch.full((2, 2), 3.0, device="cpu", requires_grad=True)
     y = x * x
     return {
@@ -100,7 +100,7 @@ def behaviour() -> dict[str, Any]:
 
 @functools.cache
 def inside(name: str) -> dict[str, Any]:
-    """What torch does in that block, in a thread where nothing else runs."""
+    """Return what torch does in the block ``name``, in a thread where nothing else runs."""
     found: list[dict[str, Any]] = []
 
     def look() -> None:
@@ -114,7 +114,7 @@ def inside(name: str) -> dict[str, Any]:
 
 
 def test_the_modes_can_be_told_apart() -> None:
-    """Else the tests below would find nothing."""
+    """Otherwise the tests below could not fail."""
     same = {"grad disabled": "no_grad", "default device": "device", "autocast of mps": "nothing"}
     for name in MODES:
         equals = {other for other in MODES if inside(other) == inside(name)}
@@ -130,7 +130,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Run a case in each event loop; the thread keeps its modes."""
+    """Run a case in each event loop; afterwards the thread must have the modes it had before."""
     before = behaviour()
     yield lambda case, *args: anyio.run(case, *args, **LOOPS[request.param])
     assert behaviour() == before
@@ -147,7 +147,7 @@ ORDERS = {
 
 
 class Turns:
-    """Two tasks take a step in turn, and both look around after each."""
+    """Two tasks take steps in turn, and both look at their modes after each step."""
 
     def __init__(self, order: str) -> None:
         self.steps = order.split()
@@ -187,7 +187,7 @@ async def in_a_group(order: str, a: str, b: str) -> None:
 
 @names
 def test_children_keep_their_modes_to_themselves(run: Callable[..., Any], name: str) -> None:
-    """Beside a task without a mode, one in the same, and one in another, in each order of overlap."""
+    """The other task has no mode, the same mode, or another one; the tasks overlap in each order."""
     for order in ORDERS.values():
         for other in ("nothing", name, "no_grad and autocast"):
             run(in_a_group, order, name, other)
@@ -207,7 +207,7 @@ async def in_a_nursery(order: str, a: str, b: str) -> None:
 
 
 def test_isolated_does_it_for_tasks_of_anybody() -> None:
-    """A coroutine for asyncio, a function for trio."""
+    """`isolated` takes a coroutine for asyncio, and a function for trio."""
     for order in ORDERS.values():
         asyncio.run(in_tasks_of_asyncio(order, "no_grad and autocast", "inference"))
         trio.run(in_a_nursery, order, "no_grad and autocast", "inference")
@@ -225,14 +225,14 @@ async def beside_a_plain_task() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ac.isolated(isolated))
         await entered.wait()
-        with torch.autocast("cpu"):  # a plain task: whoever is not isolated sees it, the other does not
+        with torch.autocast("cpu"):  # a plain task's mode: other plain code sees it, an isolated task not
             looked.set()
             await anyio.wait_all_tasks_blocked()
             assert behaviour() == inside("autocast")
 
 
 def test_the_modes_of_plain_tasks_are_put_back(run: Callable[..., Any]) -> None:
-    """What the loop's other code had set is there again after each step of an isolated task."""
+    """Modes that other code of the loop has set are restored after each step of an isolated task."""
     run(beside_a_plain_task)
 
 
@@ -270,9 +270,9 @@ async def seen_plain() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODES if not name.startswith("autocast ")])
 def test_a_child_begins_in_the_modes_it_was_started_in(run: Callable[..., Any], name: str) -> None:
-    """Whatever the parent has done since; and so do its own children.
+    """It does so whatever the parent has done since; so do its own children.
 
-    (Of a block of autocast that disables it, nothing is left to inherit.)
+    (A block of autocast that disables it leaves nothing to inherit.)
     """
     run(inheriting, name)
 
@@ -296,7 +296,7 @@ async def turned_off() -> None:
 
 
 def test_inference_mode_that_is_inherited_can_be_left(run: Callable[..., Any]) -> None:
-    """It is a guard on each side: both are left and entered at every suspension."""
+    """Parent and child each hold a guard: both are left and entered again at every suspension."""
     run(opposite)
 
 
@@ -316,7 +316,7 @@ async def inline() -> None:
 
 
 def test_what_is_left_on_ends_with_the_coroutine(run: Callable[..., Any]) -> None:
-    """Also where it is awaited in place."""
+    """This holds also if the coroutine is awaited directly."""
     run(inline)
 
 
@@ -327,7 +327,7 @@ async def on_meta() -> str:
 
 
 def test_a_thread_that_never_had_a_default_device_has_none_after() -> None:
-    """torch 2.9 tells that from None, and raises where it is asked for the device of None."""
+    """torch 2.9 tells 'never set' from None, and raises if asked for the device of None."""
     found: list[Any] = []
 
     def look() -> None:
@@ -341,7 +341,7 @@ def test_a_thread_that_never_had_a_default_device_has_none_after() -> None:
     assert found == ["cpu", False, "cpu"]
 
 
-# ---------------------------------------------------------------- the ends of a coroutine
+# ---------------------------------------------------------------- how a coroutine ends
 
 
 async def failing() -> None:
@@ -366,7 +366,7 @@ async def failing() -> None:
 
 
 def test_errors_pass(run: Callable[..., Any]) -> None:
-    """What the child raises is what the group raises; on its way out it has its modes."""
+    """The group raises what the child raises; the child still has its modes while the error propagates."""
     run(failing)
 
 
@@ -394,7 +394,7 @@ async def cancelled(name: str) -> None:
 
 @names
 def test_a_cancelled_child_cleans_up_in_its_modes(run: Callable[..., Any], name: str) -> None:
-    """trio and anyio throw it in, or withdraw what the task waits for."""
+    """trio and anyio cancel by throwing into the coroutine, or by withdrawing what the task waits for."""
     run(cancelled, name)
 
 
@@ -424,7 +424,7 @@ async def cancelled_by_task() -> None:
 
 
 def test_a_task_that_is_cancelled() -> None:
-    """By asyncio's own cancel, before it has begun too, which nobody is warned of."""
+    """asyncio's own cancel works, also before the task has begun, and causes no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asyncio.run(cancelled_by_task())
@@ -432,7 +432,7 @@ def test_a_task_that_is_cancelled() -> None:
 
 
 def begun(name: str, seen: list[Any]) -> Any:
-    """An isolated coroutine that waits inside that block."""
+    """Make an isolated coroutine that waits inside the block ``name``."""
 
     class Never:
         def __await__(self) -> Any:
@@ -452,7 +452,7 @@ def begun(name: str, seen: list[Any]) -> Any:
 
 @names
 def test_a_coroutine_that_is_closed_or_dropped(name: str) -> None:
-    """Its blocks end in its modes, and the thread where that happens has its own afterwards."""
+    """Its blocks end in its modes; the thread in which that happens has its own modes afterwards."""
     seen: list[Any] = []
     first = begun(name, seen)
     with torch.autocast("cpu"):
@@ -499,12 +499,12 @@ async def in_generators(name: str) -> None:
 
 @names
 def test_async_generators_belong_to_the_task_that_asks(run: Callable[..., Any], name: str) -> None:
-    """Blocks around a yield do to their consumer what they always did, and nothing to others."""
+    """A block around a yield affects the generator's consumer, as without isolation, and no other task."""
     run(in_generators, name)
 
 
 def test_loops_in_two_threads() -> None:
-    """Modes are the thread's as well: two loops do not meet."""
+    """Modes also belong to a thread: two loops do not affect each other."""
     failed: list[BaseException] = []
 
     def loop(name: str) -> None:
@@ -531,7 +531,7 @@ async def answer(x: int, *, more: int = 0) -> int:
 
 
 def test_isolated_is_a_decorator(run: Callable[..., Any]) -> None:
-    """It keeps the name, takes arguments, and its result is a coroutine each time."""
+    """The decorated function keeps its name, takes arguments, and returns a new coroutine on each call."""
     decorated = ac.isolated(answer)
     assert decorated.__name__ == "answer"
 
@@ -543,7 +543,7 @@ def test_isolated_is_a_decorator(run: Callable[..., Any]) -> None:
 
 
 def test_what_cannot_be_isolated_is_refused() -> None:
-    """A task, a plain function, a value: the error says what was meant."""
+    """For a task, a plain function or a plain value, the error says what to pass instead."""
     for wrong in (5, None):
         with raising(ac.InvalidArgumentError, type(wrong).__name__, "async function"):
             ac.isolated(wrong)  # type: ignore[call-overload]
@@ -560,7 +560,7 @@ def test_what_cannot_be_isolated_is_refused() -> None:
 
 
 def test_an_isolated_coroutine_that_nobody_awaits_is_named_once() -> None:
-    """As Python does of any."""
+    """Python's warning names the user's coroutine, as for any coroutine, and comes once."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         ac.isolated(answer(1))
@@ -569,7 +569,7 @@ def test_an_isolated_coroutine_that_nobody_awaits_is_named_once() -> None:
 
 
 def test_stacks_are_seen_through() -> None:
-    """Who looks where a task waits (trio's tools, a debugger) finds the user's lines."""
+    """Tools that show where a task waits (trio's own, a debugger) find the user's frames."""
 
     async def deep() -> None:
         await trio.sleep_forever()
@@ -590,7 +590,7 @@ def test_stacks_are_seen_through() -> None:
     trio.run(main)
 
 
-# ---------------------------------------------------------------- training beside an evaluation
+# ---------------------------------------------------------------- training alongside an evaluation
 
 STEPS = 6
 
@@ -615,7 +615,7 @@ def loss_of(net: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def trained_alone(size: int) -> list[torch.Tensor]:
-    """One process computes all ranks' parts, with nothing beside it."""
+    """Compute all ranks' parts in one process, with nothing running alongside."""
     net = model()
     for step in range(STEPS):
         parts = []
@@ -632,7 +632,7 @@ async def training(me: Rank, mode: str) -> None:
     begun, over = anyio.Event(), anyio.Event()
 
     async def evaluate() -> None:
-        """In its mode all the time, with the model that is trained meanwhile."""
+        """Evaluate in ``mode`` throughout, with the model that is being trained meanwhile."""
         rounds = 0
         with MODES[mode]():
             more = 1
@@ -655,7 +655,7 @@ async def training(me: Rank, mode: str) -> None:
             gradients = [p.grad for p in net.parameters() if p.grad is not None]
             assert len(gradients) == 2
             stepped(net, [await ac.all_reduce(gradient, op="avg") for gradient in gradients])
-        await begun.wait()  # however slow it is beside this
+        await begun.wait()  # the evaluation must have run a round, however slow it is
         over.set()
 
     async with ac.create_task_group() as tasks:
@@ -668,5 +668,5 @@ async def training(me: Rank, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "no_grad and autocast"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_is_right_beside_a_background_evaluation(size: int, mode: str, loop: str) -> None:
-    """The parameters are those of a run without one, on all ranks."""
+    """The parameters on all ranks are those of a run without an evaluation."""
     worlds.world("gloo", size).run(training, mode, runner=loop, timeout=30)

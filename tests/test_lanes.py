@@ -1,4 +1,4 @@
-"""Lanes: independent orders, whose they are, and what a refused call does to them."""
+"""Lanes: independent orders, who may use them, and what a refused call does to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worlds import World
 
 
 async def opposite(me: Rank, numel: int = 8, turns: int = 20) -> None:
-    """Two tasks whose operations cross: rank 0 runs a before b, rank 1 b before a."""
+    """Two tasks whose operations cross: rank 0 runs lane a before b, rank 1 b before a."""
 
     async def stream(name: str, scale: int) -> None:
         for turn in range(turns):
@@ -42,7 +42,7 @@ async def opposite(me: Rank, numel: int = 8, turns: int = 20) -> None:
 
 
 def test_two_tasks_in_opposite_order(world: World, loop: str) -> None:
-    """On two lanes, what two tasks issue in different order on different ranks is right."""
+    """Two tasks that use two lanes get the right results, although the ranks issue in different orders."""
     world.run(opposite, runner=loop)
 
 
@@ -57,7 +57,7 @@ async def crossed(me: Rank) -> None:
 
 
 def test_one_caller_in_opposite_order(world: World, runner: str) -> None:
-    """Also one task that opens and uses two lanes in opposite order on two ranks."""
+    """One task may also open and use two lanes in opposite order on two ranks."""
     world.run(crossed, runner=runner)
 
 
@@ -77,7 +77,7 @@ async def numbered_lanes(me: Rank) -> None:
 
 
 def test_lanes_named_by_number(pair: World) -> None:
-    """A name for each object of a kind, the same on every rank."""
+    """Each object of a kind gets a name, the same on every rank."""
     pair.run(numbered_lanes)
 
 
@@ -99,7 +99,7 @@ async def named_by_context(me: Rank) -> None:
 
 
 def test_lane_is_a_context(pair: World, runner: str) -> None:
-    """`with` and `async with ac.lane(name)` nest and end; lane= goes before them."""
+    """`with` and `async with ac.lane(name)` nest and end; an explicit lane= has priority."""
     pair.run(named_by_context, runner=runner)
 
 
@@ -135,11 +135,11 @@ async def in_generators(me: Rank) -> None:
 
 
 def test_a_lane_inside_an_async_generator(pair: World, loop: str) -> None:
-    """Entering in a generator and leaving later raises nothing and gives the right values."""
+    """Entering a lane in a generator and leaving it later raises nothing; the results are right."""
     pair.run(in_generators, runner=loop)
 
 
-# ---------------------------------------------------------------- whose lane is it?
+# ---------------------------------------------------------------- who may use a lane
 
 
 async def interleaved(me: Rank) -> None:
@@ -167,7 +167,7 @@ async def interleaved(me: Rank) -> None:
 
 
 def test_concurrent_tasks_on_one_lane_are_refused(pair: World, loop: str) -> None:
-    """LaneOrderError tells both places and the cure, even with nothing in flight."""
+    """LaneOrderError names both call sites and the remedy, even with nothing in flight."""
     pair.run(interleaved, runner=loop)
 
 
@@ -186,7 +186,7 @@ async def children(me: Rank) -> None:
 
 
 def test_a_child_may_follow_its_parent(pair: World, loop: str) -> None:
-    """A child task goes on where its parent issued, and the parent once the child has ended."""
+    """A child task may issue after its parent, and the parent again once the child has ended."""
     pair.run(children, runner=loop)
 
 
@@ -200,12 +200,12 @@ async def siblings_in_turn(me: Rank) -> None:
 
 
 def test_a_task_may_follow_one_that_has_ended(pair: World, loop: str) -> None:
-    """Tasks that come one after the other share a lane."""
+    """Tasks that run one after the other share a lane."""
     pair.run(siblings_in_turn, runner=loop)
 
 
 async def siblings_swapped(me: Rank, start: str) -> None:
-    """The first to call has ended when the second does: on no rank do two tasks share the lane at a time."""
+    """The first caller ends before the second calls: on no rank do two tasks share the lane at a time."""
     first, ended = me.rank % 2, anyio.Event()
 
     async def call(value: int) -> None:
@@ -216,7 +216,7 @@ async def siblings_swapped(me: Rank, start: str) -> None:
             await ended.wait()
             for _ in range(3):
                 await anyio.lowlevel.checkpoint()
-            gc.collect()  # nobody holds the other one any more
+            gc.collect()  # nothing refers to the other task any more
             with raising((ac.LaneOrderError, ac.PeerRefusedError), "running already, and has ended since"):
                 await by_a_child(call, value, start)
             return
@@ -277,15 +277,15 @@ async def by_a_child(call: Callable[[int], Any], value: int, start: str) -> None
     ],
 )
 def test_siblings_that_take_turns_in_another_order_are_refused(pair: World, start: str, runner: str) -> None:
-    """Each is alone when it or its child calls; but which of them is first differs between ranks."""
+    """Each task is alone when it or its child calls, but which task calls first differs between ranks."""
     pair.run(siblings_swapped, start, runner=runner)
 
 
 async def waits(me: Rank, how: str) -> None:
-    """Of a child that has a name, in a task that is not the loop's first and has never called."""
+    """A task that is not the loop's first and has never called waits for a child that has a name."""
 
     async def child() -> None:
-        await anyio.lowlevel.checkpoint()  # until it is waited for
+        await anyio.lowlevel.checkpoint()  # until the parent waits for it
         assert await ac.all_reduce(1) == me.size
 
     async def parent() -> None:
@@ -319,7 +319,7 @@ _GROUP = pytest.param(
 
 @pytest.mark.parametrize("how", ["await", "gather", _GROUP, "shield", "wait", "wait_for"])
 def test_who_waits_for_a_named_child_may_follow_it(pair: World, how: str) -> None:
-    """asyncio does not tell who started the child, but the child's callbacks tell who waits for it."""
+    """asyncio does not say who started the child, but the child's callbacks say who waits for it."""
     pair.run(waits, how, runner="asyncio")
 
 
@@ -359,7 +359,7 @@ def threads_swapped(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_threads_that_take_turns_in_another_order_are_refused(pair: World) -> None:
-    """Those that were started one after the other, and the one that has started them, are not."""
+    """Threads that run one after the other are accepted, and so is the thread that started them."""
     pair.run(threads_swapped)
 
 
@@ -388,12 +388,12 @@ async def parent_swapped(me: Rank) -> None:
 
 
 def test_a_parent_that_calls_before_its_child_on_one_rank_only_is_refused(pair: World, loop: str) -> None:
-    """What it calls after it has started the child is in no order with what that calls."""
+    """The parent's calls after it has started the child have no defined order with the child's calls."""
     pair.run(parent_swapped, runner=loop)
 
 
 async def generations(me: Rank) -> None:
-    """The child of the owner, which it started before it called, has ended; the grandchild goes on."""
+    """The owner started the child before it called; the child has ended; the grandchild goes on."""
     called = asyncio.Event()
 
     async def great_grandchild() -> None:
@@ -420,12 +420,12 @@ async def generations(me: Rank) -> None:
 
 
 def test_what_an_ended_ancestor_called_orders_nothing_of_its_parent(pair: World) -> None:
-    """Who descends from a task through one that has ended was started when that one was."""
+    """A descendant of a task through one that has ended counts as started when the ended one was started."""
     pair.run(generations, runner="asyncio")
 
 
 async def starters(me: Rank, start: str) -> None:
-    """Of three generations the youngest calls first; none has called before."""
+    """Of three generations the youngest calls first; the others have not called before."""
 
     async def child() -> None:
         assert await ac.all_reduce(1) == me.size
@@ -451,12 +451,12 @@ async def starters(me: Rank, start: str) -> None:
     [("anyio", "trio"), *((start, "asyncio") for start in ("anyio", "unnamed", "parent named"))],
 )
 def test_who_has_waited_for_its_child_may_follow_it(pair: World, start: str, runner: str) -> None:
-    """Also where it has never called before, and so nobody knows that it started the child."""
+    """This holds also if the waiting task has never called, so nothing recorded that it started the child."""
     pair.run(starters, start, runner=runner)
 
 
 def test_a_task_that_has_called_is_freed_as_it_ends(loop: str) -> None:
-    """With its result, and without a garbage collection."""
+    """The task is freed together with its result, without a garbage collection."""
 
     async def child() -> None:
         actors.current()  # as each call does
@@ -486,7 +486,7 @@ async def in_to_thread(me: Rank) -> None:
 
 
 def test_a_training_step_may_run_in_a_worker_thread(pair: World, loop: str) -> None:
-    """to_thread carries the descent along, and its idle thread does not keep the lane."""
+    """to_thread carries the ancestry of the task along; its idle thread does not keep the lane."""
     pair.run(in_to_thread, runner=loop)
 
 
@@ -495,7 +495,7 @@ async def jobs_of_a_pool(me: Rank) -> None:
         return work.wait
 
     for start in (anyio.to_thread.run_sync, asyncio.to_thread):
-        for _ in range(10):  # the thread lets go of its job a moment after it has told of it
+        for _ in range(10):  # the thread drops its job only a moment after it has reported the result
             work = await start(ac.all_reduce, torch.ones(2))
             oracle.same(await work, torch.full((2,), float(me.size)))
             with ac.coalescing():
@@ -505,7 +505,7 @@ async def jobs_of_a_pool(me: Rank) -> None:
 
 
 def test_a_job_that_is_a_function_of_ours(pair: World) -> None:
-    """No line of the user's is on the thread's stack; the lane is free when the job is over, all the same."""
+    """No frame of the user's is on the thread's stack; still, the lane is free when the job is done."""
     pair.run(jobs_of_a_pool)
 
 
@@ -527,7 +527,7 @@ async def grouped(me: Rank) -> None:
 
 
 def test_children_of_a_task_group_have_lanes_of_their_own(world: World, loop: str) -> None:
-    """Children started in another order on every rank get each its own sums."""
+    """Children that each rank starts in another order each get their own sums."""
     world.run(grouped, runner=loop)
 
 
@@ -547,12 +547,12 @@ async def same_name(me: Rank) -> None:
 
 
 def test_two_live_children_of_one_name_are_refused(pair: World, loop: str) -> None:
-    """The lane is parent/name, so a name is for one child at a time."""
+    """The lane is called parent/name, so only one live child at a time may have a name."""
     pair.run(same_name, runner=loop)
 
 
 async def unnamed(me: Rank) -> None:
-    """The next child starts while the one before it runs on some ranks, and has ended on others."""
+    """The next child starts while its predecessor still runs on some ranks and has ended on others."""
     results: dict[int, int] = {}
     started = [anyio.Event() for _ in range(3)]
 
@@ -588,7 +588,7 @@ async def in_another_task(function: Callable[[], object]) -> None:
 
 
 def test_children_of_one_function_are_numbered(pair: World, loop: str) -> None:
-    """As the group's task starts them; of other tasks who is first may differ between ranks."""
+    """The group's task numbers them as it starts them; the order of other tasks may differ between ranks."""
     pair.run(unnamed, runner=loop)
 
 
@@ -604,7 +604,7 @@ async def too_many(me: Rank) -> None:
 
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_more_than_32_lanes_are_refused(backend: str) -> None:
-    """Lanes cost threads and descriptors; the one too many is refused and the others go on."""
+    """Lanes cost threads and descriptors; the 33rd is refused, and the others keep working."""
     with worlds.fresh(backend, 2) as world:
         world.run(too_many, timeout=60)
 
@@ -634,7 +634,7 @@ async def lanes_of_gradients(me: Rank) -> None:
 
 
 def test_the_lanes_of_gradients_are_refused_by_name(pair: World) -> None:
-    """Nobody checks there that two tasks do not cross, so that a name alone must not lead there."""
+    """Nothing checks there that two tasks do not cross, so a lane name alone must not give access."""
     pair.run(lanes_of_gradients, runner="asyncio")
 
 
@@ -642,22 +642,22 @@ def test_the_lanes_of_gradients_are_refused_by_name(pair: World) -> None:
 
 
 def bad_avg() -> Any:
-    """A call that means nothing."""
+    """Make a call that is not defined for its dtype."""
     return ac.all_reduce(torch.ones(2, dtype=torch.int32), op="avg")
 
 
 def bad_root() -> Any:
-    """A call with a rank that is not there."""
+    """Make a call whose root does not exist."""
     return ac.broadcast(torch.ones(2), src=99)
 
 
 def good_reduce() -> Any:
-    """The call that the others make."""
+    """Make the call that the other ranks make."""
     return ac.all_reduce(torch.ones(2, dtype=torch.int32))
 
 
 def good_broadcast() -> Any:
-    """The call that the others make."""
+    """Make the call that the other ranks make."""
     return ac.broadcast(torch.ones(2), src=0)
 
 
@@ -682,7 +682,7 @@ async def one_refuses(me: Rank, culprit: int, kind: str) -> None:
 
 
 async def right_or_refused(me: Rank, label: str, call: Callable[[], Any], want: Any) -> None:
-    """The call gives what it should, or the typed error that says it was withdrawn."""
+    """The call gives ``want``, or raises the typed error that says it was withdrawn."""
     with me.case(label):
         try:
             got = await me.get(call())
@@ -692,14 +692,14 @@ async def right_or_refused(me: Rank, label: str, call: Callable[[], Any], want: 
 
 
 def test_one_rank_refuses(several: World, runner: str) -> None:
-    """The peers of a refused call get a typed error that tells why; the lane goes on."""
+    """The peers of a refused call get a typed error that says why; the lane keeps working."""
     for kind in KINDS:
         for culprit in (0, several.size - 1):
             several.run(one_refuses, culprit, kind, runner=runner)
 
 
 def failing_codec(me: Rank) -> Any:
-    """A codec of the user's that cannot encode what rank 1 has."""
+    """Make a user's codec that cannot encode the object of rank 1."""
 
     def encode(_: object) -> bytes:
         if me.rank == 1:
@@ -726,7 +726,7 @@ async def refused_by_others_errors(me: Rank) -> None:
 
 
 def test_an_error_that_is_not_ours_is_a_refusal_too(pair: World, runner: str) -> None:
-    """Of a user's codec, say: the peers are told all the same."""
+    """For example, an error of a user's codec: the peers are told nevertheless."""
     pair.run(refused_by_others_errors, runner=runner)
 
 
@@ -759,7 +759,7 @@ async def tree_out_of_order(me: Rank) -> None:
 
 
 def test_a_tree_that_is_refused_for_its_order(pair: World, loop: str) -> None:
-    """It has one place in the lane's order, and its refusal has the same."""
+    """A tree takes one place in the lane's order, and its refusal takes the same one."""
     pair.run(tree_out_of_order, runner=loop)
 
 
@@ -782,7 +782,7 @@ def drains_what_is_refused(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_finalize_hears_of_a_refusal() -> None:
-    """It does not wait for a call that a peer, who goes on, has refused."""
+    """finalize does not wait for a call that a peer, which is still running, has refused."""
     with worlds.fresh("gloo", 2) as world:
         world.run(drains_what_is_refused, timeout=15)
         world.kill()
@@ -818,7 +818,7 @@ async def refused_amid_others(me: Rank) -> None:
 
 
 def test_a_refusal_amid_operations_in_flight(several: World, runner: str) -> None:
-    """What is around a refused call is right or a typed error on every rank, never wrong."""
+    """Operations around a refused call give the right result or a typed error on every rank."""
     several.run(refused_amid_others, runner=runner, timeout=30)
 
 
@@ -833,7 +833,7 @@ async def refused_in_turn(me: Rank) -> None:
 
 
 def test_ranks_refuse_in_turn(several: World, runner: str) -> None:
-    """One refusal follows the other at once, each by another rank: all are told apart."""
+    """Refusals of different ranks follow each other immediately; each error names the right rank."""
     several.run(refused_in_turn, runner=runner, timeout=40)
 
 
@@ -844,7 +844,7 @@ async def all_refuse(me: Rank) -> None:
 
 
 def test_what_all_refuse_leaves_the_lane(world: World, runner: str) -> None:
-    """Refused on every rank, nothing was sent and the lane is as it was."""
+    """If every rank refuses the call, nothing is sent and the lane is unchanged."""
     world.run(all_refuse, runner=runner)
 
 
@@ -859,12 +859,12 @@ async def refused_on_a_lane(me: Rank) -> None:
 
 
 def test_a_refusal_concerns_its_own_lane_only(pair: World, runner: str) -> None:
-    """Another lane does not notice."""
+    """Another lane is not affected."""
     pair.run(refused_on_a_lane, runner=runner)
 
 
 async def programs_and_calls(me: Rank) -> None:
-    """Texts (lengths, then bytes), uneven gathers and plain sums, all in flight on one lane."""
+    """Texts (lengths, then bytes), uneven gathers and plain sums are all in flight on one lane."""
     works: list[tuple[Any, Any]] = []
     for turn in range(8):
         texts = [f"{rank}" * (2000 * turn + rank) for rank in range(me.size)]
@@ -878,12 +878,12 @@ async def programs_and_calls(me: Rank) -> None:
 
 
 def test_programs_keep_the_order_of_their_lane(world: World, runner: str) -> None:
-    """Operations of several messages and of one, in flight together, awaited backwards."""
+    """Operations of one and of several messages are in flight together, and awaited in reverse order."""
     world.run(programs_and_calls, runner=runner)
 
 
 def held_by_thread(me: Rank) -> None:
-    """A blocking caller, then a loop in the same thread, then blocking again."""
+    """A blocking caller is followed by a loop in the same thread, then by blocking calls again."""
     assert ac.all_reduce(1).wait() == me.size
 
     async def main() -> None:
@@ -894,12 +894,12 @@ def held_by_thread(me: Rank) -> None:
 
 
 def test_a_loop_may_follow_its_thread(pair: World) -> None:
-    """The main thread, the loop it runs, and the thread again share a lane."""
+    """The main thread, the loop it runs, and the thread afterwards share a lane."""
     pair.run(held_by_thread)
 
 
 def torn_away(me: Rank, where: str) -> None:
-    """Ctrl-C comes on rank 0 while it drives a program of two calls that it waits for."""
+    """Ctrl-C arrives on rank 0 while it waits for a program of two calls and drives it."""
     lane = current().world.lane()
     x = torch.ones(4)
     armed = me.rank == 0
@@ -924,10 +924,10 @@ def torn_away(me: Rank, where: str) -> None:
 
     ac.barrier().wait()
     lane.queue._rest = rest
-    progress.watch = lambda _: None  # else it may take the program from a waiter who is late
+    progress.watch = lambda _: None  # else it may take the program over from a waiter that is late
     try:
         if me.rank == 1:
-            me.see("go")  # else the first call may be over before anybody waits for it
+            me.see("go")  # else the first call may have completed before anything waits for it
         work = Work((lane.run("twice", program, awaited_soon=True),), None)
         if me.rank == 0:
             me.show("go")
@@ -935,11 +935,11 @@ def torn_away(me: Rank, where: str) -> None:
                 work.wait()
         elif where == "the lane":
             work.wait()
-        with contextlib.suppress(ac.CollectiveError):  # of the one that was interrupted itself
+        with contextlib.suppress(ac.CollectiveError):  # that of the interrupted call itself
             work.wait()
     finally:
         del lane.queue._rest, progress.watch
-    if where == "the program":  # nobody knows how far it came: to the peers it is refused, and what is behind
+    if where == "the program":  # how far it got is unknown: the peers see it and later calls as refused
         with contextlib.suppress(ac.PeerRefusedError):
             ac.all_reduce(1).wait()
     assert ac.all_reduce(1).wait() == me.size
@@ -948,5 +948,5 @@ def torn_away(me: Rank, where: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["the lane", "the program"])
 def test_ctrl_c_in_a_waiter_that_drives_is_heard_and_stops_nobody(pair: World, where: str) -> None:
-    """It is raised where the program waits, and the lane goes on."""
+    """The error is raised where the program is waited for, and the lane keeps working."""
     pair.run(torn_away, where)
