@@ -1,4 +1,4 @@
-"""torch's own collectives beside ours in memory: they go by gloo, in an order of their own."""
+"""torch's own collectives next to ours in shared memory: they go through gloo, in an order of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def world() -> World:
 
 
 async def crossed(me: Rank) -> None:
-    """Ranks start ours and torch's in opposite order, with many in flight."""
+    """Ranks start our calls and torch's in opposite order, with many in flight."""
     for turn in range(20):
         ours, raw = torch.full((5000,), float(turn + me.rank)), torch.full((5000,), float(2 * turn + me.rank))
         expected = [torch.full((5000,), 3.0 * base + 3.0) for base in (turn, 2 * turn)]
@@ -55,7 +55,7 @@ def test_functional_collectives(world: World) -> None:
 
 
 async def rounded(me: Rank) -> tuple[bytes, bool]:
-    """bfloat16: in rank order, in float32, rounded once."""
+    """bfloat16 is summed in rank order, in float32, and rounded once."""
     rows = [
         torch.randn(10_000, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)
     ]

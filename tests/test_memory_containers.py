@@ -1,6 +1,6 @@
-"""Ranks in containers of several kinds: they share memory or go by gloo, say which and why, and never hang.
+"""Ranks in containers of several kinds: they share memory or use gloo, say which and why, and never hang.
 
-A container is made of what Docker makes one of: namespaces, limits and a filter of system calls.
+The tests build containers from the parts that Docker uses: namespaces, limits and a system call filter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from patience import patient
 from worlds import rank_environment
 
-#: Joins two ranks by a file, in what the last argument makes of the process, and says which way calls go.
+#: Joins two ranks by a file, with the limit that the last argument names, and prints the path of their calls.
 PROGRAM = '''
 import ctypes, json, os, resource, struct, sys
 import asynccoll as ac, torch
@@ -48,7 +48,7 @@ print(said)
 
 
 def said(tmp_path: Path, *wrapped: tuple[list[str], str]) -> list[str]:
-    """Which way calls go, as each of the ranks says; each is wrapped in a command line, with a limit."""
+    """Return the path of calls that each rank prints; each is wrapped in a command line, and has a limit."""
     running = [
         subprocess.Popen(
             [*line, sys.executable, "-c", PROGRAM, str(rank), str(len(wrapped)), f"{tmp_path}/meet", limit],
@@ -76,34 +76,34 @@ apart = pytest.mark.skipif(
 
 
 def unshared(*options: str, then: str = "") -> list[str]:
-    """A command line in namespaces of its own, after a line of the shell."""
+    """Return a command that runs another in its own namespaces, after a line of shell code."""
     return ["unshare", *options, "--fork", "--kill-child", "sh", "-c", f'{then}\nexec "$@"', "sh"]
 
 
 @apart
 def test_process_numbers_of_their_own(tmp_path: Path) -> None:
-    """A container each, of one host name and network: as two of a pod that share them."""
+    """Each rank has its own container, with a common host name and network, as in a pod that shares them."""
     own = (unshared("--pid", "--mount-proc"), "")
     assert said(tmp_path, own, own) == [NEAR, NEAR]
 
 
 @apart
 def test_a_small_dev_shm(tmp_path: Path) -> None:
-    """Docker's has 64 MiB; this one has 64 KiB."""
+    """Docker's default is 64 MiB; this one has 64 KiB."""
     own = (unshared("--mount", then="mount -t tmpfs -o size=64k tmpfs /dev/shm"), "")
     assert said(tmp_path, own, own) == [NEAR, NEAR]
 
 
 @apart
 def test_host_names_of_their_own(tmp_path: Path) -> None:
-    """Containers as Docker makes them are hosts of their own."""
+    """Containers count as separate hosts, as Docker makes them."""
     one, other = ((unshared("--uts", then=f"hostname {name}"), "") for name in ("red", "blue"))
     assert said(tmp_path, one, other) == ["gloo: these ranks are on 2 hosts"] * 2
 
 
 @apart
 def test_a_user_namespace(tmp_path: Path) -> None:
-    """Who is root there is this user here, so the kernel lets them meet."""
+    """Its root is the same user as here, so the kernel lets the ranks meet."""
     assert said(tmp_path, PLAIN, (unshared("--user", "--map-root-user"), "")) == [NEAR, NEAR]
 
 
@@ -117,7 +117,7 @@ def test_a_user_namespace(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_forbidden_to_one_rank(tmp_path: Path, limited: int, limit: str, why: str) -> None:
-    """All of them go by gloo, and say why."""
+    """All ranks use gloo, and say why."""
     ranks = [PLAIN, PLAIN]
     ranks[limited] = ([], limit)
     for way in said(tmp_path, *ranks):

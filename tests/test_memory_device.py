@@ -1,4 +1,4 @@
-"""A lane of a backend with a device: what is on the CPU goes through memory, and nothing else."""
+"""A lane of a backend with a device: only CPU tensors go through shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynccoll.transport.communicator import Opening
 
 
 class Communicator:
-    """Notes what it is called for."""
+    """A communicator that records its calls."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -24,7 +24,7 @@ class Communicator:
 
 
 class Backend(Communicator):
-    """One with a device, for which torch's "meta" stands."""
+    """A backend with a device; torch's "meta" device stands for it."""
 
     name = "nccl"
     device = torch.device("meta")
@@ -70,13 +70,13 @@ OPENING = Opening(
 
 @pytest.fixture
 def near() -> Communicator:
-    """What is opened in memory."""
+    """Make the communicator in memory."""
     return Communicator()
 
 
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch, near: Communicator) -> Sharing:
-    """Two ranks of one host."""
+    """Make two ranks of one host."""
     hub: Any = SimpleNamespace(watcher=SimpleNamespace(gone=set()))
     inner: Any = Backend(Communicator())
     made = Sharing(inner, hub, [0, 0], {})
@@ -86,13 +86,13 @@ def sharing(monkeypatch: pytest.MonkeyPatch, near: Communicator) -> Sharing:
 
 @pytest.fixture
 def lane(sharing: Any, near: Communicator) -> tuple[Any, Communicator, Communicator]:
-    """What is opened among the two; its part in memory, and the backend's."""
+    """Open a lane between the two; return it, its part in memory, and the backend's part."""
     return sharing.open(OPENING), near, sharing._inner.communicator
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
 def test_each_device_has_its_way(lane: tuple[Any, Communicator, Communicator], call: str) -> None:
-    """Else a tensor on the GPU would be copied through the memory of the host."""
+    """Otherwise a tensor on the GPU would be copied through the memory of the host."""
     opened, near, rest = lane
     CALLS[call](opened, torch.empty(2, device="meta"))
     assert (near.called, rest.called) == ([], [call])
@@ -110,7 +110,7 @@ def test_both_are_ended(lane: tuple[Any, Communicator, Communicator]) -> None:
 def test_the_part_in_memory_is_left_where_the_other_cannot_be_opened(
     sharing: Any, near: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the lane's memory would be taken to the end of the job."""
+    """Otherwise the lane's memory would stay in use until the end of the job."""
 
     def fails(opening: Opening) -> Communicator:
         raise ConnectionError("no such network")

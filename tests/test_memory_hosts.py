@@ -1,4 +1,4 @@
-"""Groups over several hosts whose ranks share memory: within hosts through it, between them by gloo.
+"""Groups over several hosts whose ranks share memory: within a host through memory, between hosts by gloo.
 
 The hosts of these worlds are what the launcher's variables say; all ranks are on this machine.
 """
@@ -20,7 +20,7 @@ from test_lanes import bad_avg
 from test_nodes import large
 from worlds import World
 
-#: One rank speaks for its host; each has a part, alike for all, or not alike; and gloo reduces between hosts.
+#: One rank acts for its host; each rank has a part, of equal or unequal size; gloo reduces between hosts.
 NUMELS = (1, 1009, 60_000, 40_003, 600_000)
 
 
@@ -38,7 +38,7 @@ def way(name: str, x: torch.Tensor, **call: Any) -> str:
     ids=str,
 )
 def hosts(request: pytest.FixtureRequest) -> World:
-    """Two hosts: of two ranks, also in turn, and of three; they go by host at any size."""
+    """Two hosts, of two ranks (also alternating) or of three; calls go by host at any size."""
     return worlds.world("memory", len(request.param), nodes=request.param, by_node=True)
 
 
@@ -59,7 +59,7 @@ async def reductions(me: Rank) -> None:
 
 
 def test_every_dtype_and_reduction(hosts: World) -> None:
-    """Gives what NumPy gives; the input is as it was."""
+    """Results equal NumPy's; the input is unchanged."""
     hosts.run(reductions, timeout=60)
 
 
@@ -149,7 +149,7 @@ async def bits(me: Rank) -> list[bytes]:
 
 
 def test_all_ranks_get_the_same_bits(hosts: World) -> None:
-    """Of two hosts: the sums of each, in rank order, added."""
+    """Each of the two hosts sums in rank order, and the two sums are added."""
     found = hosts.run(bits, timeout=60)
     assert all(one == found[0] for one in found)
 
@@ -180,7 +180,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_a_refused_call(hosts: World) -> None:
-    """The lane goes on in a new epoch, in memory of its own."""
+    """The lane continues in a new epoch, with its own memory."""
     hosts.run(refused, timeout=60)
 
 
@@ -196,7 +196,7 @@ async def unequal(me: Rank) -> None:
 
 
 def test_unequal_hosts() -> None:
-    """Go by gloo; who shares a host, in groups of their own, through memory all the same."""
+    """The world uses gloo; ranks of one host still share memory in groups of their own."""
     with worlds.fresh("memory", 3, nodes=(0, 0, 1)) as world:
         world.run(unequal)
 
@@ -233,7 +233,7 @@ async def one_dies(me: Rank) -> tuple[int, ...]:
 
 
 def test_a_killed_rank_is_named() -> None:
-    """On its host and on the other one."""
+    """Ranks on its host and on the other one name it."""
     with worlds.fresh("memory", 4, nodes=(0, 0, 1, 1)) as world:
         results = world.run(one_dies, dies=[2], timeout=30)
         world.kill()
@@ -254,7 +254,7 @@ def test_a_killed_rank_is_named() -> None:
     ],
 )
 def test_from_a_size_that_pays(name: str, numel: int, by_host: bool) -> None:
-    """As was measured; where each host shares memory."""
+    """The thresholds were measured; they apply if the ranks of each host share memory."""
     offline: dict[str, Any] = {"backend": "gloo", "world_size": 4, "nodes": 2, "shape": (numel,)}
     assert (explain_offline(name, memory=True, **offline).via == "nodes") == by_host
     assert explain_offline(name, memory=False, **offline).via != "nodes"

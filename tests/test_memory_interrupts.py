@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of the engine that moves memory: no lock stays held, nobody else is forgotten."""
+"""Ctrl-C at any moment in the memory engine: no lock stays held, and no other rank is forgotten."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERRUPTS = 100
 
 
 class Moving:
-    """The engine's own steps, with nothing to move: the locks are taken all the time."""
+    """The engine's own steps, with nothing to move: the locks are acquired and released all the time."""
 
     _move_on = Mover._move_on
     _tell_others = Mover._tell_others
@@ -43,7 +43,7 @@ class Moving:
     def run(self, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         while True:
-            self._move_on()  # type: ignore[misc]  # it is no Mover, and has what these methods need
+            self._move_on()  # type: ignore[misc]  # it is no Mover, but has what these methods need
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_no_lock_stays_held() -> None:
 
 
 class Rung:
-    """The bells of a rank, of which nobody hears."""
+    """The bells of a rank: rung bells are recorded, and no other rank hears them."""
 
     crowded = True
 
@@ -85,13 +85,13 @@ class Rung:
         raise AssertionError("nobody would wake it")
 
     def wake(self, index: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no thread sleeps."""
 
     def ring(self, index: int) -> None:
         self.rung.append(index)
 
     def watch(self, mover: Mover) -> None:
-        """There is no watcher."""
+        """Do nothing: there is no watcher."""
 
     def later(self, job: Callable[[], object]) -> None:
         raise AssertionError("nothing is left to other threads here")
@@ -102,7 +102,7 @@ class Rung:
 
 @pytest.fixture
 def engines() -> list[Engine]:
-    """A lane of two ranks, in memory of this process."""
+    """Make the engines of a lane of two ranks, in memory of this process."""
     layout = Layout.for_size(2, smallest=True)
     buffer = bytearray(layout.total_bytes)
     return [Engine(Region(buffer, layout, rank), Rung(), "the lane", (0, 1)) for rank in range(2)]
@@ -117,7 +117,7 @@ def _struck() -> None:
 
 
 def test_callbacks_of_others_are_called_by_the_watcher(engines: list[Engine]) -> None:
-    """Where Ctrl-C strikes in the callback before, of the same call or of an earlier one."""
+    """Ctrl-C strikes in the callback before them, of the same call or of an earlier one."""
     mine, theirs = engines
     calls = [mine.start(Barrier(mine, _call())) for _ in range(2)]
     told: list[str] = []
@@ -136,7 +136,7 @@ def test_callbacks_of_others_are_called_by_the_watcher(engines: list[Engine]) ->
 
 
 class Striking:
-    """Words of a region: Ctrl-C comes right after the given one was cleared."""
+    """Words of a region: Ctrl-C arrives right after the given one was cleared."""
 
     def __init__(self, words: Any, place: int) -> None:
         self._words = words
@@ -153,7 +153,7 @@ class Striking:
 
 
 def test_a_waiter_that_is_struck_leaves_its_calls_to_the_watcher(engines: list[Engine]) -> None:
-    """Also where it had just told the others that it looks itself."""
+    """This holds even if it had just told the others that it looks itself."""
     mine, _ = engines
     x = torch.ones(4096)
     call = mine.start(AllReduce(mine, _call(), x, x, ac.ReduceOp.SUM))
@@ -167,7 +167,7 @@ def test_a_waiter_that_is_struck_leaves_its_calls_to_the_watcher(engines: list[E
 
 
 def _struck_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, in which Ctrl-C comes at the end of its first call."""
+    """Wrap ``function`` so that Ctrl-C arrives at the end of its first call."""
     calls = iter([True])
 
     def call(*given: Any) -> Any:
@@ -180,7 +180,7 @@ def _struck_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_a_difference_that_ctrl_c_kept_from_being_told_is_found_again(engines: list[Engine]) -> None:
-    """Where calls have several parts another thread tells of it, and nothing moves any more from then on."""
+    """In calls of several parts another thread reports a mismatch; nothing moves after that."""
     mine, theirs = engines
     jobs: list[Callable[[], object]] = []
 
@@ -201,7 +201,7 @@ def test_a_difference_that_ctrl_c_kept_from_being_told_is_found_again(engines: l
 
 @pytest.fixture(params=["engine", "pair"])
 def waited_for(request: pytest.FixtureRequest, engines: list[Engine]) -> tuple[Any, list[Any]]:
-    """A rank's engine or messages, and calls there that the other rank does not make."""
+    """Return a rank's engine or messages, and calls on it that the other rank does not make."""
     mine: Any = engines[0]
     if request.param == "engine":
         return mine, [mine.start(Barrier(mine, _call())) for _ in range(3)]
@@ -210,7 +210,7 @@ def waited_for(request: pytest.FixtureRequest, engines: list[Engine]) -> tuple[A
 
 
 def test_who_is_struck_while_it_leaves_has_left(waited_for: tuple[Any, list[Any]]) -> None:
-    """No waiter is forgotten, and the memory is given back."""
+    """No waiter is forgotten, and the memory is released."""
     mine, calls = waited_for
     mine._over = _struck_once(mine._over)
     gone = ac.AbortedError("its lane was closed")

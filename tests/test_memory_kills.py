@@ -1,4 +1,4 @@
-"""Ranks that are killed at random moments: the others are told who, soon, and nothing is left."""
+"""Ranks that are killed at random moments: the others soon learn which, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from patience import patient
 from worlds import rank_environment
 
-#: Worlds in which a rank is killed; `make kills` has more patience.
+#: The number of worlds in which a rank is killed; `make kills` runs more.
 KILLS = os.environ.get("ASYNCCOLL_TEST_KILLS", "5")
 SEED = os.environ.get("ASYNCCOLL_TEST_SEED", "1")
 
@@ -20,7 +20,7 @@ SEED = os.environ.get("ASYNCCOLL_TEST_SEED", "1")
 @pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_are_killed_at_random_moments() -> None:
-    """While lanes are opened, and amid calls of one step and of many."""
+    """Ranks die while lanes are opened, and amid calls of one step and of many."""
     tool = Path(__file__).with_name("kills.py")
     ended = subprocess.run(
         [sys.executable, str(tool), KILLS, SEED],

@@ -1,4 +1,4 @@
-"""How ranks of a host meet to share memory: where that fails, nothing is left open, nor lent."""
+"""How ranks of a host meet to share memory: if that fails, nothing stays open, and no memory stays lent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZE = 3
 
 @pytest.fixture
 def clients() -> Iterator[list[Clients]]:
-    """The connections of some ranks, which are threads here, to one store."""
+    """Connect some ranks, which are threads here, to one store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=patient(30)))
     connected = [Clients(store) for _ in range(SIZE)]
     for one in connected:
@@ -47,7 +47,7 @@ def clients() -> Iterator[list[Clients]]:
 
 
 def met(clients: list[Clients], size: int) -> list[Hub | Failed]:
-    """What becomes of the meeting on each rank."""
+    """Let all ranks meet; return the outcome on each."""
 
     def meet(rank: int) -> Hub | Failed:
         try:
@@ -108,7 +108,7 @@ def _of_the_last(fails: Callable[..., list[Descriptors]]) -> Callable[..., list[
 def test_a_meeting_that_fails_leaves_no_descriptor(
     clients: list[Clients], monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[..., Any]
 ) -> None:
-    """Nor is one closed twice: its number may be another file's by then."""
+    """No descriptor is closed twice either: its number may be another file's by then."""
     twice: list[int] = []
     close = os.close
 
@@ -130,7 +130,7 @@ def test_a_meeting_that_fails_leaves_no_descriptor(
 def test_ranks_are_of_one_user_whose_effective_ids_are_one(
     clients: list[Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those are what the kernel tells of a peer; in a set-uid program the real one is another."""
+    """The kernel reports a peer's effective ids; in a set-uid program the real ids differ."""
     real = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
     for hub in met(clients, 2):
@@ -142,7 +142,7 @@ def test_ranks_are_of_one_user_whose_effective_ids_are_one(
 
 @pytest.fixture
 def hubs(clients: list[Clients]) -> Iterator[list[Any]]:
-    """Those of two ranks."""
+    """Make the hubs of two ranks."""
     made: list[Any] = met(clients, 2)
     yield made
     for one in made:
@@ -151,7 +151,7 @@ def hubs(clients: list[Clients]) -> Iterator[list[Any]]:
 
 
 def test_a_closed_hub_rings_no_bell(hubs: list[Any], tmp_path: Path) -> None:
-    """The number of its bell may be any file's: a thread that still waits would write to that."""
+    """The bell's number may be another file's by then; a thread that still waits would write to that file."""
     bell = hubs[0]._handed[1].bell
     hubs[0].close()
     with open(tmp_path / "other", "wb") as other:
@@ -163,20 +163,20 @@ def test_a_closed_hub_rings_no_bell(hubs: list[Any], tmp_path: Path) -> None:
 
 
 def test_a_closed_hub_lends_no_memory(hubs: list[Any]) -> None:
-    """It would be another file's, in which holes are made as it is given back."""
+    """The descriptor may be another file's by then, and giving the memory back would punch holes in it."""
     hubs[0].close()
     with pytest.raises(OSError, match="left its world"):
         hubs[0]._arena.lend(2)
 
 
 def test_programs_that_a_rank_executes_inherit_none_of_its_descriptors(hubs: list[Any]) -> None:
-    """They would keep the memory for as long as they run."""
+    """Otherwise those programs would keep the memory alive as long as they run."""
     held = [descriptor for hub in hubs for one in hub._handed.values() for descriptor in one.all()]
     assert not any(map(os.get_inheritable, held))
 
 
 def opening(clients: list[Clients], rank: int, *, meeting: float) -> Opening:
-    """That of a lane of both."""
+    """Make the opening of a lane of both ranks."""
     return Opening(
         ranks=(0, 1),
         rank=rank,
@@ -197,7 +197,7 @@ def opening(clients: list[Clients], rank: int, *, meeting: float) -> Opening:
 def test_a_lane_that_one_does_not_come_to_takes_no_memory(
     hubs: list[Any], clients: list[Clients], early: int
 ) -> None:
-    """One rank has given up when the other comes: that one is told, and does not wait for its data."""
+    """If one rank has given up when the other joins, the other is told, and does not wait for data."""
     with pytest.raises(ac.CollectiveTimeoutError):
         hubs[early].region(opening(clients, early, meeting=0.0))
     with pytest.raises(ac.PeerLostError, match="given up"):
@@ -261,7 +261,7 @@ def test_a_lender_that_is_closed_while_it_waits_raises_what_ended_the_wait(
 def test_a_lender_that_cannot_ask_what_was_agreed_on_has_left(
     hubs: list[Any], clients: list[Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others may have agreed to use the memory: it stays theirs, and they learn that this one is gone."""
+    """The others may have agreed to use the memory: it stays theirs, and they learn that this rank left."""
 
     def meet(opening: Opening, key: str) -> None:
         raise RuntimeError("the store does not answer")

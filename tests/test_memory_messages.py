@@ -18,10 +18,10 @@ from asynccoll.backends.memory.pair import Pair
 from letters import Letter, begun, check, drawn
 from ranks import Rank
 
-#: How many worlds' worth of messages, and which ones.
+#: How many random rounds of messages, and the first seed.
 TURNS = int(os.environ.get("ASYNCCOLL_TEST_TURNS", "12"))
 SEED = int(os.environ.get("ASYNCCOLL_TEST_SEED", "1"))
-#: Elements: none, in one slot, just beyond one, several MiB.
+#: Element counts: none, within one slot, just above one slot, several MiB.
 SIZES = (0, 1, 3, 1000, 40_000, 131_072, 131_073, 700_001)
 
 
@@ -42,7 +42,7 @@ def test_messages_of_any_size_in_any_order(size: int, runner: str) -> None:
 
 
 async def unasked(me: Rank) -> int:
-    """Many messages that nobody asks for yet; how much memory the receiver has more meanwhile, in KiB."""
+    """Send many messages before they are received; return by how many KiB the receiver grew meanwhile."""
     peer, before, works = 1 - me.rank, resident_kib(), []
     if me.rank == 0:
         works = [ac.send(torch.ones(100_000), dst=peer, tag=1) for _ in range(300)]
@@ -65,13 +65,13 @@ def resident_kib() -> int:
 
 
 def test_what_nobody_asks_for_takes_bounded_memory() -> None:
-    """Of 120 MB that are sent sixteen messages lie with the receiver, of 400 kB each; none is in the way."""
+    """Of 120 MB sent, sixteen messages of 400 kB lie with the receiver; one of another tag passes them."""
     _, received = worlds.world("memory", 2).run(unasked, runner="asyncio", timeout=60)
     assert received < 20_000
 
 
 async def in_turn(me: Rank) -> None:
-    """A message behind which nobody of the sender comes by, between computations."""
+    """A rank sends a message of many parts, and waits for another message before it awaits the send."""
     letter = Letter(5, 0, 1, 0, 300_001)
     if me.rank == 0:
         work = ac.send(letter.value(), dst=1)
@@ -83,19 +83,19 @@ async def in_turn(me: Rank) -> None:
 
 
 def test_a_message_that_its_sender_does_not_await(runner: str) -> None:
-    """In many parts, each of which the sender has to put."""
+    """The message has many parts, and the sender has to put each one."""
     worlds.world("memory", 2).run(in_turn, runner=runner)
 
 
 class Gone:
-    """A lane of which a rank has died."""
+    """A lane one of whose ranks has died."""
 
     def died(self) -> list[int]:
         return [1]
 
 
 def test_each_message_to_a_rank_that_has_ended_fails() -> None:
-    """Also those after the first, however soon the opening of their region fails."""
+    """So do those after the first, however soon the opening of their region fails."""
 
     def fails(peer: int, messages: Messages) -> Pair:
         raise OSError("nobody is there")
@@ -108,7 +108,7 @@ def test_each_message_to_a_rank_that_has_ended_fails() -> None:
 
 
 def test_a_message_that_cannot_begin_fails_alone() -> None:
-    """What it raises on the thread that has opened the region is for its waiter."""
+    """An error raised on the thread that has opened the region belongs to the message's waiter."""
 
     class Opened:
         def send(self, x: torch.Tensor, tag: int) -> Completion:

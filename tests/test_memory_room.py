@@ -1,4 +1,4 @@
-"""How much memory the lanes of a host take: bounded, and given back with them."""
+"""How much memory the lanes of a host take: it is bounded, and is released with them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from patience import patient
 from ranks import Rank
 from worlds import World
 
-#: What all lanes of a rank's arena may take, as docs/memory.md says.
+#: What all lanes of a rank's arena may take together, as docs/memory.md says.
 MOST_BYTES = 1 << 30
 
 
 @pytest.mark.parametrize("size", [2, 8, 64])
 def test_32_lanes_stay_under_a_gibibyte(size: int) -> None:
-    """Of so many ranks, all on one host; no two of them in the same place."""
+    """The group has ``size`` ranks, all on one host; no two lanes overlap."""
     arena = Arena()
     try:
         lent = sorted(
@@ -41,12 +41,12 @@ def test_32_lanes_stay_under_a_gibibyte(size: int) -> None:
 
 
 async def many_lanes(me: Rank) -> list[int]:
-    """Pages of shared memory that this process has, in KiB: at first, and after each turn."""
-    x = torch.full((1 << 18,), float(me.rank + 1))  # two slots full
+    """Return this process's shared memory in KiB: at first, and after each turn."""
+    x = torch.full((1 << 18,), float(me.rank + 1))  # fills two slots
     found = [shared_kib()]
     names = [f"room {number}" for number in range(24)]
     for _ in range(2):
-        for name in names * 4:  # all eight slots of each
+        for name in names * 4:  # all eight slots of each lane
             got = await me.get(ac.all_reduce(x, lane=name))
             oracle.same(got, torch.full_like(x, me.size * (me.size + 1) / 2))
         found.append(shared_kib())
@@ -54,7 +54,7 @@ async def many_lanes(me: Rank) -> list[int]:
 
 
 def shared_kib() -> int:
-    with open(f"/proc/{os.getpid()}/status") as status:  # not a file to speak of
+    with open(f"/proc/{os.getpid()}/status") as status:  # a file in /proc, which does not block
         said: dict[str, Any] = dict(line.split(":", 1) for line in status)
     return int(said["RssShmem"].split()[0])
 
@@ -65,13 +65,13 @@ def world() -> World:
 
 
 def test_many_lanes(world: World) -> None:
-    """Only the pages that are used count, and using them once more takes no more."""
+    """Only pages in use count, and using them again takes no more."""
     for first, used, again in world.run(many_lanes, timeout=60):
         assert 0 < used - first < 24 * 34 << 10
         assert again - used < 1 << 10
 
 
-#: A lane's memory that is garbage in the parent, not collected yet, when it forks.
+#: When the parent forks, a lane's memory is garbage in it that has not been collected yet.
 FORKED = """
 import gc, mmap, os
 from asynccoll.backends.memory.arena import Arena, map_region
@@ -94,7 +94,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.processes
 def test_a_child_keeps_what_it_maps_where_its_parent_has_a_lane() -> None:
-    """The kernel gives it those addresses again, and collecting the parent's garbage would unmap them."""
+    """The kernel gives it the same addresses; collecting the parent's garbage must not unmap them."""
     ended = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=patient(20), check=True
     )
@@ -102,7 +102,7 @@ def test_a_child_keeps_what_it_maps_where_its_parent_has_a_lane() -> None:
 
 
 class NoBells:
-    """Of a rank without others."""
+    """The bells of a rank without peers."""
 
     crowded = False
 
@@ -112,7 +112,7 @@ class NoBells:
 
 
 def test_who_has_left_writes_nothing_more() -> None:
-    """A lane given up is closed later, when its memory may be another lane's."""
+    """An aborted lane is closed later, when its memory may already be another lane's."""
     layout = Layout(2, 4096)
     buffer = bytearray(layout.total_bytes)
     engine = Engine(Region(buffer, layout, 0), NoBells(), "a lane", [0, 1])

@@ -15,7 +15,7 @@ async def mixed(me: Rank, calls: int, seed: int) -> soaks.Found:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_soak(size: int) -> None:
-    """`make soak` has more patience, and looks at what grows."""
+    """`make soak` runs longer, and also checks what grows."""
     found = worlds.world("memory", size).run(mixed, 300, 1, runner="asyncio")
     assert [wrong for _, wrong in found] == [[]] * size
     assert [samples[-1].calls for samples, _ in found] == [300] * size

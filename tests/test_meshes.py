@@ -1,4 +1,4 @@
-"""Groups of torch's that were made without naming a backend: by a DeviceMesh, as FSDP2 programs begin."""
+"""torch groups that were made without naming a backend: by a DeviceMesh, as in FSDP2 programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BESIDE = """
     ],
 )
 def test_a_group_without_a_backend_name(tmp_path: Path, made: str) -> None:
-    """It is adopted; one dimension of a mesh is a group, the whole of several is refused by name."""
+    """It is adopted; one dimension of a mesh is a group, a whole mesh of several is refused by name."""
     for ended in scripts.run(tmp_path, BESIDE.replace("MADE", made), ranks=2, timeout=60):
         assert ended.code == 0, ended.err
         assert ended.out.split("\n")[0] == "[0, 1]"
@@ -68,7 +68,7 @@ FSDP = """
 
 @pytest.mark.slow
 def test_fsdp2_beside_ours(tmp_path: Path) -> None:
-    """It trains as one process does, with collectives of ours in flight around its own."""
+    """FSDP2 trains as one process does, while our collectives are in flight around its own."""
     for ended in scripts.run(tmp_path, FSDP, ranks=2, timeout=90):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["trained", "2"]

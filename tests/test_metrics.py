@@ -1,4 +1,4 @@
-"""``gather_for_metrics``: what one process would have of the whole dataset, on any number of ranks."""
+"""``gather_for_metrics`` returns what one process would have of the dataset, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worlds import World
 
 
 def of_a_dataset(me: Rank, length: int, shuffle: bool, drop_last: bool) -> tuple[Any, Any, list[Any]]:
-    """Labels and scores as gathered, and the samples that each rank drew."""
+    """Return labels and scores as gathered, and the samples that each rank drew."""
     sampler = DistributedSampler(
         range(length), me.size, me.rank, shuffle=shuffle, seed=3, drop_last=drop_last
     )
@@ -44,7 +44,7 @@ def test_each_sample_once_in_the_order_of_the_sampler(
 
 
 def of_what_is_left(me: Rank, length: int, taken: int) -> tuple[list[int], list[int], list[int]]:
-    """The samples before a state was taken, and after it was loaded, as gathered; and this rank's own."""
+    """Return the samples gathered before a state was saved and after it was loaded, and this rank's own."""
     first = ac.auto_dataloader(range(length), batch_size=me.size, shuffle=True)
     first.sampler.set_epoch(2)
     batches = iter(first)
@@ -61,7 +61,7 @@ def of_what_is_left(me: Rank, length: int, taken: int) -> tuple[list[int], list[
 
 @pytest.mark.parametrize(("length", "taken"), [(7, 1), (10, 2), (11, 1), (13, 2)])
 def test_of_a_resumed_epoch_each_sample_once(world: World, length: int, taken: int) -> None:
-    """Those before and those after are together the dataset, however many ranks do not divide it."""
+    """The samples before and after make up the dataset, even if the number of ranks does not divide it."""
     for whole, left, mine in world.run(of_what_is_left, length, taken):
         assert sorted(whole + left) == list(range(length))
         assert set(mine) <= set(range(length))
@@ -87,7 +87,7 @@ def with_one_refused(me: Rank, rows: int, samples: int, keys: list[Any]) -> str:
 def test_what_is_not_a_share_of_the_dataset_is_refused(
     pair: World, rows: int, samples: int, keys: list[Any], said: str
 ) -> None:
-    """All samples on each rank would be every other one twice; the other ranks are told of a refusal."""
+    """If each rank gave all samples, the result would have some twice; the other ranks learn of a refusal."""
     there, here = pair.run(with_one_refused, rows, samples, keys)
     assert here.startswith(said)
     assert there.startswith("PeerRefusedError")

@@ -1,4 +1,4 @@
-"""Ranks of one host or of several that call different things: each is told, and the lane goes on."""
+"""Ranks of one host or of several call different things: each rank is told, and the lane keeps working."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worlds import World
 X = torch.arange(8, dtype=torch.float32, device="cpu")
 LARGE = torch.ones(3 << 20, device="cpu")
 
-#: What rank 0 calls, what the others call, and a word of each that every rank is shown.
+#: What rank 0 calls, what the others call, and a word of each call that every rank's error must show.
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "operation": (lambda: ac.all_reduce(X), lambda: ac.all_gather(X), "all_reduce", "all_gather"),
     "size": (lambda: ac.all_reduce(X), lambda: ac.all_reduce(X[:4]), "[8]", "[4]"),
@@ -55,7 +55,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
 
 
 ONE_HOST = [(one, (0,) * size) for one in ("memory", "gloo") for size in (2, 3, 4)]
-#: The nodes of these ranks are what a launcher would say; all are on this machine.
+#: A launcher would assign these nodes; all ranks are on this machine.
 HOSTS = [
     ("gloo", (0, 1)),
     ("gloo", (0, 1, 2)),
@@ -63,10 +63,10 @@ HOSTS = [
     ("gloo", (0, 0, 1, 1)),
     ("memory", (0, 0, 1, 1)),
 ]
-#: Those of several hosts as MPICH deals ranks out to them.
+#: Where there are several hosts, ranks are placed as MPICH places them.
 ON_MPI = [("mpi", nodes) for nodes in ((0, 0), (0, 0, 0), (0, 1), (0, 1, 2), (0, 1, 0, 1))]
 WORLDS = ON_MPI if worlds.BACKENDS == ["mpi"] else [*ONE_HOST, *HOSTS]
-#: One more of each kind.
+#: The nightly run adds one more of each kind.
 BY_NIGHT = [
     ("gloo", (0,) * 4),
     ("memory", (0,) * 4),
@@ -87,7 +87,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 async def in_step(me: Rank) -> None:
-    """Where parts of a call were lost, so may be those that were already behind it; then the lane goes on."""
+    """Retry until a call works: calls already behind one whose parts were lost may be lost, too."""
     while True:
         try:
             total = await me.get(ac.all_reduce(X + me.rank))
@@ -99,12 +99,12 @@ async def in_step(me: Rank) -> None:
 
 async def differing(me: Rank, name: str, in_memory: bool) -> None:
     one, other, said, told = PAIRS[name]
-    # Who sends need not wait for who is not with it: ranks that agree on a root may be through, and on MPI
-    # a rank that is one. Not where all of them meet in memory.
+    # A sender need not wait for ranks that disagree: ranks that agree on a root may complete, and so may a
+    # single rank on MPI. Not if all of them meet in memory.
     may_end = name == "root" and not in_memory and (me.rank > 0 or me.backend == "mpi")
-    for _ in range(3):  # the lane is in step afterwards, each time
+    for _ in range(3):  # each time the lane must be in step afterwards
         work = one() if me.rank == 0 else other()
-        # Of a call in several parts a rank may hear first that a peer gives up the rest of it, and why.
+        # In a call of several parts, a rank may first hear that a peer gives up the rest of it, and why.
         told_by = ac.CollectiveError if name == "parts" else ac.CollectiveMismatchError
         try:
             await me.get(work)
@@ -136,12 +136,12 @@ async def straight_afterwards(me: Rank) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.skipif("memory" not in worlds.BACKENDS, reason="of ranks that share memory")
 def test_who_was_told_may_call_at_once(size: int) -> None:
-    """Where memory compares calls as they are made, the next one is not lost with those that differ."""
+    """If memory compares calls as they are made, the call after the differing ones is not lost with them."""
     worlds.world("memory", size).run(straight_afterwards, timeout=patient(30))
 
 
 async def one_with_more(me: Rank) -> None:
-    """Rank 0's block has one call more than the others', which wait for theirs alone."""
+    """Rank 0's block has one call more than the others', whose ranks wait for their own calls only."""
     for _ in range(3):
         with ac.coalescing():
             works: list[Any] = [ac.all_reduce(X), ac.all_reduce(X[:4], op="max")]
@@ -157,12 +157,12 @@ async def one_with_more(me: Rank) -> None:
 
 
 def test_a_block_with_more_calls_on_one_rank_is_told_of_on_all(world: World) -> None:
-    """Also where the others call nothing more."""
+    """This holds also if the others make no further calls."""
     world.run(one_with_more, runner="asyncio", timeout=30)
 
 
 async def more_after_an_await(me: Rank, extra: int) -> None:
-    """The block of rank ``extra`` has one call more, behind an await; the others call nothing meanwhile."""
+    """The block of rank ``extra`` has one more call, after an await; the others make no call meanwhile."""
     for turn in range(2):
         with ac.coalescing():
             works: list[Any] = [ac.all_reduce(X), ac.all_reduce(X)]
@@ -185,7 +185,7 @@ async def more_after_an_await(me: Rank, extra: int) -> None:
 def test_a_block_with_one_more_after_an_await_is_told_while_others_call_nothing(
     world: World, first: bool
 ) -> None:
-    """Long before its deadline: on the others it is over."""
+    """The call fails long before its deadline, because the block has ended on the others."""
     world.run(
         more_after_an_await,
         0 if first else world.size - 1,

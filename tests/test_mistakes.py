@@ -1,4 +1,4 @@
-"""The mistakes that are planted to see whether tests find them: each has to have its place in the library."""
+"""The mistakes planted to see whether tests find them: each must still have its place in the library."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from mistakes import SEEDED, TRAINING, Mistake
 
 @pytest.mark.parametrize("table", [SEEDED, TRAINING])
 def test_each_can_be_planted(table: Callable[[], list[Mistake]]) -> None:
-    """A line that was rewritten had no mistake of its own any more, and none of the table was planted."""
+    """Once, a rewritten line no longer had its mistake, and nothing of the table could be planted."""
     assert table()

@@ -1,4 +1,4 @@
-"""Collectives in inference mode: what they make can be written to there alone, and they finish elsewhere."""
+"""Collectives in inference mode: their results can only be written to there, yet they complete elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asynccoll.tensors.common import OFFLOAD_BYTES
 from ranks import Rank
 from worlds import World
 
-#: One element, a few, and what a thread copies.
+#: One element, a few, and so many that a thread copies them.
 COUNTS = (1, 8, OFFLOAD_BYTES // 4 + 1)
 
 
 def calls(me: Rank, count: int) -> dict[str, tuple[Callable[[], ac.Work[Any]], Any]]:
-    """Each call with what it gives, of a vector of rank + 1."""
+    """Return each call with its expected result, for a vector of rank + 1."""
     size = me.size
     total = float(sum(range(1, size + 1)))
     mine, every = torch.full((count,), me.rank + 1.0), torch.full((size * count,), me.rank + 1.0)
@@ -61,7 +61,7 @@ async def inferring(me: Rank, awaited_inside: bool) -> None:
 
 @pytest.mark.parametrize("awaited_inside", [False, True])
 def test_what_is_called_in_inference_mode(world: World, runner: str, awaited_inside: bool) -> None:
-    """The result is there, wherever it is waited for; no thread of ours writes to it in another mode."""
+    """The result is right wherever it is waited for; no thread of ours writes to it in another mode."""
     world.run(inferring, awaited_inside, runner=runner)
 
 
@@ -90,7 +90,7 @@ async def prepared_inside(me: Rank) -> None:
 
 
 def test_what_is_prepared_in_inference_mode_starts_in_any(pair: World, runner: str) -> None:
-    """Memory of its own serves every mode; memory of the caller's is refused where it cannot be filled."""
+    """Its own memory serves every mode; the caller's is refused in a mode in which it cannot be filled."""
     pair.run(prepared_inside, runner=runner)
 
 
@@ -108,12 +108,12 @@ async def filled_outside(me: Rank) -> None:
 
 
 def test_trees_that_cannot_be_filled_in_place_are_refused(pair: World, runner: str) -> None:
-    """Before anything is sent, as one tensor is."""
+    """They are refused before anything is sent, as a single tensor is."""
     pair.run(filled_outside, runner=runner)
 
 
 class Seeing(TorchDispatchMode):
-    """Notes which operations it sees."""
+    """A mode that records the operations it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Seeing(TorchDispatchMode):
 def unseen(me: Rank) -> None:
     if me.backend != "memory":
         return
-    x = torch.ones(300_000)  # in many steps
+    x = torch.ones(300_000)  # takes many steps
     with Seeing() as mode:
         ac.all_reduce(x, out=x).wait()
         (ac.recv(x, src=0) if me.rank else ac.send(x, dst=1)).wait()
@@ -135,12 +135,12 @@ def unseen(me: Rank) -> None:
 
 
 def test_no_mode_sees_how_data_goes_through_memory(pair: World) -> None:
-    """They would be counted, or refused half-way, which ends the lane."""
+    """A mode would count such operations, or refuse them half-way, which would break the lane."""
     pair.run(unseen, runner="blocking")
 
 
 def without_data(me: Rank) -> None:
-    from torch._subclasses import FakeTensorMode  # takes seconds
+    from torch._subclasses import FakeTensorMode  # slow to import
 
     n = float(me.size)
     for x in (torch.ones(2), torch.ones(300_000)):
@@ -163,5 +163,5 @@ def without_data(me: Rank) -> None:
 
 
 def test_calls_are_of_data_also_where_tensors_have_none(pair: World) -> None:
-    """In FakeTensorMode, and inside of transformations: the process crashed, or the lane was lost."""
+    """In FakeTensorMode and inside transformations, the process once crashed, or the lane was lost."""
     pair.run(without_data, runner="blocking")
