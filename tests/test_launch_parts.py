@@ -39,7 +39,7 @@ from patience import patient
 
 
 class Started:
-    """A process as multiprocessing has it, which ends as soon as it is told to."""
+    """A process as multiprocessing has it, which ends as soon as it is terminated."""
 
     def __init__(self, sentinel: int = -1) -> None:
         self.sentinel = sentinel
@@ -55,7 +55,7 @@ class Started:
 
 
 def is_of(descriptor: int, other: int) -> bool:
-    """Whether both are of one file; one that was closed may be another thread's by now."""
+    """Return whether both refer to one file; a closed descriptor may be another thread's by now."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.fstat(other))
     except OSError:
@@ -63,7 +63,7 @@ def is_of(descriptor: int, other: int) -> bool:
 
 
 def test_where_a_rank_cannot_be_started_those_before_it_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would wait for it. Nor does anything listen for them any more."""
+    """They would wait for the missing rank. The socket that listened for them is closed, too."""
     ranks = [Started(), Started()]
     left, listening = list(ranks), []
 
@@ -85,7 +85,7 @@ def test_where_a_rank_cannot_be_started_those_before_it_end(monkeypatch: pytest.
 
 
 def test_who_spawns_on_a_thread_hears_that_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks that have been started end, and those copies that could be made are closed."""
+    """The ranks that have been started end, and the copies of descriptors that could be made are closed."""
     reader, writer = os.pipe()
     ranks = [Started(reader), Started()]
     copies, copied = [], os.dup
@@ -116,7 +116,7 @@ def test_who_spawns_on_a_thread_hears_that_no_descriptor_is_left(monkeypatch: py
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What stands for this process's environment: empty at first."""
+    """Stand in for this process's environment: empty at first."""
     made: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", made)
     return made
@@ -125,7 +125,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_an_empty_secret_is_none(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Launchers of several hosts must not each make one: their ranks would not trust each other."""
+    """Launchers of several hosts must not each make a secret: their ranks would not trust each other."""
     environ["ASYNCCOLL_SECRET"] = ""
     given = Namespace(standalone=False, nnodes="2", nproc_per_node="1")
     elastic._set_environment(given, None, tmp_path)
@@ -153,7 +153,7 @@ def test_an_empty_address_is_none(environ: dict[str, str]) -> None:
     assert Nodes(2, master_port=2222).address == "10.0.0.1"
 
 
-#: What a rank has of the launcher that has started it, before it spawns ranks or runs an inner launcher.
+#: The variables that a rank has from its launcher before it spawns ranks or runs an inner launcher.
 OUTER = {
     "torchrun": {
         "RANK": "1",
@@ -192,7 +192,7 @@ OUTER = {
 
 
 class Task:
-    """What a rank is to do: say where it is."""
+    """A rank's job: detect its place."""
 
     def __init__(self) -> None:
         self.place: LaunchInfo | None = None
@@ -205,7 +205,7 @@ class Task:
 def test_spawned_ranks_have_no_place_but_their_own(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, outer: str
 ) -> None:
-    """Whoever has started the process that spawns them; what is no place stays."""
+    """This holds whichever launcher started the parent; variables that define no place stay."""
     monkeypatch.setattr(child, "die_with_launcher", lambda: None)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1234}
     for ranks in (1, 2):
@@ -226,7 +226,7 @@ def test_spawned_ranks_have_no_place_but_their_own(
 
 @pytest.mark.parametrize("outer", OUTER)
 def test_ranks_of_mpiexec_have_no_place_but_their_own(environ: dict[str, str], outer: str) -> None:
-    """Of `asynccoll run` and of `spawn`."""
+    """The outer launcher's variables do not reach ranks of `asynccoll run` or of `spawn`."""
     environ |= {**OUTER[outer], "PATH": "/bin"}
     own = {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
     for told in (libraries._environment("mpi", 3, "errors"), without_place(environ)):
@@ -236,32 +236,32 @@ def test_ranks_of_mpiexec_have_no_place_but_their_own(environ: dict[str, str], o
 
 @pytest.mark.parametrize("mark", ["PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "PMIX_RANK"])
 def test_ranks_that_are_started_within_another_have_no_mark_of_its_launcher(mark: str) -> None:
-    """As those of spawn on xla-tpu, which have no other place either."""
+    """Examples are the ranks of spawn on xla-tpu, which have no other place either."""
     assert detect(without_place({mark: "1"})) == LaunchInfo("serial")
 
 
 def test_errors_are_recorded_for_the_launcher_of_this_rank(environ: dict[str, str], tmp_path: Path) -> None:
-    """`asynccoll run` in a rank that mpiexec has started reads torch elastic's file."""
+    """`asynccoll run` in a rank that mpiexec has started reads torch elastic's error file."""
     environ |= {"ASYNCCOLL_ERROR_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
     elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
     environ["TORCHELASTIC_ERROR_FILE"] = "inner.json"
     assert child._error_file() == "inner.json"
 
 
-#: Says who has started it, in which words.
+#: Prints its parent's pid, and the launcher that the environment names.
 ORPHAN = "import os; print(os.getppid(), os.environ.get('ASYNCCOLL_LAUNCHER'))"
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> list[str]:
-    """The command line of a rank that says who has started it; it imports the standard library only."""
+    """Return a command line that runs `ORPHAN` as a rank; it imports the standard library only."""
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
     return [sys.executable, "-S", child.__file__, "script", str(script)]
 
 
 def told(line: list[str], launcher: int) -> tuple[int, str]:
-    """The exit code of a program that is told that this process has started it, and what it says."""
+    """Run a program whose environment names ``launcher``; return its exit code and output."""
     environ = {**os.environ, "ASYNCCOLL_LAUNCHER": f"{launcher} {child._numbering()}"}
     done = subprocess.run(line, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     return done.returncode, done.stdout
@@ -269,7 +269,7 @@ def told(line: list[str], launcher: int) -> tuple[int, str]:
 
 @pytest.fixture
 def dead() -> int:
-    """The number of a process that is no more."""
+    """Return the pid of a process that has ended."""
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         pass
     return process.pid
@@ -277,7 +277,7 @@ def dead() -> int:
 
 @on_linux
 def test_a_rank_whose_launcher_died_before_it_began_ends(alone: list[str], dead: int) -> None:
-    """A rank of `asynccoll run`, and what stands between them where survivors go on."""
+    """So does the process that stands between rank and launcher in jobs whose survivors keep running."""
     assert told(alone, dead) == (128 + 9, "")
     assert told([sys.executable, "-S", str(Path(child.__file__).with_name("keeper.py"))], dead)[0] == 128 + 9
 
@@ -286,18 +286,18 @@ def test_a_rank_whose_launcher_died_before_it_began_ends(alone: list[str], dead:
 def test_a_rank_that_cannot_see_its_launcher_runs(
     alone: list[str], dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container, where processes have other numbers."""
+    """This is the case in a container, where processes have other numbers."""
     monkeypatch.setattr(child, "_numbering", lambda: "another")
     assert told(alone, dead)[0] == 0
 
 
 @on_linux
 def test_a_rank_with_a_program_between_it_and_its_launcher_runs(alone: list[str], tmp_path: Path) -> None:
-    """And its own children are told nothing of that launcher."""
+    """Its own children do not inherit the name of that launcher."""
     assert told(alone, os.getpid()) == (0, f"{os.getpid()} None\n")
     with subprocess.Popen(
         ["cat"], stdin=subprocess.PIPE
-    ) as other:  # as where a daemon has started it for that one
+    ) as other:  # as if a daemon had started the rank for that launcher
         assert told(alone, other.pid)[0] == 0
     between = ["sh", "-c", '"$@"; exit $?', "sh", *alone]
     code, said = told(between, os.getpid())
@@ -308,7 +308,7 @@ def test_a_rank_with_a_program_between_it_and_its_launcher_runs(alone: list[str]
 def test_a_rank_that_goes_on_alone_is_told_who_has_started_it(
     alone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each launcher says its own number."""
+    """Each launcher passes on its own pid."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -321,7 +321,7 @@ def test_a_rank_that_goes_on_alone_is_told_who_has_started_it(
 
 @on_linux
 def test_what_waits_for_other_ranks_ends_when_the_job_is_stopped(tmp_path: Path) -> None:
-    """One of those that it waits for was killed, say, and never says that its rank has ended."""
+    """For example, one of the ranks that it waits for was killed, and never reports its end."""
     program = tmp_path / "program.py"
     program.write_text("print('here', flush=True); import signal; signal.pause()")
     (tmp_path / "0").mkdir()
@@ -359,7 +359,7 @@ def test_torchruns_variables_count_for_mpiexec_too(
 def test_each_launcher_says_which_process_it_is(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what it starts: torch elastic's ranks, and another launcher."""
+    """The number reaches what it starts: torch elastic's ranks, and another launcher."""
     elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
     said = [environ]
     monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: said.append(env))
@@ -372,7 +372,7 @@ def test_each_launcher_says_which_process_it_is(
 def test_a_spawned_rank_whose_parent_died_before_it_began_ends(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *, alive: bool
 ) -> None:
-    """The parent may be another process than the one that has forked it."""
+    """The parent may be another process than the one that forked the rank."""
 
     def leave(code: int) -> None:
         raise SystemExit(code)
@@ -390,7 +390,7 @@ def test_a_spawned_rank_whose_parent_died_before_it_began_ends(
 def test_nobody_watches_ranks_once_they_have_ended(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However that was."""
+    """The watching thread ends, whether the launch returned or raised."""
     environ["LOGLEVEL"] = "ERROR"
     seen: list[Witness] = []
 
@@ -412,7 +412,7 @@ def test_nobody_watches_ranks_once_they_have_ended(
 def test_what_another_run_has_left_in_the_same_logs_is_none_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither its process number nor the stack of its crash: not of an earlier run, nor of one beside it."""
+    """Pid and crash stack of another run are ignored, be it an earlier run or a concurrent one."""
     ranks = {0: {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}}
 
     def launch(config: Any, _command: str) -> Any:
@@ -452,7 +452,7 @@ def test_hosts_that_do_not_come_are_told_in_a_line(
     waits: dict[str, str],
     said: str,
 ) -> None:
-    """Who waited, how long, where and for how many; the exit code is not that of a wrong command line."""
+    """The line says who waited, how long, where and for how many; the exit code is no usage error's."""
     config = LaunchConfig(*hosts, 1, rdzv_backend="c10d", rdzv_endpoint="n1:29400", rdzv_configs=waits)
     monkeypatch.setattr(elastic, "elastic_launch", Mock(side_effect=RendezvousTimeoutError))
     monkeypatch.setattr(elastic, "processes", Mock())
@@ -463,7 +463,7 @@ def test_hosts_that_do_not_come_are_told_in_a_line(
 
 
 def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own error says to look for another one further up."""
+    """torch's own error only refers the reader to an inner exception."""
 
     def launch(*_: object) -> None:
         try:
@@ -490,7 +490,7 @@ def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.
 def test_a_hangup_is_not_the_first_of_two_signals(
     monkeypatch: pytest.MonkeyPatch, told: list[str], kills: int
 ) -> None:
-    """SIGTERM follows it at a logout, and ranks may still be saving."""
+    """SIGTERM follows SIGHUP at a logout, and ranks may still be saving."""
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
@@ -506,7 +506,7 @@ def test_a_hangup_is_not_the_first_of_two_signals(
 def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """What ranks have left running is killed first, which may take seconds."""
+    """The launcher first kills what ranks have left running, which may take seconds."""
     failed = {0: ProcessFailure(0, 2, 7, "no-such-file")}
     started: Any = Mock(**{"reify.return_value.error_files": {0: str(tmp_path / "error.json")}})
 
@@ -525,7 +525,7 @@ def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
 
 
 def test_a_launcher_ends_although_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its terminal has hung up while it waits for other hosts."""
+    """This happens if its terminal hangs up while it waits for other hosts."""
     monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": OSError(errno.EIO, "hung up")}))
     assert passing.say_stopped(signal.SIGHUP) == 129
     monkeypatch.setattr(elastic, "processes", Mock(**{"kill_children.side_effect": OSError}))
@@ -538,7 +538,7 @@ def test_a_launcher_ends_although_nobody_can_be_told(monkeypatch: pytest.MonkeyP
 def test_a_launcher_has_no_session_of_its_own_where_it_could_not_be_found_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A second Ctrl-C kills what is found in /proc."""
+    """A second Ctrl-C kills the processes found in /proc, which this platform lacks."""
     monkeypatch.setattr(sys, "platform", "darwin")
     popen = Mock()
     monkeypatch.setattr(subprocess, "Popen", popen)
@@ -548,7 +548,7 @@ def test_a_launcher_has_no_session_of_its_own_where_it_could_not_be_found_there(
 
 
 def test_ranks_do_not_hear_what_was_for_their_launcher(environ: dict[str, str]) -> None:
-    """They may start mpiexec themselves; what the user has set stays."""
+    """Ranks may start mpiexec themselves; variables that the user has set stay."""
     environ["OMPI_MCA_plm"] = "ssh"
     environ |= Mpiexec("mpiexec", "openmpi").environment(environ)
     assert environ["PRTE_MCA_plm"] == "^slurm"
@@ -568,13 +568,13 @@ def test_hosts_are_to_blame_only_where_there_are_any(
 
 
 class Ending:
-    """A job whose ranks end with such a code."""
+    """A job whose ranks end with the given code."""
 
     def __init__(self, code: object) -> None:
         self.code = code
 
     def carry_out(self, _rank: int, _local_rank: int) -> None:
-        sys.exit(self.code)  # type: ignore[arg-type]  # as the user's program has it
+        sys.exit(self.code)  # type: ignore[arg-type]  # as in the user's program
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ LIMIT_S = patient(90)
 
 
 def launch(*lines: list[str]) -> None:
-    """Run the launchers of one job beside each other; all have to succeed in time, and leave nobody."""
+    """Run the launchers of one job concurrently; all must succeed in time, and leave no process behind."""
     environ = rank_environment()
     del environ["GLOO_SOCKET_IFNAME"]
     running = [
@@ -65,20 +65,20 @@ ONE_HOST = {
     ],
 )
 def test_one_host(tmp_path: Path, name: str, how: str) -> None:
-    """The ranks find each other by what the launcher says."""
+    """The ranks find each other through the launcher's variables."""
     port = ["--master_port", str(free_port())] if name == "launch" else []
     launch([*ONE_HOST[name], *port, TRAINING, how, str(tmp_path)])
     training.check(tmp_path, [(0, 0), (0, 1)], backend="gloo")
 
 
 def by_rendezvous(node: int, port: int) -> list[str]:
-    """Agents that settle among themselves which is the first."""
+    """Agents that settle among themselves which one is the first."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
     return ["--nnodes", "2", *where, "--local-addr", "127.0.0.1"]
 
 
 def by_number(node: int, port: int) -> list[str]:
-    """Agents that are told."""
+    """Agents that are given their number."""
     where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return ["--nnodes", "2", "--node-rank", str(node), *where]
 
@@ -91,7 +91,7 @@ def by_number(node: int, port: int) -> list[str]:
     ],
 )
 def test_two_agents(tmp_path: Path, module: str, meeting, how: str) -> None:
-    """One for each "host", with two ranks on it."""
+    """Each "host" has one agent with two ranks."""
     port = free_port()
     lines = [["-m", *module.split(), *meeting(node, port), "--nproc-per-node", "2"] for node in (0, 1)]
     launch(*([*line, TRAINING, how, str(tmp_path)] for line in lines))

@@ -1,4 +1,4 @@
-"""Who may know whom: what sits on top of the operations uses what users have."""
+"""Who may depend on whom: code on top of the operations uses only what users have."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import asynccoll as ac
 PACKAGE = Path(ac.__file__).parent
 
 
-#: What is taken besides: threads and clocks, which have one way in; what tells peers of calls that will never
-#: be made (``overlap.turns``); how a user who forgot to await is told so (``overlap.pending``); for which
-#: line of the user's hooks of backward send; how ranks are named in a text; where tensors lie in flat memory,
-#: which is no other than in fused calls; which have addresses at all; by which name of a lane errors know
-#: that a state is gathered there; and how a copy is refused.
+#: Exceptions: threads and clocks, which have a single entry point; what tells peers of calls that will never
+#: be made (``overlap.turns``); how a user who forgot to await is warned (``overlap.pending``); the user's
+#: line that hooks of backward send for; how ranks are named in a text; where tensors lie in flat memory,
+#: the same as in fused calls; which tensors have addresses at all; the lane name by which errors know that a
+#: state is gathered there; and how a copy is refused.
 TAKEN = {
     ("asynccoll", "host"),
     ("asynccoll.flight", "FULL_STATE"),
@@ -38,12 +38,12 @@ TAKEN = {
 }
 
 
-#: And what says which argument is wrong, as it is said everywhere.
+#: Further exceptions: the modules that report wrong arguments in the library's usual words.
 ARGUMENTS = ("asynccoll.host.misfits", "asynccoll.host.timeouts")
 
 
 def imported(source: Path) -> Iterator[tuple[str, str]]:
-    """Each name that a module takes from the package, with where it takes it from."""
+    """Yield each name that a module imports from the package, with the module it comes from."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asynccoll"):
             for name in node.names:
@@ -52,7 +52,7 @@ def imported(source: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("source", sorted(PACKAGE.glob("overlap/*.py")), ids=lambda path: path.stem)
 def test_overlap_uses_public_names_alone(source: Path) -> None:
-    """All of it could be written outside, but for what is `TAKEN`."""
+    """Apart from `TAKEN`, all of it could be written outside the package."""
     others = [
         (module, name)
         for module, name in imported(source)

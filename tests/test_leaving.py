@@ -1,4 +1,4 @@
-"""A rank that leaves, or dies while the others wait for it: told apart, and named soon."""
+"""A rank that leaves, or dies while others wait for it: errors tell the two apart, and soon name the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranks import Rank, raising
 
 
 def _asked_of(me: Rank, gone: int, sign: str) -> None:
-    """Show ``sign`` once the watch of this rank has found rank ``gone`` gone, and gone on after it."""
+    """Show ``sign`` once this rank's watch has found rank ``gone`` gone, and has kept watching afterwards."""
     real = Liveness.lost
     seen = 0
 
@@ -38,7 +38,7 @@ def _asked_of(me: Rank, gone: int, sign: str) -> None:
 
 
 async def leaves_after_its_part(me: Rank) -> str:
-    """The last rank has done its part of a gather to rank 1, and leaves; rank 0 does its own much later."""
+    """The last rank does its part of a gather to rank 1 and leaves; rank 0 does its own part much later."""
     await me.get(ac.all_reduce(1))
     last = me.size - 1
     if me.rank == last:
@@ -51,7 +51,7 @@ async def leaves_after_its_part(me: Rank) -> str:
         rows = await me.get(ac.gather(torch.tensor([1]), dst=1))
         assert rows.flatten().tolist() == list(range(me.size))
         with raising(ac.PeerLostError, f"rank {last}", "finalize"):
-            await me.get(ac.all_reduce(1))  # which the one that has left will never make
+            await me.get(ac.all_reduce(1))  # which the rank that has left will never make
         return "right"
     me.see("left")
     me.see("asked")
@@ -62,7 +62,7 @@ async def leaves_after_its_part(me: Rank) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [3, 5])
 def test_who_has_left_is_not_lost_in_what_it_did(size: int) -> None:
-    """A peer that is still in an earlier call gets its result; in a later one it is told who has left."""
+    """A peer still in an earlier call gets its result; in a later call it is told which rank has left."""
     with worlds.fresh("gloo", size) as world:
         results = world.run(leaves_after_its_part, runner="blocking", timeout=patient(40))
         world.kill()
@@ -70,8 +70,8 @@ def test_who_has_left_is_not_lost_in_what_it_did(size: int) -> None:
 
 
 def test_a_thread_that_has_left_is_not_lost_in_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same between threads of one process."""
-    monkeypatch.setattr(Liveness, "lost", Liveness.lost)  # for the spy to go away afterwards
+    """The same holds between threads of one process."""
+    monkeypatch.setattr(Liveness, "lost", Liveness.lost)  # so that the spy is removed afterwards
     results = threads.run(3, leaves_after_its_part, runner="blocking", timeout=patient(10))
     assert results == ["late", "right", "left"]
 
@@ -95,7 +95,7 @@ async def goes_on_without_rank_0(me: Rank) -> None:
 
 
 def test_threads_hear_of_a_refusal_after_rank_0_has_left() -> None:
-    """The store is in their process, whoever has left."""
+    """The store is in the threads' process, whichever rank has left."""
     threads.run(3, goes_on_without_rank_0, timeout=patient(20))
 
 
@@ -114,7 +114,7 @@ async def dies_instead_of_opening(me: Rank, victim: int) -> float:
 @pytest.mark.processes
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (5, 3)])
 def test_a_death_while_a_lane_is_opened(size: int, victim: int) -> None:
-    """The survivors, who wait for it to come, name it at once."""
+    """The survivors, which wait for the dead rank to join, name it soon."""
     with worlds.fresh("gloo", size, timeout=300.0) as world:
         results = world.run(
             dies_instead_of_opening, victim, runner="blocking", dies=[victim], timeout=patient(30)
@@ -125,7 +125,7 @@ def test_a_death_while_a_lane_is_opened(size: int, victim: int) -> None:
 
 
 async def hears_of_a_death_late(me: Rank) -> tuple[int, ...]:
-    """The last rank is killed, of which rank 0 hears, and ends; rank 1 looks when both are gone."""
+    """The last rank is killed; rank 0 hears of it, and ends; rank 1 looks when both are gone."""
     last = me.size - 1
     pids = await me.get(ac.all_gather(os.getpid()))
     if me.rank == last:
@@ -149,7 +149,7 @@ async def hears_of_a_death_late(me: Rank) -> tuple[int, ...]:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "memory"])
 def test_who_ends_because_another_was_killed_is_not_blamed(backend: str) -> None:
-    """Whenever one looks: that it is gone, too, is what came of it."""
+    """However late a peer looks, it blames the killed rank: the other one ended only as a consequence."""
     with worlds.fresh(backend, 3) as world:
         results = world.run(hears_of_a_death_late, runner="blocking", dies=[0, 2], timeout=patient(40))
         world.kill()
@@ -157,7 +157,7 @@ def test_who_ends_because_another_was_killed_is_not_blamed(backend: str) -> None
 
 
 async def leaves_before_others_are_done(me: Rank, leaver: int) -> list[tuple[str, tuple[int, ...], float]]:
-    """What the others are told on an open lane, and on one that they open when it has left."""
+    """What the others are told on an open lane, and on one that they open after a rank has left."""
     await me.get(ac.all_reduce(1, lane="open"))
     if me.rank == leaver:
         ac.finalize()
@@ -175,7 +175,7 @@ async def leaves_before_others_are_done(me: Rank, leaver: int) -> list[tuple[str
 @pytest.mark.processes
 @pytest.mark.parametrize(("size", "leaver"), [(2, 0), (2, 1), (5, 0)])
 def test_who_has_left_is_named(size: int, leaver: int) -> None:
-    """Rank 0, too, whose process stays for the store; once, and on a lane that was never opened."""
+    """Each error names it once, also rank 0, whose process stays for the store, and also on a new lane."""
     with worlds.fresh("gloo", size, timeout=300.0) as world:
         results = world.run(leaves_before_others_are_done, leaver, runner="blocking", timeout=patient(40))
         world.kill()
@@ -217,7 +217,7 @@ DIES_IN_INITIALIZE = """
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_death_during_initialize(tmp_path: Path, ranks: int) -> None:
-    """A rank that has come, and dies before all lanes are open, does not cost the others their timeout."""
+    """If a rank joins and dies before all lanes are open, the others do not wait their whole timeout."""
     ended = scripts.run(tmp_path, DIES_IN_INITIALIZE, ranks=ranks)
     for rank, one in enumerate(ended):
         if rank != 1:
@@ -226,7 +226,7 @@ def test_a_death_during_initialize(tmp_path: Path, ranks: int) -> None:
 
 
 async def refuses_and_dies(me: Rank, victim: int) -> float:
-    """The victim is the only one that does not say what it did at a refused place."""
+    """The victim is the only rank that does not report what it did at a refused place."""
     await me.get(ac.all_reduce(1))
     if me.rank == victim:
         me.see("refused")
@@ -246,7 +246,7 @@ async def refuses_and_dies(me: Rank, victim: int) -> float:
 @pytest.mark.processes
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1)])
 def test_a_death_while_a_refusal_is_settled(size: int, victim: int) -> None:
-    """Whoever waits for what the dead rank did is told."""
+    """Ranks that wait for the dead rank's report are told that it is lost."""
     with worlds.fresh("gloo", size, timeout=300.0) as world:
         results = world.run(refuses_and_dies, victim, runner="blocking", dies=[victim], timeout=patient(30))
         world.kill()
@@ -255,7 +255,7 @@ def test_a_death_while_a_refusal_is_settled(size: int, victim: int) -> None:
 
 
 async def refuses_twice_and_leaves(me: Rank) -> None:
-    """Of two calls the last rank refuses the first, and all but rank 0 the second, which comes late."""
+    """Of two calls the last rank refuses the first, all but rank 0 the second; rank 0 joins late."""
     bad = {"op": "nonsense"}
     await me.get(ac.barrier())
     if me.rank == 0:
@@ -264,7 +264,7 @@ async def refuses_twice_and_leaves(me: Rank) -> None:
     for number, refuses in enumerate((me.rank == me.size - 1, 0 < me.rank < me.size - 1)):
         if number and refuses:
             me.show(f"{me.rank} has refused")
-        # Those that leave close their connections, which who comes late may see first.
+        # Ranks that leave close their connections, which a late rank may notice first.
         expected = ac.InvalidArgumentError if refuses else (ac.PeerRefusedError, ac.PeerLostError)
         if me.rank == me.size - 1 and number == 0:
             me.show(f"{me.rank} has refused")
@@ -276,14 +276,14 @@ async def refuses_twice_and_leaves(me: Rank) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [3, 5])
 def test_nobody_leaves_before_its_refusals_are_known(size: int) -> None:
-    """Who came late was not told of the second: it waited the whole timeout for those that had left."""
+    """Once, the late rank did not hear of the second refusal, and waited the whole timeout for the others."""
     with worlds.fresh("gloo", size, timeout=300.0) as world:
         world.run(refuses_twice_and_leaves, runner="blocking", timeout=patient(40))
         world.kill()
 
 
 async def leaves_with_a_refusal_open(me: Rank) -> float:
-    """Rank 0 refuses the call after one that the others have yet to make, and never will."""
+    """Rank 0 refuses the call after one that the others have not made yet, and never will."""
     await me.get(ac.all_reduce(1, lane="x"))
     if me.rank == 0:
         ahead = ac.all_reduce(2, lane="x")
@@ -293,7 +293,7 @@ async def leaves_with_a_refusal_open(me: Rank) -> float:
     else:
         me.see("refused")
         context = runtime.current()
-        context.refusals.look(context.lanes())  # as whoever waits for something does
+        context.refusals.look(context.lanes())  # as every waiter does
         me.show(f"{me.rank} has heard")
     for rank in range(1, me.size):
         me.see(f"{rank} has heard")
@@ -309,7 +309,7 @@ async def leaves_with_a_refusal_open(me: Rank) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", worlds.BACKENDS)
 def test_all_leave_although_a_refusal_cannot_be_settled(backend: str, size: int) -> None:
-    """Who has heard of it, and has calls to make before it, leaves; they waited for each other's word."""
+    """Ranks that know of it and owe earlier calls leave; once, they waited for each other's reports."""
     with worlds.fresh(backend, size, timeout=300.0) as world:
         results = world.run(leaves_with_a_refusal_open, runner="blocking", timeout=patient(60))
         world.kill()

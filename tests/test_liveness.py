@@ -1,4 +1,4 @@
-"""Who counts as gone: whoever refuses a connection, and whoever stays silent for long."""
+"""Which ranks count as gone: those that refuse a connection, and those that stay silent for long."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def asker(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def test_who_answers_is_there(asker: Liveness) -> None:
-    """However it is asked."""
+    """It is alive for a routine question and for any other."""
     assert asker.lost((RANK,)) == ()
     assert asker.lost((RANK,), routine=True) == ()
 
 
 def test_who_refuses_is_gone(asker: Liveness, listening: socket.socket) -> None:
-    """At once: its kernel says that there is no such process."""
+    """It is gone immediately: its kernel says that there is no such process."""
     listening.close()
     assert asker.lost((RANK,), routine=True) == (RANK,)
 
@@ -51,9 +51,9 @@ def test_who_refuses_is_gone(asker: Liveness, listening: socket.socket) -> None:
 def test_silence_is_no_death_in_a_routine_question(
     asker: Liveness, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A packet may be lost. After a failure, or for long, silence says enough; an answer forgets it."""
+    """A packet may be lost. After a failure, or for long, silence is enough; an answer resets it."""
     address = listening.getsockname()
-    with socket.create_connection(address):  # the queue is full: what comes now is dropped
+    with socket.create_connection(address):  # the queue is full: further connections are dropped
         assert asker.lost((RANK,), routine=True) == ()
         assert asker.in_doubt((RANK,))
         assert asker.lost((RANK,)) == (RANK,)
@@ -67,7 +67,7 @@ def test_silence_is_no_death_in_a_routine_question(
 def test_a_beacon_that_strangers_have_filled_is_no_death(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They can fill what is never served; they do not know the secret with which the rank answers."""
+    """Strangers can fill a queue that is never served; the rank still answers with the job's secret."""
     monkeypatch.setattr(liveness, "PROBE_SECONDS", 0.1)
     recorder = Recorder(0, 2)
     accounts = Accounts(0, recorder, "the job's", "here")
@@ -86,7 +86,7 @@ def test_a_beacon_that_strangers_have_filled_is_no_death(
 def test_who_was_heard_is_silent_no_more(
     asker: Liveness, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answering thread has answered: a packet that is lost much later is the first one again."""
+    """Its answering thread has answered, so a packet lost much later counts as the first one again."""
     monkeypatch.setattr(asker, "_accounts", Hearing())
     with socket.create_connection(listening.getsockname()):
         assert asker.lost((RANK,), routine=True) == ()
@@ -100,7 +100,7 @@ def test_who_was_heard_is_silent_no_more(
 
 
 class Hearing:
-    """Answering threads, of which those of ``answers`` answer."""
+    """Answering threads, of which only those of the ranks in ``answers`` answer."""
 
     answers: ClassVar[set[int]] = set()
 
@@ -112,7 +112,7 @@ class Hearing:
 
 
 def test_nobody_is_gone_where_nobody_can_be_asked(asker: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of descriptors: it is the failure of this process, and what it asks for is another error."""
+    """If this process is out of descriptors, that is its own failure, and another error will report it."""
 
     def connect(*_given: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")

@@ -1,4 +1,4 @@
-"""The event loop while a collective is out: an await never blocks it."""
+"""The event loop while a collective is in flight: an await never blocks it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def gloo_pair() -> worlds.World:
 
 
 async def _count_turns(me: Rank, sign: str) -> None:
-    """Let the loop turn while the other rank keeps us waiting; then let it join."""
+    """Let the loop turn while the other rank waits for ``sign``; then show it."""
     for _ in range(TURNS):
         await asyncio.sleep(0.001)
     await asyncio.to_thread(me.show, sign)
 
 
 def _guard() -> BlockBuster:
-    """What raises at blocking calls in a loop, but for the bounded inline wait, at most 1 ms a turn."""
+    """Make a guard that raises at blocking calls, except the bounded inline wait of at most 1 ms a turn."""
     guard = BlockBuster()
     guard.functions["threading.Lock.acquire"].can_block_in("asynccoll/transport/completion.py", "wait")
     return guard
@@ -71,16 +71,16 @@ async def suspended(me: Rank) -> None:
 
 
 def test_an_await_blocks_no_loop(gloo_pair: worlds.World) -> None:
-    """Under a guard that raises at every blocking call, suspended awaits of each kind get their result."""
+    """Under a guard that raises at every blocking call, suspended awaits of each kind get their results."""
     gloo_pair.run(suspended, runner="asyncio")
 
 
 async def _blocks() -> None:
-    time.sleep(0.001)  # that is what the guard is to find
+    time.sleep(0.001)  # which the guard must find
 
 
 def test_the_guard_finds_what_blocks() -> None:
-    """The test above can fail: the same guard stops a sleep."""
+    """This shows that the test above can fail: the same guard catches a sleep."""
     guard = _guard()
     guard.activate()
     try:
@@ -91,7 +91,7 @@ def test_the_guard_finds_what_blocks() -> None:
 
 
 async def due_meanwhile() -> bool:
-    """Whether a task whose time had come was given its turn by an await that never needed to sleep."""
+    """Return whether a task that was due ran during an await that never needed to sleep."""
     asleep, woken = anyio.Event(), False
 
     async def sleeper() -> None:
@@ -114,6 +114,6 @@ async def due_meanwhile() -> bool:
     ids=["asyncio", "uvloop", "trio"],
 )
 def test_who_is_due_has_run_before_the_loop_is_held_again(backend: str, options: dict[str, bool]) -> None:
-    """A timer's callback and the task that it wakes take several rounds of a loop: one turn has them all."""
+    """A timer's callback and the task that it wakes take several rounds of a loop; one await lets all run."""
     for _ in range(5):
         assert anyio.run(due_meanwhile, backend=backend, backend_options=options)

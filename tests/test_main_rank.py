@@ -1,4 +1,4 @@
-"""What one rank does for all: is_main, print0, main_first."""
+"""What one rank does for all ranks: is_main, print0, main_first."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def failing(me: Rank) -> None:
 
 
 def test_what_fails_first_is_told(several: World) -> None:
-    """The others get the reason, and do not enter; the lane goes on."""
+    """The other ranks get the reason, and do not enter the block; the lane keeps working."""
     several.run(failing)
 
 
@@ -77,5 +77,5 @@ async def failing_later(me: Rank) -> None:
 
 
 def test_what_fails_later_is_its_own(several: World) -> None:
-    """Nobody waits for a rank that comes second."""
+    """No rank waits for a rank that enters later."""
     several.run(failing_later)

@@ -1,4 +1,4 @@
-"""Where ranks meet, in processes: nodes that nobody told, a name server that is gone."""
+"""How processes meet: ranks that were not told of nodes, and a name server that is gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from patience import patient
 from ports import free_port
 from worlds import rank_environment
 
-#: `make nightly` says 40.
+#: `make nightly` sets 40.
 RANKS = int(os.environ.get("ASYNCCOLL_TEST_MEETING_RANKS", "2"))
 
 NODES = """
@@ -38,7 +38,7 @@ NODES = """
 
 @pytest.mark.slow
 def test_ranks_that_nobody_told_of_nodes_compare_them(tmp_path: Path) -> None:
-    """As the pods of a Kubernetes job: two of these three are on one node."""
+    """The ranks compare themselves, as pods of a Kubernetes job do: two of these three are on one node."""
     assert told(tmp_path, NODES, "aba") == [[0, 2, 0, 2], [0, 1, 1, 2], [1, 2, 0, 2]]
 
 
@@ -57,12 +57,12 @@ ADOPTED = """
 
 @pytest.mark.slow
 def test_ignites_guess_of_local_ranks_takes_no_two_nodes_for_one(tmp_path: Path) -> None:
-    """Though their hosts are called alike, as clones of one image are."""
+    """They stay two even if their hosts have the same name, like clones of one image."""
     assert told(tmp_path, ADOPTED, "ab") == [[0, 1, 0, 2], [0, 1, 1, 2]]
 
 
 def told(directory: Path, source: str, nodes: str) -> list[list[int]]:
-    """What each rank prints, of ranks that are on these nodes and were told no more than ``env://`` needs."""
+    """Return what each rank prints; the ranks are on ``nodes`` and have no more than ``env://`` needs."""
     program = directory / "program.py"
     program.write_text(textwrap.dedent(source))
     environ = {k: v for k, v in rank_environment().items() if not k.startswith("LOCAL_")}
@@ -98,7 +98,7 @@ TIMED = """
 @on_linux
 @pytest.mark.slow
 def test_a_name_server_that_is_gone_delays_nobody(tmp_path: Path) -> None:
-    """torchrun's agent listens on all addresses, and asks for the name of whoever connects."""
+    """torchrun's agent listens on all addresses, and looks up the name of each peer that connects."""
     needs.need_root("a resolv.conf of one's own")
     needs.need("util-linux")
     program = tmp_path / "program.py"
@@ -134,7 +134,7 @@ def test_a_name_server_that_is_gone_delays_nobody(tmp_path: Path) -> None:
 def test_one_rank_of_an_agent_finds_out_whether_names_are_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
-    """And the others are told: where no name server answers, each look-up costs the start of the job."""
+    """The others use its finding: where no name server answers, each look-up would delay the job."""
     looked_up = []
 
     def look_up(address: str) -> bool:
@@ -200,7 +200,7 @@ SERVES = """
 
 @pytest.mark.parametrize("memory", ["0", "1"])
 def test_open_lanes_go_on_without_a_store(tmp_path: Path, memory: str) -> None:
-    """And what needs one says so: a new lane, at once; a rank whose peer cannot tell that it has refused."""
+    """A new lane fails at once; a call also fails if its peer cannot report that it has refused."""
     command = [sys.executable, "-c", textwrap.dedent(SERVES)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
