@@ -1,4 +1,4 @@
-"""The mpi backend beyond what every backend must do: the library underneath, its limits, its end.
+"""The mpi backend beyond what every backend must do: the library underneath, its limits, its shutdown.
 
 Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have them.
 """
@@ -47,13 +47,13 @@ def four() -> worlds.World:
 
 
 def communicator(lane: str = "default") -> Any:
-    """What is under a lane of the world."""
+    """Return the MPI communicator behind a lane of the world."""
     from asynccoll.runtime.process import current
 
     return current().world.lane(lane).communicator
 
 
-# ---------------------------------------------------------------- beside the user's own MPI
+# ---------------------------------------------------------------- alongside the user's own MPI
 
 
 async def beside(me: Rank) -> None:
@@ -77,7 +77,7 @@ async def beside(me: Rank) -> None:
 
 
 def test_a_job_that_uses_mpi4py_keeps_working(four: worlds.World) -> None:
-    """The user's messages on COMM_WORLD and ours never meet, and COMM_WORLD stays as it was."""
+    """The user's messages on COMM_WORLD never meet ours, and COMM_WORLD is left unchanged."""
     four.run(beside)
 
 
@@ -88,7 +88,7 @@ def lives(me: Rank) -> None:
 
     for turn in range(3):
         if me.rank:
-            next(backend._worlds)  # as of one that could not be joined here
+            next(backend._worlds)  # as if a world had been made that this rank could not join
         ac.initialize("mpi", timeout=patient(60), torch_group=turn == 0)
         assert ac.all_reduce(1).wait() == me.size
         assert ac.all_reduce(1, lane=f"of life {turn}").wait() == me.size
@@ -119,7 +119,7 @@ def contradictions(me: Rank) -> None:
 
 
 def test_what_contradicts_mpi_is_refused() -> None:
-    """Another rank or size, another way to meet, an unknown option: typed errors that say what MPI says."""
+    """A different rank, size or way to meet, or an unknown option: typed errors say what MPI says."""
     with worlds.fresh("mpi", 2, bare=True) as world:
         world.run(contradictions)
 
@@ -168,7 +168,7 @@ async def _message(me: Rank, inputs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("limit", [1, 5, 16, 100])
 def test_counts_above_the_limit_are_reached_in_pieces(four: worlds.World, limit: int) -> None:
-    """As with over 2^31 elements on a library of 32-bit counts: datatypes of many bytes, or several calls."""
+    """Counts above 2^31 on a 32-bit library go the same way: by datatypes of many bytes, or several calls."""
     four.run(in_pieces, limit)
 
 
@@ -188,7 +188,7 @@ async def huge(me: Rank) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(pair: worlds.World) -> None:
-    """Real large counts: nothing is cut off or wraps around at 2^31."""
+    """With real large counts nothing is cut off or wraps around at 2^31."""
     pair.run(huge, timeout=120)
 
 
@@ -209,7 +209,7 @@ def _resident() -> int:
 
 
 def test_mpi_works_on_the_tensors_own_memory(pair: worlds.World) -> None:
-    """An all_reduce in place takes no second buffer of the tensor's size from us."""
+    """We allocate no second buffer of the tensor's size for an all_reduce in place."""
     pair.run(no_copy, timeout=60)
 
 
@@ -219,7 +219,7 @@ def test_mpi_works_on_the_tensors_own_memory(pair: worlds.World) -> None:
 async def unattended(me: Rank, count: int) -> None:
     x = torch.ones(count)
     for _ in range(3):
-        await me.get(ac.all_reduce(x))  # waited for at once: no reason to expect otherwise of the next
+        await me.get(ac.all_reduce(x))  # waited for immediately, as is then expected of the next one
     if me.rank == 0:
         work = ac.all_reduce(x)
         me.see("done elsewhere")  # blocks this thread: only the progress thread can move it
@@ -232,7 +232,7 @@ async def unattended(me: Rank, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 10_000, 4 << 20])
 @pytest.mark.parametrize("runner", ["asyncio", "blocking"])
 def test_operations_move_while_nobody_waits_for_them(pair: worlds.World, runner: str, count: int) -> None:
-    """A rank that computes after its call does not hold its peers up."""
+    """A rank that computes after its call does not delay its peers."""
     pair.run(unattended, count, runner=runner, timeout=20)
 
 
@@ -243,7 +243,7 @@ async def one_after_the_other(me: Rank) -> None:
         first = ac.all_reduce(x)
         moved = ac.broadcast(later, src=turn % me.size)
         small = ac.all_reduce(torch.tensor([turn]))
-        time.sleep(0.002)  # the habit of one who computes before he waits
+        time.sleep(0.002)  # as a program does that computes before it waits
         assert (await me.get(small)).tolist() == [turn * me.size]
         assert float((await me.get(moved))[-1]) == turn % me.size
         total = await me.get(first)
@@ -252,7 +252,7 @@ async def one_after_the_other(me: Rank) -> None:
 
 
 def test_what_is_left_to_the_thread_keeps_its_place(four: worlds.World) -> None:
-    """A large call that the thread is to make goes before whatever is called after it."""
+    """A large call that is left to the progress thread precedes every call made after it."""
     four.run(one_after_the_other)
 
 
@@ -268,12 +268,12 @@ async def relayed(me: Rank) -> None:
 
 
 def test_a_relay_passes_on_while_it_computes(four: worlds.World) -> None:
-    """In a tree of ranks, data goes through ranks whose own thread is busy."""
+    """In a tree of ranks, data passes through ranks whose own thread is busy."""
     four.run(relayed)
 
 
 def counted() -> Callable[[], int]:
-    """How many turns the progress thread takes from now on."""
+    """Count the turns that the progress thread takes from now on."""
     turns = 0
     nap = progress._Pace.nap
 
@@ -294,7 +294,7 @@ async def idle(me: Rank) -> tuple[int, int]:
     await me.get(ac.all_reduce(torch.ones(1000)))
     turns = counted()
     before = -1
-    while turns() != before:  # until it rests
+    while turns() != before:  # until the thread rests
         before = turns()
         time.sleep(0.2)
     time.sleep(0.5)  # the time in which turns are counted, here and below
@@ -314,8 +314,8 @@ async def idle(me: Rank) -> tuple[int, int]:
 
 
 def test_an_idle_process_burns_no_core() -> None:
-    """Nothing out: the thread rests. One that a peer delays: a look every ten milliseconds, in two naps."""
-    with worlds.fresh("mpi", 2) as unused:  # in the others' worlds there may be something out for ever
+    """With nothing in flight the thread rests; it looks at a delayed call every 10 ms, in two naps."""
+    with worlds.fresh("mpi", 2) as unused:  # in the shared worlds an operation may stay in flight forever
         found = unused.run(idle)
         for nothing, one in found:
             assert nothing == 0
@@ -349,12 +349,12 @@ def gives_up(me: Rank) -> None:
 
 
 def test_who_comes_when_another_rank_has_given_up_is_told(pair: worlds.World) -> None:
-    """Or it would wait for that rank: in the store, or inside of MPI for ever."""
+    """Otherwise it would wait for that rank: in the store, or inside MPI forever."""
     pair.run(gives_up)
 
 
 class Dying:
-    """The store of a rank that dies when its first decision has reached it."""
+    """The store of a rank that dies once its first decision has reached it."""
 
     def __init__(self, store: dist.HashStore) -> None:
         self._store = store
@@ -368,14 +368,14 @@ class Dying:
 
 
 def opener(rank: int) -> Opener:
-    """One that makes nothing but notes."""
+    """Make an opener whose library only records what it is called for."""
     library: Any = SimpleNamespace(call=lambda make, name, members: f"{name} of {members}")
     base = SimpleNamespace(Get_rank=lambda: rank, Get_group=lambda: None)
     return Opener(library, base, "")
 
 
 def test_a_rank_that_dies_when_it_has_decided_leaves_the_decision_in_the_journal() -> None:
-    """There was a moment in which the others would have waited for ever, for this name and all later ones."""
+    """There was a moment at which the others would have waited forever, for this name and all later ones."""
     store = dist.HashStore()
     with contextlib.suppress(KeyboardInterrupt):
         opener(0)._decide(Dying(store), "lane", (0, 1), "given up")  # type: ignore[arg-type]
@@ -393,13 +393,13 @@ def test_a_rank_that_dies_when_it_has_decided_leaves_the_decision_in_the_journal
 
 
 class Answering:
-    """A request that answers what it is told to, one after the other; an error it raises."""
+    """A request that gives the prepared answers one after the other; it raises an answer that is an error."""
 
     def __init__(self, *answers: bool | Exception) -> None:
         self._answers = list(answers)
 
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
-        answer = self._answers.pop(0) if self._answers else True  # MPI's answer once a request is over
+        answer = self._answers.pop(0) if self._answers else True  # MPI's answer once a request has completed
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -417,7 +417,7 @@ def added_while_asked(me: Rank) -> None:
             other.join()
             return True
 
-    usual, completion.watch = completion.watch, [].append  # the thread has not come to it yet
+    usual, completion.watch = completion.watch, [].append  # as if the thread had not seen it yet
     try:
         work = completion.MpiCompletion(Ending(), None, 8, completion.Common(1))
     finally:
@@ -458,7 +458,7 @@ def parts_that_fail(me: Rank) -> None:
 
 
 def test_a_call_in_parts_fails_when_none_of_them_is_in_flight(pair: worlds.World) -> None:
-    """A part that has failed says nothing of the memory of the others."""
+    """That one part has failed does not mean that MPI is done with the memory of the others."""
     pair.run(parts_that_fail)
 
 
@@ -467,7 +467,7 @@ def interrupted(me: Rank) -> None:
 
     under, struck = communicator(), 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completion, "watch", [].append)  # the thread leaves it alone
+        patch.setattr(completion, "watch", [].append)  # keeps it from the progress thread
         for event, moment in product(("c_call", "c_return", "return"), range(4)):
             x = torch.full((2 << 20,), float(me.rank))
             under._common.overlapped = True
@@ -493,7 +493,7 @@ def _strike(wanted: str, left: Iterator[int], frame: FrameType, event: str, _wha
 
 
 def test_a_call_whose_making_is_interrupted_is_made_once(pair: worlds.World) -> None:
-    """Else what is called after it would meet it on the other ranks."""
+    """A second one would meet a later call on the other ranks."""
     pair.run(interrupted)
 
 
@@ -512,7 +512,7 @@ async def too_long(me: Rank) -> str:
 
 
 def test_a_truncated_message_is_a_typed_error() -> None:
-    """MPI's error code becomes ours and the job goes on; it is not aborted."""
+    """MPI's error code becomes our error and the job continues; MPI does not abort it."""
     with worlds.fresh("mpi", 2) as world:
         told, _ = world.run(too_long)
         world.kill()
@@ -538,7 +538,7 @@ async def big_tag(me: Rank) -> None:
 
 
 def test_a_tag_that_the_library_lacks_is_refused(pair: worlds.World) -> None:
-    """MPICH bounds tags lower than we do, and the error says so; Open MPI has them all."""
+    """MPICH's largest tag is lower than ours, and the error says so; Open MPI has all tags."""
     pair.run(big_tag)
 
 
@@ -556,7 +556,7 @@ def after_its_abort(me: Rank) -> None:
 
 
 def test_nothing_is_issued_on_a_communicator_that_was_aborted(pair: worlds.World) -> None:
-    """It would never end, for nobody looks at it."""
+    """Such an operation would never complete, since nothing polls it."""
     pair.run(after_its_abort, runner="blocking")
 
 
@@ -584,7 +584,7 @@ def stuck(me: Rank) -> list[str]:
 
 
 def test_abort_is_quick_and_peers_hear_of_it() -> None:
-    """What is out fails with AbortedError here; a peer that waits for this rank gets a typed error."""
+    """Operations in flight fail with AbortedError here; a peer waiting for this rank gets a typed error."""
     with worlds.fresh("mpi", 2, bare=True) as world:
         first, second = world.run(stuck, timeout=40)
         world.kill()
@@ -592,11 +592,11 @@ def test_abort_is_quick_and_peers_hear_of_it() -> None:
     assert second[0] in ("PeerLostError", "AbortedError", "CollectiveError")
 
 
-# ---------------------------------------------------------------- what it says of itself
+# ---------------------------------------------------------------- what it reports about itself
 
 
 def test_explain_tells_what_travels(pair: worlds.World) -> None:
-    """Native where MPI has it; what it lacks is widened, and the plan says so."""
+    """A call is native where MPI supports it; other dtypes are widened, and the plan says so."""
     pair.run(explained)
 
 

@@ -1,4 +1,4 @@
-"""The mpi backend where mpi4py or its library is missing: the line to type."""
+"""The mpi backend if mpi4py or its library is missing: errors give the command to type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTALL = "pip install mpi4py mpich"
 
 @pytest.fixture
 def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an environment without it."""
+    """Make this process look like an environment without mpi4py."""
     find = importlib.util.find_spec
 
     def without(name: str, *args: Any) -> Any:
@@ -32,7 +32,7 @@ def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_mpi4py")
 def test_the_error_has_the_line_to_type() -> None:
-    """Without mpi4py, the exact pip line; and the backend is not listed."""
+    """Without mpi4py, the error has the exact pip command, and the backend is not listed."""
     with pytest.raises(ac.BackendNotFoundError, match=INSTALL):
         ac.initialize("mpi")
     assert "mpi" not in ac.available_backends()
@@ -40,7 +40,7 @@ def test_the_error_has_the_line_to_type() -> None:
 
 
 def test_a_missing_library_is_told_like_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mpi4py is there and cannot load a libmpi: the same line."""
+    """If mpi4py is installed but cannot load a libmpi, the error has the same command."""
     from asynccoll.backends.mpi import library as mpi_library
 
     class Broken:
@@ -54,7 +54,7 @@ def test_a_missing_library_is_told_like_a_missing_package(monkeypatch: pytest.Mo
 
 
 def test_no_mpiexec_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the line to type; `asynccoll run` turns it into exit code 2."""
+    """The error has the command to type; `asynccoll run` turns it into exit code 2."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(mpiexec, "_beside_python", lambda: None)
     monkeypatch.setattr(mpiexec, "_of_wheel", lambda name: None)
@@ -93,7 +93,7 @@ def test_an_mpiexec_that_cannot_be_run_is_a_typed_error(
 def test_each_family_is_told_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, said: str, family: str, flags: list[str]
 ) -> None:
-    """More ranks than cores are allowed and none is tied to a core; as root, Open MPI is told to run."""
+    """More ranks than cores are allowed, and none is bound to a core; as root, Open MPI is allowed to run."""
     monkeypatch.setattr(mpiexec, "_beside_python", lambda: "/bin/mpiexec")
     told = subprocess.CompletedProcess([], 0, said, "")
     monkeypatch.setattr(mpiexec.subprocess, "run", lambda *args, **kwargs: told)

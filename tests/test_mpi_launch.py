@@ -1,4 +1,4 @@
-"""Ranks under mpiexec: started by hand, by `asynccoll run`, in every thread level, and how they end."""
+"""Ranks under mpiexec: started by hand or by `asynccoll run`, at every thread level, and how they end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S = patient(60)
 
 
 class Ended:
-    """How a command ended and what it said."""
+    """The exit code and the output of a command."""
 
     def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
         self.code = done.returncode
@@ -38,7 +38,7 @@ class Ended:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Ours, with the package under test on the path."""
+    """Return our environment, with the package under test on the path."""
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     here = str(Path(asynccoll.__file__).parent.parent)
     environ["PYTHONPATH"] = os.pathsep.join([here, environ.get("PYTHONPATH", "")])
@@ -52,7 +52,7 @@ def write(directory: Path, source: str) -> str:
 
 
 def call(line: list[str], **variables: str) -> Ended:
-    """Run a command line; it has to be done in time."""
+    """Run a command line, which must end in time."""
     done = subprocess.run(
         line,
         env=environment(**variables),
@@ -66,13 +66,13 @@ def call(line: list[str], **variables: str) -> Ended:
 
 
 def by_hand(directory: Path, source: str, ranks: int = 2, **variables: str) -> Ended:
-    """`mpiexec -n RANKS python script.py`."""
+    """Run `mpiexec -n RANKS python script.py`."""
     program = [sys.executable, write(directory, source)]
     return call(mpiexec.find().command(ranks, program), **variables)
 
 
 def run(directory: Path, source: str, *options: str, ranks: int = 2) -> Ended:
-    """`asynccoll run --backend mpi -n RANKS script.py`."""
+    """Run `asynccoll run --backend mpi -n RANKS script.py`."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", str(ranks), *options]
     return call([*line, write(directory, source)])
 
@@ -89,7 +89,7 @@ WHO = """
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_initialize_without_arguments_under_mpiexec_is_mpi(tmp_path: Path, ranks: int) -> None:
-    """`mpiexec -n 4 python script.py`: the launcher says the rest."""
+    """In `mpiexec -n 4 python script.py`, the rest comes from the launcher."""
     ended = by_hand(tmp_path, WHO, ranks)
     assert ended.code == 0, ended.said
     total = ranks * (ranks + 1) // 2
@@ -99,7 +99,7 @@ def test_initialize_without_arguments_under_mpiexec_is_mpi(tmp_path: Path, ranks
 
 
 def test_asynccoll_run_starts_ranks_with_mpiexec(tmp_path: Path) -> None:
-    """The environment's own mpiexec, under the script's own name and arguments."""
+    """It uses the environment's own mpiexec; the script keeps its name and arguments."""
     ended = run(tmp_path, WHO, ranks=3)
     assert ended.code == 0, ended.said
     assert sorted(ended.out.split("\n")[:-1]) == [f"mpi {(rank, 3, rank, 3, 1)} 6" for rank in range(3)]
@@ -115,7 +115,7 @@ def test_without_mpiexec_it_is_a_world_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(mpiexec.find().family != "openmpi", reason="Open MPI brings prterun, MPICH does not")
 def test_ranks_that_are_told_by_pmix_alone_are_refused(tmp_path: Path) -> None:
-    """As those of prterun, which tells only its own library of how many there are."""
+    """Ranks of prterun are an example: it tells only its own library how many ranks there are."""
     source = WHO.replace("initialize()", "initialize('gloo')")
     prterun = str(Path(mpiexec.find().path).with_name("prterun"))
     options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-n", "2"]
@@ -127,7 +127,7 @@ def test_ranks_that_are_told_by_pmix_alone_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(mpiexec.find().family != "mpich", reason="MPICH has that option, Open MPI does not")
 def test_ranks_that_are_told_of_a_port_alone_are_refused(tmp_path: Path) -> None:
-    """MPI asks there which rank it is, of how many."""
+    """MPI asks at that port for the rank and the number of ranks."""
     source = WHO.replace("initialize()", "initialize('gloo')")
     ended = call([mpiexec.find().path, "-pmi-port", "-n", "2", sys.executable, write(tmp_path, source)])
     assert ended.code != 0
@@ -147,7 +147,7 @@ RAISES = """
 
 @pytest.mark.parametrize("start", [by_hand, run])
 def test_an_uncaught_error_ends_the_job(tmp_path: Path, start) -> None:
-    """The peers would wait for ever; the job ends as MPI ends one whose rank has died."""
+    """The peers would wait forever; MPI ends a job one of whose ranks has died."""
     ended = start(tmp_path, RAISES)
     assert ended.code != 0
     assert "LookupError: of my own" in ended.err, ended.said
@@ -160,13 +160,13 @@ EXITS = RAISES.replace('raise LookupError("of my own")', "raise SystemExit(7)")
 
 
 def test_an_exit_code_ends_the_job_and_comes_back(tmp_path: Path) -> None:
-    """`asynccoll run` sees to what MPI alone would wait for: a rank that exits early."""
+    """`asynccoll run` ends a job of which a rank exits early, for which MPI alone would wait."""
     ended = run(tmp_path, EXITS)
     assert ended.code == 7, ended.said
     assert "exit code 7" in ended.err, ended.said
 
 
-# As if rank 0 were told of it before mpiexec is: what it aborts with becomes the exit code of mpiexec.
+# As if rank 0 noticed before mpiexec does: the code it aborts with becomes the exit code of mpiexec.
 HEARD_FIRST = """
     import os, signal, time
     import asynccoll as ac
@@ -198,7 +198,7 @@ KILLED = """
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    """mpiexec kills the others; the report says which rank was first, and where it was."""
+    """mpiexec kills the others; the report says which rank died first, and where it was."""
     ended = run(tmp_path, KILLED, ranks=3)
     assert ended.code in (9, 137), ended.said
     assert "rank 1 on " in ended.err, ended.said
@@ -218,7 +218,7 @@ STUCK = """
 """
 
 
-#: These tests may themselves run under nohup.
+#: So that signals have an effect even if these tests run under nohup.
 HEARS_ALL = ["env", "--default-signal"]
 
 
@@ -226,7 +226,7 @@ HEARS_ALL = ["env", "--default-signal"]
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name
 )
 def test_a_stop_signal_ends_ranks_that_wait_in_mpi(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C at `asynccoll run`: one line, the code a shell expects, and nobody and nothing is left."""
+    """`asynccoll run` prints one line, returns the code a shell expects, and leaves no process or file."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2", write(tmp_path, STUCK)]
     made = tmp_path / "tmp"
     made.mkdir()
@@ -248,7 +248,7 @@ def test_a_stop_signal_ends_ranks_that_wait_in_mpi(tmp_path: Path, number: signa
     assert not list(made.glob("asynccoll-run-*"))
 
 
-#: What ranks do is longer than a process waits at Ctrl-C that is in `subprocess.run`.
+#: Cleaning up takes longer than a process in `subprocess.run` waits after Ctrl-C.
 CLEANS_UP = """
     import signal, sys
     import asynccoll as ac
@@ -271,7 +271,7 @@ CLEANS_UP = """
     ids=["run", "spawn"],
 )
 def test_ranks_clean_up_at_a_ctrl_c_on_a_terminal(tmp_path: Path, how: list[str], code: int) -> None:
-    """A terminal tells all processes of its job; mpiexec must hear it once: at the second it leaves."""
+    """A terminal signals all processes of its job; mpiexec must get only one: it exits at the second."""
     program = CLEANS_UP + (
         "\n    wait()"
         if how
@@ -306,7 +306,7 @@ READS = """
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_rank_0_reads_what_is_typed(tmp_path: Path, *, background: bool) -> None:
-    """On the terminal, which mpiexec's session does not have; but not what is typed for the shell."""
+    """Input comes from the terminal, which mpiexec's session lacks; input for the shell is not taken."""
     line = [sys.executable, "-m", "asynccoll", "run", "--backend", "mpi", "-n", "2", write(tmp_path, READS)]
     shell = 'set -m; "$@" & read -r line; echo "the shell has read $line"; kill %1; wait'
     ours, theirs = pty.openpty()
@@ -361,7 +361,7 @@ AFTER_GLOO = """
 
 
 def test_the_exit_hook_runs_before_mpi_is_finalized(tmp_path: Path) -> None:
-    """Also where an earlier world had registered the hook already."""
+    """This holds even if an earlier world had registered the hook already."""
     ended = by_hand(tmp_path, AFTER_GLOO)
     assert ended.code == 0, ended.said
     assert "aborted" not in ended.err
@@ -396,7 +396,7 @@ THREADS = """
 
 
 def test_a_library_that_takes_one_call_at_a_time(tmp_path: Path) -> None:
-    """Every call behind a lock; lanes and groups included."""
+    """A lock guards every call, on lanes and in groups, too."""
     source = THREADS.replace("THREAD_LEVEL", "THREAD_SERIALIZED").replace("LEVEL", "serialized")
     ended = by_hand(tmp_path, source, 3)
     assert ended.code == 0, ended.said
@@ -417,7 +417,7 @@ ONE_THREAD = """
 
 @pytest.mark.parametrize("level", ["funneled", "single"])
 def test_a_library_that_takes_calls_of_one_thread_is_refused(tmp_path: Path, level: str) -> None:
-    """By name, with the cure, on every rank; the job ends normally."""
+    """Every rank gets an error that names the level and the remedy; the job ends normally."""
     ended = by_hand(tmp_path, ONE_THREAD.replace("NAME", level.upper()).replace("LEVEL", level))
     assert ended.code == 0, ended.said
     assert ended.out.split() == ["True"] * 4, ended.said
@@ -448,7 +448,7 @@ DEVICE_MEMORY = """
 
 
 def test_a_library_that_takes_no_device_memory_says_so(tmp_path: Path) -> None:
-    """Asked as on a machine with a GPU, the plain wheels' own answer: CUDA tensors are staged."""
+    """The plain wheels' own answer, as on a machine with a GPU, is that CUDA tensors are staged."""
     ended = call([sys.executable, write(tmp_path, DEVICE_MEMORY)])
     assert ended.code == 0, ended.said
     path, aware, *restricted = ended.out.split()
@@ -470,7 +470,7 @@ LEFT_TO_US = """
 
 
 def test_mpi_is_initialised_by_us_only_where_nobody_did(tmp_path: Path) -> None:
-    """With mpi4py told not to, we do, and finalize it at the end."""
+    """If mpi4py is told not to, we initialize MPI, and finalize it at the end."""
     ended = by_hand(tmp_path, LEFT_TO_US)
     assert ended.code == 0, ended.said
     assert ended.out.split() == ["2", "2"]
@@ -487,7 +487,7 @@ FINALIZED_BY_HAND = """
 
 
 def test_a_script_may_finalize_mpi_before_us(tmp_path: Path) -> None:
-    """What we leave at the end makes no MPI calls any more: MPI would abort the process."""
+    """Our cleanup at exit makes no MPI calls after that: MPI would abort the process."""
     ended = by_hand(tmp_path, FINALIZED_BY_HAND)
     assert ended.code == 0, ended.said
     assert ended.out.count("end of script") == 2
@@ -502,7 +502,7 @@ FINALIZED = """
 
 
 def test_after_mpi_was_finalized_it_is_refused(tmp_path: Path) -> None:
-    """MPI can be initialised once in a process."""
+    """MPI can be initialized only once in a process."""
     ended = by_hand(tmp_path, FINALIZED, 1)
     assert "InvalidArgumentError" in ended.err, ended.said
     assert "cannot be initialised again" in ended.err
@@ -512,7 +512,7 @@ UNDER_TORCHRUN = "import asynccoll as ac\nac.initialize('mpi')\n"
 
 
 def test_another_launcher_that_disagrees_is_refused(tmp_path: Path) -> None:
-    """torchrun's ranks are worlds of one to MPI: the error says how to start them instead."""
+    """To MPI, torchrun's ranks are worlds of one; the error says how to start them instead."""
     said = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     line = [sys.executable, write(tmp_path, UNDER_TORCHRUN)]
     environ = environment() | said
@@ -526,7 +526,7 @@ def test_another_launcher_that_disagrees_is_refused(tmp_path: Path) -> None:
     "option", ["--nnodes=2", "--max-restarts=1", "--log-dir=logs", "--rdzv-backend=c10d"]
 )
 def test_options_that_mpiexec_has_no_word_for_are_refused(tmp_path: Path, option: str) -> None:
-    """With the advice to call mpiexec itself."""
+    """The error advises to call mpiexec directly."""
     ended = run(tmp_path, WHO, option)
     assert ended.code == 2
     assert option.partition("=")[0] in ended.err, ended.said
@@ -534,13 +534,13 @@ def test_options_that_mpiexec_has_no_word_for_are_refused(tmp_path: Path, option
 
 
 def test_spawn_starts_ranks_on_this_node_only() -> None:
-    """The error says what to use instead."""
+    """The error names the argument."""
     with pytest.raises(asynccoll.InvalidArgumentError, match="nnodes=2"):
         asynccoll.spawn("mpi", print, nnodes=2, node_rank=0)
 
 
 def test_available_and_info_tell_of_mpi(tmp_path: Path) -> None:
-    """It is listed where its parts are here."""
+    """mpi is listed if mpi4py and its library are installed."""
     assert "mpi" in asynccoll.available_backends()
     ended = call([sys.executable, "-m", "asynccoll", "explain", "all_reduce", "--backend", "mpi"])
     assert ended.code == 0, ended.said

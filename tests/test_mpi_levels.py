@@ -1,4 +1,4 @@
-"""The mpi backend on a library that gives `MPI_THREAD_SERIALIZED`: slower to move, never wrong.
+"""The mpi backend on a library that provides `MPI_THREAD_SERIALIZED`: slower, never wrong.
 
 Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have them.
 """
@@ -23,7 +23,7 @@ needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
 
 
 def join() -> None:
-    """`initialize` in a process whose MPI takes one call at a time."""
+    """Call `initialize` in a process whose MPI takes one call at a time."""
     import mpi4py
 
     mpi4py.rc.thread_level = "serialized"
@@ -34,7 +34,7 @@ def join() -> None:
 
 
 async def collectives(me: Rank, get: Callable[[Any], Awaitable[Any]], kind: str) -> None:
-    """Small, large, of several calls, of a group, on lanes in opposite order, messages."""
+    """Make small and large calls, programs, calls of a group, on lanes in opposite order, and messages."""
     total = sum(range(me.size))
     assert await get(ac.all_reduce(me.rank)) == total
     x = torch.full((2 << 20,), float(me.rank))
@@ -70,7 +70,7 @@ async def awaited(work: Any) -> Any:
 
 
 async def beside_a_thread(me: Rank) -> None:
-    """Operations of a worker thread, started and waited for there, while this one sleeps in its loop."""
+    """A worker thread starts operations and waits for them, while this thread sleeps in its event loop."""
     await ac.barrier()
     for _ in range(3):
         got = await asyncio.to_thread(lambda: ac.all_gather_object(me.rank, lane="of a thread").wait())
@@ -97,6 +97,6 @@ def everything(me: Rank) -> None:
 
 
 def test_every_kind_of_call_where_mpi_takes_one_call_at_a_time() -> None:
-    """On asyncio, on trio, blocking and from another thread; lanes in whatever order."""
+    """Calls are made on asyncio, on trio, blocking and from another thread; lanes in any order."""
     with worlds.fresh("mpi", 3, bare=True) as world:
         world.run(everything, timeout=60)

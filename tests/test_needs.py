@@ -1,4 +1,4 @@
-"""What is to be tested and is not there is a failure, never a skip."""
+"""A dependency that is under test and missing is a failure, never a skip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envs import ENVIRONMENTS
 
 
 def test_what_is_under_test_may_not_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere the tests that need it skip, and say where it is."""
+    """In other environments the tests that need it skip, and say where it is."""
     monkeypatch.setenv("ASYNCCOLL_TEST_BACKENDS", "mpi,smoke")
     with pytest.raises(ImportError, match="smoke_signals"):
         needs.need_package("smoke_signals", "smoke", "on hills")
@@ -25,7 +25,7 @@ def test_what_is_under_test_may_not_be_absent(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_an_environment_is_made_of_may_not_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In those that have the group; elsewhere the tests skip, and say which have it."""
+    """It may not in environments that have the group; elsewhere the tests skip, and say which have it."""
     monkeypatch.setattr(sys, "prefix", str(envbuild.directory(ENVIRONMENTS["demo"])))
     with pytest.raises(ImportError, match="smoke_signals"):
         needs.need_package_of("demo", "smoke_signals")

@@ -1,4 +1,4 @@
-"""The models of networks against figures worked out by hand, and real overhead in a simulated world."""
+"""Network models against figures worked out by hand, and real overhead in a simulated world."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FAST = Link(latency=0.5, bandwidth=8.0)
 
 
 def test_a_fit_finds_the_link_again() -> None:
-    """Twice the latency, and all bytes over the bandwidth: 2.25 for 1 byte, 4 for 8, 34 for 128."""
+    """Times are twice the latency, plus all bytes over the bandwidth: 2.25 for 1, 4 for 8, 34 for 128."""
     link = Link.fit([(1, 2.25), (8, 4.0), (128, 34.0)])
     assert link.latency == pytest.approx(1.0)
     assert link.bandwidth == pytest.approx(4.0)
 
 
 def test_a_fit_never_goes_below_nothing() -> None:
-    """Noise that makes the larger message the faster one gives no bandwidth, not a negative one."""
+    """If noise makes the larger message the faster one, the fit has no bandwidth, not a negative one."""
     link = Link.fit([(1, 4.0), (64, 2.0)])
     assert link.bandwidth == math.inf
     assert link.seconds(1e9) == link.seconds(0) > 0
@@ -32,7 +32,7 @@ def test_a_fit_never_goes_below_nothing() -> None:
 
 
 def test_a_fit_needs_two_sizes() -> None:
-    """One says nothing of the slope."""
+    """One size says nothing about the slope."""
     with pytest.raises(ValueError, match="two sizes"):
         Link.fit([(8, 4.0), (8, 4.5)])
 
@@ -69,12 +69,12 @@ def test_hierarchical() -> None:
 
 
 def test_a_step() -> None:
-    """10 s forward, 8 backward, 16 bytes, 3 s for any bucket of 8: ready at 14 and 18, done at 17 and 21."""
+    """10 s forward, 8 s backward, 16 bytes, 3 s per bucket of 8: ready at 14 and 18, done at 17 and 21."""
     step = Step(forward_seconds=10, backward_seconds=8, gradient_bytes=16)
     assert step.seconds(lambda _: 3.0, 8) == 21
-    assert step.seconds(lambda _: 6.0, 8) == 14 + 6 + 6  # the second has to wait for the first
+    assert step.seconds(lambda _: 6.0, 8) == 14 + 6 + 6  # the second bucket has to wait for the first
     assert step.seconds(lambda _: 3.0, 100) == 18 + 3  # one bucket, and nothing is hidden
-    assert step.seconds(lambda _: 3.0, 12) == 19 + 3  # 12 are ready at 16 and sent at 19, then the other 4
+    assert step.seconds(lambda _: 3.0, 12) == 19 + 3  # 12 are ready at 16 and sent by 19, then the other 4
     assert Step(10, 8, 0).seconds(lambda _: 3.0, 8) == 18
     with pytest.raises(ac.InvalidArgumentError, match="bucket_bytes"):
         step.seconds(lambda _: 3.0, 0)

@@ -1,6 +1,6 @@
-"""An all_reduce that sums up each node first: when it is planned, and that it is right.
+"""An all_reduce that sums up each node first: when it is planned, and whether its results are right.
 
-The nodes of these worlds are what the launcher's variables say; all ranks are on this machine.
+The nodes of these worlds come from the launcher's variables; all ranks are on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from test_lanes import bad_avg, opposite
 from worlds import World
 
 GLOO = capabilities_of("gloo", "cpu")
-#: More than an exchange would carry, even of single bytes; divisible by nothing.
+#: Too many for an exchange, even of single bytes; not divisible by anything relevant.
 NUMEL = 70_001
 PAIRS = {"nodes": (0, 0, 1, 1), "by_node": True}
 
@@ -60,14 +60,14 @@ PAIRS = {"nodes": (0, 0, 1, 1), "by_node": True}
         ([0, 1, 2, 3], 1),  # nothing to sum up within them
         ([0, 0, 1], 1),
         ([0, 0, 1, 1, 1], 1),
-        ([0, 1, 0, 1], 2),  # dealt out in turn
+        ([0, 1, 0, 1], 2),  # placed alternately
         ([0, 0, 1, 1, 0, 0], 1),
         ([0], 1),
         ([], 1),
     ],
 )
 def test_equal_nodes(node_of: list[int], nodes: int) -> None:
-    """Several, of equally many ranks, at least two; and every rank has a place of its own there."""
+    """There are several nodes of equally many ranks, at least two; every rank has its own place."""
     assert equal_nodes(node_of) == nodes
     places = [place_of(index, node_of) for index in range(len(node_of))]
     assert len(set(places)) == len(node_of)
@@ -79,7 +79,7 @@ def test_equal_nodes(node_of: list[int], nodes: int) -> None:
 
 
 def test_a_node_is_one_by_name_and_by_the_launcher() -> None:
-    """Hosts may all have one name, and a launcher's blocks of ranks may be a guess."""
+    """Hosts may all have the same name, and a launcher's blocks of ranks may be a guess."""
     assert nodes_of([Member("a"), Member("b"), Member("a")]) == (0, 1, 0)
     assert nodes_of([Member("a", 0), Member("a", 0), Member("a", 1)]) == (0, 0, 1)
     assert nodes_of([Member("a", 0), Member("b", 0), Member("a", 1), Member("b", 1)]) == (
@@ -109,18 +109,18 @@ def plan(
 
 
 def test_between_the_smallest_and_the_largest_nodes_come_first() -> None:
-    """What is exchanged stays so; where bandwidth counts, the ring carries less within a node."""
+    """Small calls stay exchanged; where bandwidth counts, the ring sends less within a node."""
     assert plan(1 << 9).via == "all_to_all"
     assert plan(1 << 15).via == "nodes"
     assert plan(1 << 24).via == "native"
     assert plan(1 << 15, nodes=1).via == "native"
-    assert plan(3).via == "native"  # not a part for each rank
+    assert plan(3).via == "native"  # fewer elements than ranks of a node
     assert plan(1 << 15, ranks=4, nodes=2).via == "native"  # too few hops are saved
 
 
 @given(st.integers(2, 8), st.integers(2, 16), st.integers(1, 1 << 26))
 def test_the_larger_the_world_the_more_hops_are_saved(nodes: int, each: int, numel: int) -> None:
-    """Until the bytes that travel once more within nodes cost more; alike for every size of a class."""
+    """Hops win until the bytes sent again within nodes cost more; one decision holds for a class of sizes."""
     ranks = nodes * each
     chosen = plan(numel, ranks=ranks, nodes=nodes).via == "nodes"
     size = 1 << int(math.log2(numel))
@@ -149,11 +149,11 @@ def test_a_wish_is_yes_or_no() -> None:
 def test_libraries_that_choose_themselves_are_left_alone(backend: str) -> None:
     devices = {"nccl": "cuda", "xla-tpu": "xla"}
     assert capabilities_of(backend, devices.get(backend, "cpu")).hop_bytes == 0
-    assert capabilities_of("nccl", "cpu") is GLOO  # which carries the tensors of the host
+    assert capabilities_of("nccl", "cpu") is GLOO  # which carries CPU tensors
 
 
 def test_only_what_the_wire_reduces() -> None:
-    """Everything else is composed as ever, and so are the other operations."""
+    """All other reductions are composed as before, and so are the other operations."""
     assert plan(1 << 15, torch.complex64).via == "nodes"
     assert plan(1 << 15, torch.complex64, reduce=ReduceOp.PRODUCT).via == "all_gather"
     assert plan(1 << 15, op=Op.REDUCE).via == "native"
@@ -183,12 +183,12 @@ def test_it_is_explained() -> None:
 
 @pytest.fixture(scope="module", params=["gloo", "memory"])
 def nodes(request: pytest.FixtureRequest) -> World:
-    """Two nodes of two ranks, where every all_reduce goes by node that is not exchanged."""
+    """Two nodes of two ranks, where every all_reduce that is not exchanged goes by node."""
     return worlds.world(request.param, 4, **PAIRS)
 
 
 def large(x: torch.Tensor, numel: int = NUMEL) -> torch.Tensor:
-    """The elements of ``x`` again and again."""
+    """Repeat the elements of ``x`` up to ``numel``."""
     return x.repeat(numel // len(x) + 1)[:numel]
 
 
@@ -217,7 +217,7 @@ async def reductions(me: Rank) -> None:
 
 
 def test_every_dtype_and_reduction(nodes: World) -> None:
-    """Gives what NumPy gives; the input is as it was."""
+    """Results equal NumPy's; the input is unchanged."""
     nodes.run(reductions)
 
 
@@ -235,7 +235,7 @@ async def sizes(me: Rank) -> None:
 
 
 def test_every_size(nodes: World, runner: str) -> None:
-    """0-d and empty, odd, in one piece and offloaded to a thread; with its gradient."""
+    """Sizes are 0-d, empty, odd, in one piece, and large enough for a thread; one has a gradient."""
     nodes.run(sizes, runner=runner)
 
 
@@ -259,7 +259,7 @@ async def outputs(me: Rank) -> None:
 
 
 def test_out(nodes: World) -> None:
-    """Filled, also where it lies across the input, is strided, or is the input."""
+    """`out` is filled, also if it is transposed relative to the input, is strided, or is the input."""
     nodes.run(outputs)
 
 
@@ -275,7 +275,7 @@ async def real_values(me: Rank) -> list[bytes]:
 
 
 def test_all_ranks_get_the_same_bits(nodes: World) -> None:
-    """However it is rounded."""
+    """This holds however the result is rounded."""
     results = nodes.run(real_values)
     assert all(one == results[0] for one in results)
 
@@ -295,7 +295,7 @@ def test_real_values(nodes: World) -> None:
 
 
 async def together(me: Rank) -> None:
-    """Trees of many buckets, blocks, prepared operations and lanes: all that starts calls its own way."""
+    """Trees of many buckets, blocks, prepared operations and lanes each start their calls differently."""
     shapes = [(NUMEL,), (3,), (1 << 20,), (5, 7), (1 << 19,)]
     tree = {str(index): torch.full(shape, float(me.rank + 1)) for index, shape in enumerate(shapes)}
     got = await me.get(ac.all_reduce(tree))
@@ -324,7 +324,7 @@ async def lanes(me: Rank) -> None:
 
 
 def test_lanes_in_opposite_order(nodes: World, loop: str) -> None:
-    """Each opens its own communicators within and across nodes, and they meet by the lane's name."""
+    """Each lane opens its own communicators within and across nodes, which meet by the lane's name."""
     nodes.run(lanes, runner=loop)
 
 
@@ -340,7 +340,7 @@ async def groups(me: Rank) -> list[int]:
 
 
 def test_groups(nodes: World) -> None:
-    """A part of the world is made of equal nodes, or is not; either way the sum is right."""
+    """Some groups are made of equal nodes, some are not; the sum is right in both cases."""
     assert nodes.run(groups) == [[1, 1, 2], [1, 1, 2], [1, 1, 2], [1, 2]]
 
 
@@ -355,7 +355,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_a_refused_call(nodes: World, runner: str) -> None:
-    """The lane goes on in a new epoch, with communicators of its own."""
+    """The lane continues in a new epoch, with its own communicators."""
     nodes.run(refused, runner=runner)
 
 
@@ -376,9 +376,9 @@ async def late(me: Rank, lane: str) -> None:
 
 
 def test_a_rank_that_comes_late(nodes: World, runner: str) -> None:
-    """Its peers time out, and what comes next is right: the operation ended in its place in the order.
+    """Its peers time out, and later calls are right: the operation completed at its place in the order.
 
-    Once while the communicators of the nodes are still to be opened, once when they are there.
+    The first time the communicators of the nodes are still to be opened, the second time they are open.
     """
     for _ in range(2):
         nodes.run(late, f"late {runner}", runner=runner)
@@ -395,7 +395,7 @@ async def checked(me: Rank) -> None:
 
 @pytest.mark.slow
 def test_with_signatures_compared() -> None:
-    """check="full" goes ahead of the program; a mismatch is an error on all ranks, and nothing more."""
+    """check="full" comes before the program; a mismatch is an error on all ranks, and nothing more."""
     with worlds.fresh("gloo", 4, check="full", **PAIRS) as world:
         world.run(checked)
 
@@ -428,7 +428,7 @@ async def one_dies(me: Rank, opened: bool) -> tuple[str, tuple[int, ...], float]
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_killed_rank_is_named(opened: bool) -> None:
-    """On its node and on the other one, also while its communicators are being opened."""
+    """Ranks of its node and of the other one name it, also while its communicators are being opened."""
     with worlds.fresh("gloo", 4, **PAIRS) as world:
         results = world.run(one_dies, opened, dies=[2], timeout=30)
         world.kill()
@@ -460,6 +460,6 @@ async def eight(me: Rank) -> None:
 
 @pytest.mark.slow
 def test_eight_ranks() -> None:
-    """On four nodes, in turn."""
+    """The ranks are on four nodes, placed alternately."""
     with worlds.fresh("gloo", 8, nodes=(0, 1, 2, 3, 0, 1, 2, 3), by_node=True) as world:
         world.run(eight, timeout=60)

@@ -1,4 +1,4 @@
-"""In a notebook: a real Jupyter kernel runs the cells, whose functions stand in no file."""
+"""In a notebook, a real Jupyter kernel runs the cells; their functions are in no file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ nbformat = needs.need_package_of("notebook", "nbformat")
 
 LIMIT_S = patient(90)
 
-#: What the first cell of most notebooks does: the kernel has threads before anything is forked.
+#: Like the first cell of most notebooks, it starts threads in the kernel before anything is forked.
 FIRST = """
 import os, torch
 import asynccoll as ac
@@ -43,7 +43,7 @@ Cell = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    """Runs a cell in the kernel and gives what it shows, an error's name and text included."""
+    """Run cells in the kernel; each returns its output, including an error's name and text."""
     directory = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.v4.new_notebook()
     client = nbclient.NotebookClient(
@@ -76,7 +76,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     ids=["parallel", "spawn"],
 )
 def test_functions_of_a_cell_run_on_ranks(cell, source: str) -> None:
-    """They are forked there, so that nothing has to be found by name; the notebook goes on afterwards."""
+    """The ranks are forked, so no function has to be found by name; the notebook works afterwards."""
     assert cell(source) == ""
     for rank in (0, 1):
         path = cell.directory / f"rank-{rank}"
@@ -86,7 +86,7 @@ def test_functions_of_a_cell_run_on_ranks(cell, source: str) -> None:
 
 
 def test_an_error_of_a_rank_is_shown_in_the_notebook(cell) -> None:
-    """With the rank and the line of the cell."""
+    """The error shows the rank and the line of the cell."""
     shown = cell("ac.spawn('gloo', fail, nproc_per_node=2)")
     assert "SpawnError" in shown
     assert "rank 1 failed" in shown
@@ -94,12 +94,12 @@ def test_an_error_of_a_rank_is_shown_in_the_notebook(cell) -> None:
 
 
 def test_a_start_method_that_cannot_find_them_is_refused(cell) -> None:
-    """Before anything is started; the error says what to do."""
+    """It is refused before anything is started; the error says what to do."""
     shown = cell("ac.spawn('gloo', train, (2,), nproc_per_node=2, start_method='spawn')")
-    assert "InvalidArgumentError" in shown or not shown  # with cloudpickle they travel by value
+    assert "InvalidArgumentError" in shown or not shown  # with cloudpickle, functions are sent by value
     assert not shown or "cloudpickle" in shown
 
 
 def test_a_world_of_one_needs_no_ranks(cell) -> None:
-    """`await` works in a cell as it stands."""
+    """`await` works directly in a cell."""
     assert "[7]" in cell("print(await ac.all_gather(7))")

@@ -1,4 +1,4 @@
-"""The *_object functions: anything, by an explicit codec."""
+"""The *_object functions send any object, with an explicit codec."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from worlds import World
 
 @dataclass
 class Record:
-    """Plain data with a name: carried by the default codec."""
+    """Plain data with a name, which the default codec can encode."""
 
     name: str
     rank: int
 
 
 class Opaque:
-    """A class that only pickle can carry."""
+    """A class that only pickle can encode."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -94,19 +94,19 @@ async def exchange(me: Rank, codec: str | None) -> None:
 
 
 def test_plain_objects_by_the_default_codec(world: World, runner: str) -> None:
-    """Containers, numbers, text, bytes and tensors travel without executing code."""
+    """Containers, numbers, text, bytes and tensors are sent without executing code."""
     world.run(exchange, None, runner=runner)
 
 
 def test_any_object_by_pickle(world: World, runner: str) -> None:
-    """codec="pickle", asked for by name, carries any class."""
+    """codec="pickle", asked for by name, sends any class."""
     world.run(exchange, "pickle", runner=runner)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.1), np.int16(3), np.bool_(True), np.array(1.5)])
 @pytest.mark.parametrize("codec", [None, "pickle"])
 def test_a_numpy_scalar_keeps_its_type(value: Any, codec: str | None) -> None:
-    """Also as the whole object: it became a Python number before a codec saw it."""
+    """This also holds if it is the whole object, which became a Python number before a codec saw it."""
     for got in (ac.broadcast_object(value, codec=codec).wait(), *ac.all_gather_object([value]).wait()[0]):
         assert type(got) is type(value)
         assert got.dtype == value.dtype
@@ -114,10 +114,10 @@ def test_a_numpy_scalar_keeps_its_type(value: Any, codec: str | None) -> None:
 
 
 class Trap:
-    """What unpickling would execute."""
+    """An object whose unpickling executes a command."""
 
     def __reduce__(self) -> tuple[Any, tuple[str, str]]:
-        """Run a command that leaves a trace in this process."""
+        """Make unpickling run a command that leaves a trace in this process."""
         return (os.putenv, ("ASYNCCOLL_TRAP", "sprung"))
 
 
@@ -128,12 +128,12 @@ async def safe(me: Rank) -> None:
 
 
 def test_the_default_codec_refuses_classes(world: World) -> None:
-    """An object that would need code to decode is refused at the sender, naming pickle."""
+    """The sender refuses an object that would need code to decode; the error names pickle."""
     world.run(safe)
 
 
 def vast() -> torch.Tensor:
-    """A tensor without elements, whose shape is longer in words than a slot."""
+    """Make an empty tensor whose shape takes more words than a slot has."""
     return torch.empty(0).as_strided((0, *[2**62] * 40), (1,) * 41)
 
 
@@ -150,7 +150,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_calls_are_refused(world: World) -> None:
-    """Unknown codecs and ranks, and what cannot be encoded; the lane goes on."""
+    """Unknown codecs and ranks, and objects that cannot be encoded, are refused; the lane keeps working."""
     world.run(refused)
 
 
@@ -170,14 +170,14 @@ async def pipelined(me: Rank) -> None:
 
 
 def test_programs_of_several_calls_stay_in_order(world: World, runner: str) -> None:
-    """Objects (several messages each) and sums in flight together, awaited backwards."""
+    """Objects (several messages each) and sums are in flight together, and awaited in reverse order."""
     world.run(pipelined, runner=runner)
 
 
 async def left_alone(me: Rank) -> None:
     every = [[rank, "é" * 50_000 * rank] for rank in range(me.size)]
     with me.case("nobody waits"):
-        work = ac.all_gather_object(every[me.rank])  # its second call is for the progress thread to make
+        work = ac.all_gather_object(every[me.rank])  # its second call is left to the progress thread
         me.look_until_done(work, "it stops after its first call")
         oracle.same(work.result(), every)
     with me.case("one waits for what comes after it"):
@@ -187,12 +187,12 @@ async def left_alone(me: Rank) -> None:
 
 
 def test_objects_arrive_though_nobody_waits_for_them(world: World, runner: str) -> None:
-    """Also those of several calls, which a waiter who comes at once makes himself."""
+    """This includes operations of several calls, which a waiter that waits immediately drives itself."""
     world.run(left_alone, runner=runner)
 
 
 def unfinished() -> list[Any]:
-    """The programs of this process that still hold what they send; a test before may have given some up."""
+    """Return this process's programs that still hold their data; earlier tests may have given some up."""
     return [one for one in gc.get_objects() if type(one).__name__ == "Job" and one.program is not None]
 
 
@@ -206,5 +206,5 @@ async def let_go(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_what_was_sent_is_let_go_of(pair: World, runner: str) -> None:
-    """A program that is over holds its messages no longer: tensors do not make the collector run."""
+    """A completed program no longer holds its messages: tensors do not trigger the garbage collector."""
     pair.run(let_go, runner=runner)
