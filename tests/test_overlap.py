@@ -1,4 +1,4 @@
-"""Gradients reduced while backward runs: the same numbers as one blocking all_reduce a parameter."""
+"""Gradients are reduced while backward runs: same results as one blocking all_reduce per parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from overlapping import SMALL, Heads, alike, averages, batch, check_gradients, c
 from ranks import Rank, raising
 from worlds import World
 
-# ---------------------------------------------------------------- equal to the blocking twin
+# ---------------------------------------------------------------- same results as a blocking twin
 
 
 async def against_blocking(me: Rank, in_thread: bool) -> None:
@@ -57,16 +57,16 @@ async def against_blocking(me: Rank, in_thread: bool) -> None:
 
 
 def test_same_parameters_as_a_blocking_run(world: World, runner: str) -> None:
-    """After some steps with momentum, bit for bit on one and two ranks."""
+    """Parameters are equal after some steps with momentum, bit for bit on one and two ranks."""
     world.run(against_blocking, False, runner=runner)
 
 
 def test_backward_in_a_thread(world: World, loop: str) -> None:
-    """Backward runs off the event loop, on whichever thread is free; the lane takes it."""
+    """Backward runs off the event loop, on any free thread; the lane accepts that."""
     world.run(against_blocking, True, runner=loop)
 
 
-#: What sends from hooks of backward, each made on a line of its own.
+#: What sends from hooks of backward; each is made on its own line.
 SENDING: dict[str, Callable[[nn.Module], Any]] = {
     "gradients": lambda model: ac.overlap_gradients(model, op="avg"),
     "layers": lambda model: ac.overlap.shard_layers(list(model.children()), reshard_after_forward=True),
@@ -117,12 +117,12 @@ IN_THREADS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 def test_calls_of_a_backward_in_a_thread_have_the_line_they_work_for(
     pair: World, kind: str, thread: str
 ) -> None:
-    """There is none of the user's on the stack: all of them were at a line of torch."""
+    """No frame of the user's is on the stack; once, all these calls were attributed to a line of torch."""
     pair.run(backward_by_nobody, kind, thread, runner="asyncio")
 
 
 def test_between_threads(runner: str) -> None:
-    """Also where the ranks are threads of one process."""
+    """The results are the same if the ranks are threads of one process."""
     threads.run(2, against_blocking, False, runner=runner)
 
 
@@ -139,7 +139,7 @@ async def against_ddp(me: Rank) -> None:
 
 
 def test_same_gradients_as_ddp(pair: World, runner: str) -> None:
-    """Bit for bit on two ranks."""
+    """They are equal bit for bit on two ranks."""
     pair.run(against_ddp, runner=runner)
 
 
@@ -160,7 +160,7 @@ async def of_dtypes(me: Rank) -> None:
 
 
 def test_dtypes_shapes_and_ops(world: World, runner: str) -> None:
-    """One model of several dtypes, with scalars, empty and strided parameters; sums and averages."""
+    """One model has several dtypes, with scalars, empty and strided parameters, under sums and averages."""
     world.run(of_dtypes, runner=runner)
 
 
@@ -179,15 +179,15 @@ async def in_a_group(me: Rank) -> None:
 
 
 def test_in_a_group(four: World, runner: str) -> None:
-    """Averaged over the members alone."""
+    """Gradients are averaged over the members only."""
     four.run(in_a_group, runner=runner)
 
 
-# ---------------------------------------------------------------- it overlaps
+# ---------------------------------------------------------------- overlap
 
 
 class Look(torch.autograd.Function):
-    """The identity; its backward looks at what has happened by then."""
+    """The identity; its backward calls ``look``, which sees the state at that moment."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
@@ -212,13 +212,13 @@ async def leaves_early(me: Rank) -> None:
     assert seen[0].endswith("2 of 3 buckets sent>"), "backward of the first layer was still to come"
     sent = [span for span in timeline.spans if span.is_operation]
     assert {span.row for span in sent} == {"gradients/backward"}
-    # In reverse order, with a flag for each parameter; in the first also one for each rank.
+    # In reverse order, with a flag for each parameter; the first bucket also has one for each rank.
     counts = [16 * 4 + 4 + 2 + me.size, 16 * 16 + 16 + 2, 16 * 8 + 16 + 2]
     assert [span.size_bytes for span in sent] == [4 * count for count in counts]
 
 
 def test_buckets_leave_during_backward(world: World, runner: str) -> None:
-    """When backward comes to the first layer, the buckets of the others have been sent."""
+    """When backward reaches the first layer, the buckets of the others have been sent."""
     world.run(leaves_early, runner=runner)
 
 
@@ -226,11 +226,11 @@ async def in_order(me: Rank) -> None:
     model = alike(Heads())
     gradients = ac.overlap_gradients(model, bucket_bytes=1, first_bucket_bytes=1)
     with gradients, ac.trace.recording() as timeline:
-        # The ranks use their heads in another order, and none the last one.
+        # The ranks use their heads in different orders, and none uses the last one.
         model(rows(me.rank, 0), [0, 1] if me.rank % 2 else [1, 0]).backward()
         assert "0 of 8 buckets" in repr(gradients), "what is before them has not left"
         await me.get(gradients)
-    # In memory that divides by 16 bytes, and a flag; in the first, of the last layer, one for each rank.
+    # Padded to 16 bytes, plus a flag; the first, of the last layer, also has one for each rank.
     sizes = [-(-p.numel() // 4) * 4 + 1 for p in model.parameters()]
     sizes[-1] += me.size
     sent = [span.size_bytes for span in timeline.spans if span.is_operation]
@@ -258,7 +258,7 @@ async def unused(me: Rank, steps: int) -> None:
                 twin(rows(rank, step), [[0], [0, 1], [1]][step % 3] if rank else [0]).backward()
 
             want = averages(model, me.size, backward)
-            if step % 2:  # zeroed and not dropped: they were there before this backward
+            if step % 2:  # gradients were zeroed and not dropped, so they existed before this backward
                 want = [
                     torch.zeros_like(p) if mean is None and p.grad is not None else mean
                     for p, mean in zip(model.parameters(), want, strict=True)
@@ -268,13 +268,13 @@ async def unused(me: Rank, steps: int) -> None:
 
 
 def test_unused_parameters(world: World, runner: str) -> None:
-    """Zeros from those that used it not, None where nobody did; the buffers are reused rightly."""
+    """Ranks without a gradient give zeros; if none has one, it stays None; buffers are reused correctly."""
     world.run(unused, 6, runner=runner)
 
 
 async def without_data(me: Rank) -> None:
     model = network()
-    busy = me.size - 1  # the last rank alone has data
+    busy = me.size - 1  # only the last rank has data
     with ac.overlap_gradients(model, **SMALL) as gradients:
         if me.rank == busy:
             loss_of(model, batch(me.rank, 0)).backward()
@@ -288,7 +288,7 @@ async def without_data(me: Rank) -> None:
 
 
 def test_a_rank_without_data(world: World, runner: str) -> None:
-    """It awaits, contributes zeros, and gets the average as everybody."""
+    """The rank awaits, contributes zeros, and gets the average like every other rank."""
     world.run(without_data, runner=runner)
 
 
@@ -328,7 +328,7 @@ async def accumulated(me: Rank, to_none: bool) -> None:
 
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 def test_accumulation(world: World, runner: str, to_none: bool) -> None:
-    """What gathers under no_sync is sent with the next backward."""
+    """Gradients accumulated under no_sync are sent with the next backward."""
     world.run(accumulated, to_none, runner=runner)
 
 
@@ -348,15 +348,15 @@ async def gathered_and_then_unused(me: Rank) -> None:
 
 
 def test_accumulated_and_then_unused(world: World, runner: str) -> None:
-    """A gradient that gathered is not lost because the last backward did not touch it."""
+    """An accumulated gradient is not lost if the last backward did not touch it."""
     world.run(gathered_and_then_unused, runner=runner)
 
 
-# ---------------------------------------------------------------- when something goes wrong
+# ---------------------------------------------------------------- failures
 
 
 class StopError(Exception):
-    """What a layer raises in backward."""
+    """Raised by a layer in backward."""
 
 
 def stop() -> None:
@@ -373,7 +373,7 @@ async def stopped(me: Rank, failing: list[int]) -> None:
         loss = model[2](model[1](first)).sum()
         with raising(StopError) if fails else contextlib.nullcontext():
             loss.backward()
-        await me.get(gradients)  # a bucket of each rank is out: the step ends on all of them
+        await me.get(gradients)  # a bucket of each rank is in flight: the step completes on all ranks
 
         model.zero_grad()
         loss_of(model, x).backward()
@@ -388,7 +388,7 @@ async def stopped(me: Rank, failing: list[int]) -> None:
 
 @pytest.mark.parametrize("failing", [[0, 1], [1]], ids=["everywhere", "on one rank"])
 def test_an_exception_in_the_middle_of_backward(pair: World, runner: str, failing: list[int]) -> None:
-    """Caught and awaited, it leaves the ranks in step: the next gradients are right."""
+    """After the exception is caught and the await, the ranks are in step: the next gradients are right."""
     pair.run(stopped, failing, runner=runner)
 
 
@@ -404,7 +404,7 @@ async def raised_through(me: Rank) -> None:
 
 
 def test_an_exception_that_leaves_the_block(pair: World, runner: str) -> None:
-    """It is not masked, nothing is waited for, and all is free for another reducer."""
+    """It is not masked, nothing is waited for, and lane and parameters are free for another reducer."""
     pair.run(raised_through, runner=runner)
 
 
@@ -420,7 +420,7 @@ async def twice(me: Rank) -> None:
 
 
 def test_a_second_backward_before_the_await(pair: World, runner: str) -> None:
-    """Refused, for it would add to what is being sent: the step is that of the first."""
+    """It is refused, because it would add to gradients in flight; the step is that of the first backward."""
     pair.run(twice, runner=runner)
 
 
@@ -436,24 +436,24 @@ async def forgets_to_await(me: Rank, optimizer: str) -> None:
             stepping.step()
         for now, then in zip(model.parameters(), before, strict=True):
             assert torch.equal(now, then)
-        torch.optim.SGD(other.parameters(), lr=0.1).step()  # has nothing to do with it
+        torch.optim.SGD(other.parameters(), lr=0.1).step()  # not affected
         await me.get(gradients)
         stepping.step()
-        stepping.step()  # whatever for: they are reduced
+        stepping.step()  # no matter why: the gradients are reduced
         with gradients.no_sync():
             loss_of(model, batch(me.rank, 1)).backward()
-        stepping.step()  # on purpose, of this rank's own
+        stepping.step()  # deliberate, with this rank's own gradients
         model.zero_grad()
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam, fused"])
 def test_a_forgotten_await(pair: World, optimizer: str, runner: str) -> None:
-    """Refused: it would use what is being sent, and the first step is the time to say so."""
+    """The step is refused, because it would use gradients in flight; the first step must say so."""
     pair.run(forgets_to_await, optimizer, runner=runner)
 
 
 async def unscales_too_early(me: Rank, fused: bool) -> None:
-    """By itself, or in the scaler's step; then in time."""
+    """A scaler unscales too early, explicitly or in its step; then in time."""
     ours, twin = network(), network()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=fused) for model in (ours, twin)]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -475,12 +475,12 @@ async def unscales_too_early(me: Rank, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_before_the_await_is_refused(pair: World, fused: bool) -> None:
-    """It wrote to what was being sent, which torch counts as no write: the ranks went apart in silence."""
+    """Regression: it wrote to buffers in flight, which torch does not count as a write; ranks diverged."""
     pair.run(unscales_too_early, fused)
 
 
 async def kept(me: Rank, used: list[int], op: str) -> None:
-    """The gradients of each step, of which some are not there on every rank."""
+    """Keep the gradients of each step, some of which do not exist on every rank."""
     model, twin = alike(Heads()), alike(Heads())
     parts = me.size if op == "sum" else 1
     with ac.overlap_gradients(model, op=op, **SMALL) as gradients:
@@ -504,12 +504,12 @@ def one_step(model: nn.Module, rank: int, step: int, used: list[int]) -> None:
 @pytest.mark.parametrize("op", ["avg", "sum"])
 @pytest.mark.parametrize("used", [[0, 1, 2], [1]], ids=["all", "some"])
 def test_gradients_that_are_kept(several: World, used: list[int], op: str) -> None:
-    """After zero_grad() they are the caller's, as in torch; the next step's came into the same memory."""
+    """After zero_grad() the caller owns them, as in torch; once, the next step's overwrote them."""
     several.run(kept, used, op, runner="asyncio")
 
 
 async def stepped_too_early(me: Rank, by_hook: str) -> None:
-    """Before the await, by forgetting it or in hooks of backward: each rank with gradients of its own."""
+    """A step before the await, forgotten or in hooks of backward, would use each rank's own gradients."""
     model, x = network(), batch(me.rank, 0)
     steps = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
@@ -536,12 +536,12 @@ async def stepped_too_early(me: Rank, by_hook: str) -> None:
 
 @pytest.mark.parametrize("by_hook", ["", "before", "after"])
 def test_a_step_before_the_await_is_refused(pair: World, by_hook: str) -> None:
-    """The ranks' parameters went apart in silence."""
+    """Regression: the ranks' parameters diverged silently."""
     pair.run(stepped_too_early, by_hook)
 
 
 def closures(me: Rank) -> None:
-    """A closure that LBFGS calls several times a step waits in each call, or is refused in the second."""
+    """A closure that LBFGS calls several times a step waits in each call, or is refused in the second one."""
     model, x = network(), batch(0, 0)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     with ac.overlap_gradients(model, **SMALL) as gradients:
@@ -565,18 +565,18 @@ def test_closures_that_wait_and_that_do_not(pair: World) -> None:
 
 
 async def awaited_twice(me: Rank, dtype: torch.dtype, first: int) -> None:
-    """On one rank of those from `first` on: its second await meets the next gradients of the others."""
+    """On the first rank from `first` on, a second await meets the others' next gradients."""
     group = ac.new_group(range(first, me.size))
     if me.rank < first:
         return
     model, others = network().to(dtype), list(range(1, me.size - first))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if me.rank == first:
-        optimizer.step()  # as to make its state: steps count from the first reduction on
+        optimizer.step()  # as a program does to create its state: steps count from the first reduction on
 
     def backward(step: int) -> None:
         optimizer.zero_grad()
-        if me.rank % 2:  # some ranks have more for a step than others
+        if me.rank % 2:  # some ranks have more data for a step than others
             with gradients.no_sync():
                 loss_of(model, batch(me.rank, 10 + step).to(dtype)).backward()
         loss_of(model, batch(me.rank, step).to(dtype)).backward()
@@ -598,7 +598,7 @@ async def awaited_twice(me: Rank, dtype: torch.dtype, first: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_await_too_many(several: World, dtype: torch.dtype) -> None:
-    """It took part in the others' next step, and the parameters went apart in silence."""
+    """Regression: it took part in the others' next step, and the parameters diverged silently."""
     several.run(awaited_twice, dtype, 0, runner="asyncio")
 
 
@@ -627,7 +627,7 @@ async def cancelled(me: Rank) -> None:
 
 
 def test_a_cancelled_await_is_taken_up_again(pair: World, loop: str) -> None:
-    """Cancelled or out of time, the step is as before; the next await ends it."""
+    """After a cancellation or timeout the step is unchanged; the next await completes it."""
     pair.run(cancelled, runner=loop)
 
 
@@ -662,12 +662,12 @@ async def in_two_tasks(me: Rank, dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_two_tasks_await_one_step(pair: World, loop: str, dtype: torch.dtype | None) -> None:
-    """The first to go on may clip the gradients or zero them: the second's await left that undone."""
+    """The first task to resume may clip or zero the gradients. Regression: the second's await undid that."""
     pair.run(in_two_tasks, dtype, runner=loop)
 
 
 class Words(nn.Module):
-    """An embedding with sparse gradients, and what follows it."""
+    """An embedding with sparse gradients, and a layer behind it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -679,14 +679,14 @@ class Words(nn.Module):
 
 
 def words(rank: int, step: int) -> list[int]:
-    """Some twice; none on the first rank in the second step, and from no rank in the third."""
+    """Return words, some twice; none on the first rank in the second step, none on any rank in the third."""
     if step == 2 or (step == 1 and rank == 0):
         return []
     return [rank, rank, (3 * rank + step) % 7]
 
 
 def counted(size: int, steps: Sequence[int]) -> list[int]:
-    """How often each word occurs, on all ranks."""
+    """Return how often each word occurs on all ranks."""
     found = [word for step in steps for rank in range(size) for word in words(rank, step)]
     return [found.count(word) for word in range(7)]
 
@@ -699,7 +699,7 @@ async def sparse(me: Rank, op: str, dtype: torch.dtype | None) -> None:
     with ac.overlap_gradients(model, op=op, reduce_dtype=dtype, bucket_bytes=16) as gradients:
         for steps in ([0], [1], [2], [0, 1], [0, 1]):
             model.zero_grad()
-            for step in steps:  # of two, both are sent, or the first is accumulated
+            for step in steps:  # of two steps, both are sent, or the first is accumulated
                 with gradients.no_sync() if step == 1 else contextlib.nullcontext():
                     if given := words(me.rank, step):
                         model(torch.tensor(given)).backward()
@@ -723,7 +723,7 @@ async def sparse(me: Rank, op: str, dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.parametrize("op", ["avg", "sum"])
 def test_sparse_gradients_stay_sparse(world: World, loop: str, op: str, dtype: torch.dtype | None) -> None:
-    """The rows of all ranks, added up; a rank without any, and steps that add to the ones before."""
+    """The rows of all ranks are added up; a rank may have none, and steps may add to earlier ones."""
     world.run(sparse, op, dtype, runner=loop)
 
 
@@ -740,12 +740,12 @@ async def views_made(me: Rank) -> None:
 
 
 def test_views_of_buckets_are_made_once(pair: World) -> None:
-    """Each step made them anew for each gradient, and copied that."""
+    """Regression: each step made a new view for each gradient, and copied the gradient."""
     pair.run(views_made)
 
 
 async def frozen_before_backward(me: Rank) -> None:
-    """From the second step on, backward looks whether its gradients are added to sums."""
+    """From the second step on, backward checks whether its gradients are added to sums."""
     model = network()
 
     def backward(twin: Any, rank: int) -> None:
@@ -779,7 +779,7 @@ def test_hooks_warn_of_nothing_where_a_parameter_is_sent_to_another_process() ->
 
 
 async def sparse_without_rows(me: Rank) -> None:
-    """Of an empty batch on the first rank, and from no other: the momentum moves it as in one process."""
+    """Only the first rank has a gradient, of an empty batch; the momentum moves it as in one process."""
     table = nn.Embedding(4, 2, sparse=True)
     nn.init.ones_(table.weight)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.5, momentum=0.5)
@@ -796,7 +796,7 @@ async def sparse_without_rows(me: Rank) -> None:
 
 
 def test_sparse_gradients_without_rows(world: World, loop: str) -> None:
-    """The ranks without a gradient did not step, and went apart in silence."""
+    """Regression: ranks without a gradient did not step, and diverged silently."""
     world.run(sparse_without_rows, runner=loop)
 
 
@@ -807,8 +807,8 @@ async def sparse_later(me: Rank) -> None:
         await me.get(gradients)
         table = nn.Embedding(7, 3, sparse=True)
         model.append(table)
-        nn.init.ones_(table.weight)  # the same on all ranks, which is looked at
-        for _ in range(2):  # it takes part from the first await on
+        nn.init.ones_(table.weight)  # the same on all ranks, which is checked
+        for _ in range(2):  # the table takes part from the first await on
             model.zero_grad()
             table(torch.tensor(words(me.rank, 0))).sum().backward()
             await me.get(gradients)
@@ -838,7 +838,7 @@ async def sparse_beside_dense(me: Rank) -> None:
 
 
 def test_a_table_that_is_used_densely_too_has_a_dense_gradient(pair: World) -> None:
-    """And without the module nobody knows that gradients will be sparse: they are refused."""
+    """Without the module, sparse gradients cannot be foreseen: they are refused."""
     pair.run(sparse_beside_dense)
 
 
@@ -856,14 +856,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    """Before anything is sent, by a typed error that says what is wrong."""
+    """The call is refused before anything is sent, with a typed error that says what is wrong."""
     call, says = REFUSED[name]
     with pytest.raises(ac.InvalidArgumentError, match=says):
         call()
 
 
 def test_two_reducers_share_neither_lane_nor_parameters() -> None:
-    """Refused with what to do; close() or another lane is the cure."""
+    """The error says what to do: close() or another lane."""
     model, other = network(), network()
     with ac.overlap_gradients(model) as gradients:
         with pytest.raises(ac.InvalidArgumentError, match="lane="):
@@ -892,7 +892,7 @@ async def beside_another(me: Rank, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["in a circle", "alive"])
 def test_the_reducer_that_one_rank_has_yet_is_told_to_all(pair: World, kind: str) -> None:
-    """Memory is collected at other times on each rank; the peers would wait for the one that refuses."""
+    """Garbage is collected at different times on each rank; peers would wait for the rank that refuses."""
     pair.run(beside_another, kind)
 
 
@@ -913,15 +913,15 @@ async def through_the_other(me: Rank) -> None:
 
 
 def test_the_loss_of_another_model_goes_through_this_one(pair: World) -> None:
-    """A generator's goes through the discriminator: refused with which model it is, and what to do."""
+    """A generator's loss passes the discriminator; the error says which model that is, and what to do."""
     pair.run(through_the_other)
 
 
-# ---------------------------------------------------------------- leaving
+# ---------------------------------------------------------------- closing
 
 
 def test_closed_it_leaves_backward_alone() -> None:
-    """No hook of it is left, and gradients are what they would be without it."""
+    """No hook of the reducer is left, and gradients are what they would be without it."""
     model = network()
     with ac.overlap_gradients(model, **SMALL):
         pass
@@ -932,7 +932,7 @@ def test_closed_it_leaves_backward_alone() -> None:
 
 
 def test_dropped_it_takes_its_hooks_along() -> None:
-    """A reducer that nobody holds is gone at once, with its buckets and hooks."""
+    """A reducer without references is freed at once, with its buckets and hooks."""
     model = network()
     gc.disable()
     try:
@@ -958,7 +958,7 @@ async def from_source(me: Rank) -> None:
 
 
 def test_broadcast_parameters(world: World, runner: str) -> None:
-    """Parameters and buffers are those of the source, in the tensors that were there."""
+    """Parameters and buffers equal those of the source, in the existing tensors."""
     world.run(from_source, runner=runner)
 
 
@@ -967,7 +967,7 @@ async def alongside(me: Rank) -> None:
 
     async def train(name: str) -> None:
         model = models[name]
-        # The ranks make them in another order, and cannot wait for each other there.
+        # The ranks make the reducers in different orders, and cannot wait for each other there.
         with ac.overlap_gradients(model, lane=name, init_sync=False, **SMALL) as gradients:
             for step in range(5):
                 model.zero_grad()
@@ -987,12 +987,12 @@ async def alongside(me: Rank) -> None:
 
 
 def test_two_models_train_side_by_side(pair: World) -> None:
-    """Each on a lane of its own, started in another order on each rank."""
+    """Each model trains on its own lane; each rank starts them in a different order."""
     pair.run(alongside)
 
 
 def test_a_gradient_that_was_written_to_is_named():
-    """By the model's name for it; parameters alone have only their shapes."""
+    """The error has the model's name for it; parameters given without a model have only their shapes."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 1))
     for given, name in (
         (model, "the parameter '0.weight' of shape [1, 3]"),
@@ -1025,13 +1025,13 @@ async def tied_twice(me: Rank) -> None:
 
 
 def test_a_parameter_that_is_listed_twice(pair: World) -> None:
-    """As in lists of the parameters of layers that are tied: it is one."""
+    """This happens in parameter lists of tied layers: the parameter counts once."""
     pair.run(tied_twice)
 
 
 @pytest.mark.parametrize("outputs", [2, 5])
 def test_a_parameter_of_another_shape_than_before(outputs: int) -> None:
-    """Refused: the bucket was resized, which reduced a part of the gradient, in silence."""
+    """It is refused. Regression: the bucket was resized, and a part of the gradient was reduced silently."""
     model = nn.Linear(6, 3)
     with ac.overlap_gradients(model, **SMALL) as gradients:
         model(rows(0, 0)).sum().backward()
@@ -1058,5 +1058,5 @@ async def zeroed_too_early(me: Rank, dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_gradients_that_are_zeroed_before_the_await(pair: World, dtype: torch.dtype | None) -> None:
-    """Refused: this rank's step left them out, and the ranks went apart in silence."""
+    """This is refused. Regression: this rank's step left them out, and the ranks diverged silently."""
     pair.run(zeroed_too_early, dtype)

@@ -1,4 +1,4 @@
-"""Local SGD: the parameters of a loop that averages with blocking calls."""
+"""Local SGD: parameters equal those of a loop that averages with blocking calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 11
 
 
 class Twin:
-    """The same rounds with blocking calls, written down step by step."""
+    """The same rounds with blocking calls, written out step by step."""
 
     def __init__(self, model: nn.Module, every: int, delay: int) -> None:
         self.parameters = [parameter.detach() for parameter in model.parameters()]
@@ -67,7 +67,7 @@ async def against_blocking(me: Rank, every: int, delay: int) -> None:
 
 @pytest.mark.parametrize(("every", "delay"), [(1, 0), (4, 0), (4, 3), (3, 3), (1, 1)])
 def test_as_blocking_rounds(world: World, runner: str, every: int, delay: int) -> None:
-    """Waited for at once, some steps later, or when the next round begins."""
+    """A round is waited for immediately, some steps later, or when the next round begins."""
     if delay != 3 and runner == "trio":
         runner = "asyncio"
     world.run(against_blocking, every, delay, runner=runner)
@@ -82,7 +82,7 @@ async def hidden(me: Rank) -> None:
             await me.get(averaging)
             begun.append(sum(span.is_operation for span in timeline.spans) > 0)
             if me.rank == 0 and len(begun) == 2:
-                me.show("round begun")  # the other rank has not come to its first step yet
+                me.show("round begun")  # the other rank has not reached its first step yet
             if me.rank == 1 and len(begun) == 1:
                 me.see("round begun")
         await averaging.finish()
@@ -91,7 +91,7 @@ async def hidden(me: Rank) -> None:
 
 
 def test_a_round_is_not_waited_for_before_it_is_due(pair: World) -> None:
-    """A rank goes on while another has not even begun the round."""
+    """A rank continues while another has not even begun the round."""
     pair.run(hidden, runner="asyncio")
 
 
@@ -119,7 +119,7 @@ def test_a_round_that_is_late_is_taken_up_again(pair: World, runner: str) -> Non
 
 
 async def cut_short_at_the_end(me: Rank, delay: int) -> None:
-    """Rank 0's await of the second round is cut short, in which the delayed average of the first is due."""
+    """Rank 0's await of the second round is cancelled; the delayed average of the first is due in it."""
     parameter = nn.Parameter(torch.full((3,), float(me.rank)))
     averaging = ac.overlap.average_parameters([parameter], every=1, delay=delay)
     if delay and me.rank == 0:
@@ -143,7 +143,7 @@ async def cut_short_at_the_end(me: Rank, delay: int) -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_step_that_was_cut_short_before_the_end(pair: World, loop: str, delay: int) -> None:
-    """The rank made its next step for that one, and was one behind ever after."""
+    """Regression: the rank took its next step for this one, and stayed one step behind."""
     pair.run(cut_short_at_the_end, delay, runner=loop)
 
 
@@ -158,7 +158,7 @@ async def failed(me: Rank) -> None:
 
 
 def test_after_a_round_that_failed_comes_another(pair: World, loop: str) -> None:
-    """Its error was raised again for ever."""
+    """Regression: the error of the failed round was raised forever."""
     pair.run(failed, runner=loop)
 
 

@@ -1,4 +1,4 @@
-"""What belongs to certain tensors in one process is not copied: a copy would send the same memory."""
+"""Objects bound to certain tensors of one process are not copied: a copy would send the same memory."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def as_ddp_alone(me: Rank) -> None:
     ours.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)
     with ac.trace.recording() as timeline:
         for step in range(3):
-            beside = ac.all_reduce(step)  # on another lane, while the buckets are out
+            beside = ac.all_reduce(step)  # on another lane, while the buckets are in flight
             for model in (theirs, ours):
                 model.zero_grad()
                 loss_of(model, batch(me.rank, step)).backward()
@@ -45,7 +45,7 @@ async def as_ddp_alone(me: Rank) -> None:
 
 
 def test_the_gradients_of_ddp(ddp_world: World) -> None:
-    """In several buckets, over steps in which DDP makes its buckets anew."""
+    """There are several buckets, and DDP rebuilds them between steps."""
     ddp_world.run(as_ddp_alone, runner="asyncio")
 
 
@@ -66,7 +66,7 @@ async def reduced_twice(me: Rank) -> None:
 
 
 def test_a_model_in_ddp_is_refused_by_what_reduces_itself(pair: World) -> None:
-    """Both would write the same gradients at once."""
+    """Both would write the same gradients."""
     pair.run(reduced_twice)
 
 
@@ -86,12 +86,12 @@ async def accumulated(me: Rank) -> None:
 
 
 def test_no_sync_and_unused_parameters(ddp_world: World) -> None:
-    """DDP's own means work as ever."""
+    """DDP's own features work as usual."""
     ddp_world.run(accumulated, runner="blocking")
 
 
 def test_a_bucket_that_times_out_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callback waited as long again as the thread had."""
+    """Regression: the callback waited for a second timeout after the thread's."""
     waits: list[object] = []
 
     class Late:
@@ -106,7 +106,7 @@ def test_a_bucket_that_times_out_is_waited_for_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_another_state_is_refused() -> None:
-    """With the line to write."""
+    """The error has the line to write."""
     with pytest.raises(ac.InvalidArgumentError, match=r"register_comm_hook\(ac\.overlap\.DDPState\(\)"):
         ac.overlap.ddp_hook(None, None)
 
@@ -134,6 +134,6 @@ LOSES = """
 
 @pytest.mark.slow
 def test_a_lost_rank_is_named(tmp_path: Path) -> None:
-    """Out of backward, as DDP's RuntimeError with our text."""
+    """Backward raises DDP's RuntimeError with our text."""
     ended = scripts.run(tmp_path, LOSES, ranks=2)
     assert "PeerLostError" in ended[0].out and "rank 1" in ended[0].out, ended[0].out + ended[0].err

@@ -1,4 +1,4 @@
-"""Layers shared out over the ranks and fetched ahead: the numbers of the whole layers."""
+"""Layers sharded over the ranks and prefetched: same results as with whole layers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def against_whole(me: Rank, ahead: int) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 9])
 def test_as_the_whole_layers(world: World, runner: str, ahead: int) -> None:
-    """Trained for some steps: bit for bit on one and two ranks, whatever is fetched ahead."""
+    """After some steps the results are equal bit for bit on one and two ranks, whatever is prefetched."""
     if ahead != 1 and runner == "trio":
         runner = "asyncio"
     world.run(against_whole, ahead, runner=runner)
@@ -89,11 +89,11 @@ async def ahead_of_use(me: Rank) -> None:
             layer(torch.ones(1, 3))
             started.append(sum(span.is_operation for span in timeline.spans))
         assert [layer.module for layer in reversed(layers)] == [layer.module for layer in list(layers)[::-1]]
-    assert started == [6, 8, 8, 8]  # of each layer its number, and its parts
+    assert started == [6, 8, 8, 8]  # for each layer its number and its shards
 
 
 def test_the_next_layers_are_under_way(pair: World) -> None:
-    """While one is used the next two have been started, and no more."""
+    """While one layer is used, the next two have been started, and no more."""
     pair.run(ahead_of_use, runner="asyncio")
 
 
@@ -107,12 +107,12 @@ async def left_early(me: Rank) -> None:
 
 
 def test_a_loop_that_is_left_early(pair: World) -> None:
-    """What was started goes on by itself, and the next loop is right."""
+    """Operations that were started complete anyway, and the next loop is right."""
     pair.run(left_early, runner="asyncio")
 
 
 def test_training_and_evaluation_are_the_layers_too() -> None:
-    """In place of the layers in a model, whose `eval()` reaches them."""
+    """The sharded layers take the place of the layers in a model, whose `eval()` reaches them."""
     layers = ac.overlap.shard_layers([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))])
     x = torch.ones(64, 4)
     model = nn.Sequential(layers).eval()
@@ -123,7 +123,7 @@ def test_training_and_evaluation_are_the_layers_too() -> None:
 
 
 def test_refused() -> None:
-    """Before anything is sent or taken over."""
+    """The call is refused before anything is sent or taken over."""
     tied = nn.Linear(2, 2)
     with raising(ac.InvalidArgumentError, "layers 0 and 2 share"):
         ac.overlap.shard_layers([tied, nn.Linear(2, 2), tied])
@@ -136,7 +136,7 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_an_optimizer_that_looks_at_whole_parameters(scheduled: bool) -> None:
-    """Refused in its first step: on parts it came to other numbers in silence."""
+    """It is refused in its first step. Regression: on shards it silently computed other numbers."""
     layers = ac.overlap.shard_layers([nn.Linear(3, 4)])
     optimizer = torch.optim.Adafactor(layers.parameters())
     if scheduled:
@@ -152,7 +152,7 @@ def test_an_optimizer_that_looks_at_whole_parameters(scheduled: bool) -> None:
 
 
 def test_layers_that_are_frozen_and_unfrozen_in_the_model() -> None:
-    """Their parts follow: they were trained, or not, as before."""
+    """The shards follow. Regression: they were trained, or not, as before."""
     blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)])
     layers = ac.overlap.shard_layers(blocks)
     first, second = layers.parameters()

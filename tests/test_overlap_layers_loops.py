@@ -1,4 +1,4 @@
-"""Sharded layers in the loops that people write: what one process comes to that has the whole layers."""
+"""Sharded layers in realistic loops: same results as one process with the whole layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worlds import World
 
 
 class Tied(nn.Module):
-    """One parameter under two names, a buffer, and one that is not saved."""
+    """A layer with a parameter under two names, a buffer, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ async def trained(me: Rank, reshard: bool) -> None:
             names = [span.name for span in timeline.spans if span.is_operation]
             if me.size > 1:
                 assert names.count("reduce_scatter") == 4
-                assert names.count("all_gather") == 2 * (8 if reshard else 4)  # each with its number
+                assert names.count("all_gather") == 2 * (8 if reshard else 4)  # with each layer's number
         if turn % 2:
             norm = await layers.clip_grad_norm_(0.05)
             assert close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05))
@@ -95,7 +95,7 @@ async def trained(me: Rank, reshard: bool) -> None:
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
 def test_accumulated_and_clipped(world: World, reshard: bool) -> None:
-    """Gradients gather over backwards; full parameters are kept for backward, or gathered again."""
+    """Gradients accumulate over backwards; full parameters are kept for backward, or gathered again."""
     world.run(trained, reshard, runner="asyncio")
 
 
@@ -129,7 +129,7 @@ async def interrupted(me: Rank) -> None:
 
 
 def test_a_loop_that_raises_on_one_rank(several: World) -> None:
-    """Once it has gathered what it left out, the ranks are in step again."""
+    """Once the rank has gathered the layers it left out, the ranks are in step again."""
     several.run(interrupted, runner="asyncio")
 
 
@@ -143,7 +143,7 @@ async def dropped_differently(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_ranks_that_run_different_layers() -> None:
-    """Of one shape, with everything checked: both are named."""
+    """The layers have the same shape, and everything is checked: the error names both."""
     worlds.world("gloo", 2, check="full").run(dropped_differently, runner="asyncio")
 
 
@@ -157,7 +157,7 @@ async def converted(me: Rank) -> None:
 
 
 def test_conversions_reach_what_the_layers_hold(pair: World) -> None:
-    """Buffers too."""
+    """Buffers are converted, too."""
     pair.run(converted, runner="asyncio")
 
 
@@ -166,15 +166,15 @@ def samples(turn: int) -> Tensor:
 
 
 def made() -> tuple[nn.Module, nn.ModuleList]:
-    """A model for the sharded optimizer, and layers."""
+    """Make a model for the sharded optimizer, and layers."""
     torch.manual_seed(5)
     head = alike(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)))
     return head, blocks()
 
 
 async def steps(me: Rank, directory: str, turns: range, resume: bool) -> list[float]:
-    """Some steps from a checkpoint, or from nothing, to a checkpoint; the losses of all data."""
-    from torch.distributed import checkpoint  # a second to import
+    """Train from a checkpoint, or from scratch, to a checkpoint; return the losses of all data."""
+    from torch.distributed import checkpoint  # slow to import
     from torch.distributed.checkpoint import format_utils
 
     head, body = made()
@@ -241,9 +241,9 @@ async def alone(turns: range) -> list[float]:
 
 @pytest.mark.processes
 def test_resumed_on_another_number_of_ranks(tmp_path: Any) -> None:
-    """Saved on two by torch's distributed checkpoint, resumed on three and on one: as if without a break.
+    """State saved on two ranks by torch's distributed checkpoint resumes on three and one as without a break.
 
-    The state of the optimizers from the one file that torch makes of it, where numbers have become strings.
+    The optimizers' state is read from the one file that torch makes of it, where numbers have become strings.
     """
     coroutine = alone(range(5))
     with pytest.raises(StopIteration) as stop:
@@ -279,7 +279,7 @@ def _filled_up(x: Tensor, multiple: int) -> Tensor:
 
 
 def _parts_of_gradients(twin: nn.ModuleList, me: Rank) -> list[Tensor]:
-    """Of each layer the part of this rank: parameters begin at 16 bytes, and so do parts."""
+    """Return this rank's shard of each layer; parameters begin at 16 bytes, and so do shards."""
     whole = [torch.cat([_filled_up(x.grad.reshape(-1), 4) for x in layer.parameters()]) for layer in twin]
     padded = [_filled_up(x, 4 * me.size) for x in whole]
     return [x.chunk(me.size)[me.rank] for x in padded]
@@ -287,14 +287,14 @@ def _parts_of_gradients(twin: nn.ModuleList, me: Rank) -> list[Tensor]:
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
 def test_layers_that_ranks_leave_out(several: World, reshard: bool) -> None:
-    """Each rank another: what it has not called has zeros from it, and no parts of two layers meet."""
+    """Each rank leaves out another layer, and gives zeros for it; shards of two layers are never mixed."""
     several.run(dropped, reshard, runner="asyncio")
 
 
 async def at_different_layers(me: Rank) -> None:
     layers = ac.overlap.shard_layers([nn.Linear(8, 8) for _ in range(3)], ahead=0, lane="crossed")
     loop = reversed(layers) if me.rank else layers
-    # Ranks of one host tell the calls themselves apart, by the layer that each names.
+    # Ranks of one host tell the calls apart, by the layer that each names.
     by_calls = me.backend in ("gloo", "memory", "mpi")
     says = ["'layer 0'", "'layer 2'"] if by_calls else ["rank 0 layer 0, rank 1 layer 2"]
     with raising(ac.CollectiveMismatchError, *says, "layers.finish_loop()"):
@@ -303,12 +303,12 @@ async def at_different_layers(me: Rank) -> None:
 
 
 def test_ranks_at_different_layers_are_told(pair: World) -> None:
-    """Without check="full", too: their halves would have made one layer of the same shape."""
+    """This holds without check="full", too: the shards would have made one layer of the same shape."""
     pair.run(at_different_layers)
 
 
 async def shared_out_anew(me: Rank) -> None:
-    """The last call on a lane fails while its layers are in a caller's variables; the next have that lane."""
+    """A lane's last call fails while the caller still holds its layers; the next layers use that lane."""
 
     async def fail(layers: ac.overlap.ShardedLayers) -> None:
         async for _ in reversed(layers) if me.rank else layers:
@@ -324,7 +324,7 @@ async def shared_out_anew(me: Rank) -> None:
 
 
 def test_a_failed_call_keeps_no_layers(pair: World) -> None:
-    """Its error had the frames of who caught it, and those the layers, whose lane was refused to others."""
+    """Regression: its error kept frames that held the layers, so others were refused the layers' lane."""
     pair.run(shared_out_anew)
 
 
@@ -341,12 +341,12 @@ async def refused_by_one(me: Rank) -> None:
 
 
 def test_layers_that_one_rank_refuses_to_share_out(pair: World) -> None:
-    """The others are told by their next call on the lane, where they had waited for this rank."""
+    """The others learn of it in their next call on the lane, in which they had waited for this rank."""
     pair.run(refused_by_one)
 
 
 async def graphed_differently(me: Rank, count: int) -> None:
-    """Each rank leaves another layer out: of one set, or of the first and the second of two."""
+    """Each rank leaves out another layer: of one set, or of the first and the second of two."""
     whole = alike(nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
     sets = [ac.overlap.shard_layers(whole[start : start + 4 // count]) for start in range(0, 4, 4 // count)]
     for turn in range(3):
@@ -364,12 +364,12 @@ async def graphed_differently(me: Rank, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_graphs_of_gradients_where_ranks_leave_layers_out(pair: World, count: int) -> None:
-    """Refused at the first layer; ranks had waited for each other in different sets of layers."""
+    """The first layer is refused. Regression: ranks waited for each other in different sets of layers."""
     pair.run(graphed_differently, count, runner="asyncio")
 
 
 async def backward_raised(me: Rank) -> None:
-    """On one rank, in the middle of the layers, of which the loop's variable keeps the last alive."""
+    """Backward raises on one rank, between the layers, the last of which the loop's variable keeps alive."""
     layers = ac.overlap.shard_layers(blocks())
     for turn in range(3):
         x = rows(me.rank, turn)
@@ -390,12 +390,12 @@ def divided(_: Tensor) -> None:
 
 
 def test_a_backward_that_raises_between_layers(several: World) -> None:
-    """The others are told although the rank keeps a layer of that loop, and all go on in step."""
+    """The others are told although the rank keeps a layer of that loop, and all continue in step."""
     several.run(backward_raised, runner="asyncio")
 
 
 async def backwards_raised(me: Rank) -> None:
-    """On all ranks, each at another layer, so that each has sent so many gradients."""
+    """Backward raises on all ranks, each at another layer, so each has sent another number of gradients."""
     twin = blocks()
     layers = ac.overlap.shard_layers(blocks())
     for turn in range(3):
@@ -417,12 +417,12 @@ async def backwards_raised(me: Rank) -> None:
 
 
 def test_backwards_that_raise_at_different_layers(world: World) -> None:
-    """Gradients of the next backward were added to those that one rank had sent; a rank alone never ended."""
+    """Regression: the next backward's gradients were added to those one rank had sent; a single rank hung."""
     world.run(backwards_raised, runner="asyncio")
 
 
 async def loops_raised(me: Rank, reshard: bool) -> None:
-    """Two loops in one backward, of which each rank comes so far: nobody waits for anybody."""
+    """One backward covers two loops; each rank gets to another point, and no rank waits for another."""
     twin = blocks()
     layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
     for turn, places in enumerate(([(1, 2), (1, 0), (0, 1)], [(0, 0), (1, 0), (1, 1)])):
@@ -452,12 +452,12 @@ async def loops_raised(me: Rank, reshard: bool) -> None:
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_backwards_that_raise_in_different_loops(several: World, reshard: bool) -> None:
-    """A rank that came to the second loop alone was ahead of the others: later gradients met its old ones."""
+    """Regression: the only rank to reach the second loop stayed ahead; later gradients met its old ones."""
     several.run(loops_raised, reshard, runner="asyncio")
 
 
 async def left_out_of_the_loss(me: Rank) -> None:
-    """The last rank's second loss has nothing to do with the layers, which it has called."""
+    """The last rank has called the layers, but its second loss does not depend on them."""
     layers = ac.overlap.shard_layers(blocks())
     says = f"backward on rank {me.size - 1} has reached no layer of its loop 2"
     for turn in range(3):
@@ -472,7 +472,7 @@ async def left_out_of_the_loss(me: Rank) -> None:
 
 
 def test_a_rank_whose_loss_leaves_the_layers_out(several: World) -> None:
-    """Nobody hangs: all others are told which rank it was, and go on in step with it."""
+    """No rank hangs: all others are told which rank it was, and continue in step with it."""
     several.run(left_out_of_the_loss, runner="asyncio")
 
 
@@ -488,7 +488,7 @@ class Steps(nn.Module):
         return steps
 
 
-#: Layers that keep what they were called with, or save what they give: without their loops' help.
+#: Layers that keep their inputs, or save their outputs, without help from their loops.
 KEEPING = {"LSTM": Steps, "Sigmoid": lambda: nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())}
 
 
@@ -516,12 +516,12 @@ def lets_go(me: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_a_loop_has_made_goes_with_its_loss(pair: World, name: str) -> None:
-    """At once, backward or not: layers are shared out to save memory; and by that peers are told of it."""
+    """It is freed at once, with or without a backward, which saves memory and informs the peers."""
     pair.run(lets_go, name, runner="blocking")
 
 
 class Formed(nn.Module):
-    """A layer whose operation saves its weight in another form than that in which it is shared out."""
+    """A layer whose operation saves its weight in another form than the one in which it is sharded."""
 
     def __init__(self, form: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -529,7 +529,7 @@ class Formed(nn.Module):
         self.weight = nn.Parameter(torch.ones((4, 4) if dtype.is_complex else (4, 4, 2), dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        graph = torch.eye(4, dtype=x.dtype).to_sparse()  # which is saved, too
+        graph = torch.eye(4, dtype=x.dtype).to_sparse()  # saved as well
         return torch.sparse.mm(graph, x) * self.form(self.weight)
 
 
@@ -562,12 +562,12 @@ def in_another_form(me: Rank, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_layer_saves_in_another_form(pair: World, form: str) -> None:
-    """Gathered again for backward, it came back in the form in which it is shared out, in silence."""
+    """Regression: gathered again for backward, it silently came back in its sharded form."""
     pair.run(in_another_form, form, runner="blocking")
 
 
 def test_what_a_layer_saves_is_not_changed_in_place() -> None:
-    """Autograd does not look at the versions of what hooks have saved: the gradient was another one."""
+    """Autograd checks no versions of what hooks saved. Regression: the gradient was silently wrong."""
     for change in (lambda x: x.mul_(2), lambda x: x + x.relu_()):
         whole = alike(nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(2)]))
         layers = ac.overlap.shard_layers(copy.deepcopy(whole), reshard_after_forward=True)
@@ -597,7 +597,7 @@ async def stepped_between(me: Rank) -> None:
 
 
 def test_a_backward_after_the_step_of_another(several: World) -> None:
-    """Gathered again were the stepped parameters: the gradient was of neither the old ones nor the new."""
+    """Regression: stepped parameters were gathered again; the gradient matched neither old nor new ones."""
     several.run(stepped_between, runner="asyncio")
 
 
@@ -616,12 +616,12 @@ async def normalized(me: Rank) -> None:
 
 
 def test_a_state_has_the_buffers_of_the_first_rank(pair: World) -> None:
-    """Each rank has its own, so the state was another on each."""
+    """Regression: each rank has its own buffers, so the state differed between ranks."""
     pair.run(normalized)
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    """A buffer was missed when the parameters had been overwritten, and one of another shape was spread."""
+    """Regression: parameters were overwritten before a missing buffer was noticed; a shape was broadcast."""
     layers = ac.overlap.shard_layers([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
     state = layers.full_state_dict().wait()
     other = {name: value + 1 for name, value in state.items()}
@@ -635,7 +635,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_a_state_of_several_dtypes_is_loaded_exactly() -> None:
-    """What came after a tensor of half precision in its layer was rounded to that, too."""
+    """Regression: tensors behind one of half precision in the same layer were rounded to that, too."""
     layers = ac.overlap.shard_layers([nn.Linear(2, 2)])
     state = {
         "0.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).half(),
@@ -648,7 +648,7 @@ def test_a_state_of_several_dtypes_is_loaded_exactly() -> None:
 
 
 class Counting(nn.Module):
-    """A layer with state of its own kind."""
+    """A layer with extra state."""
 
     def __init__(self, seen: object) -> None:
         super().__init__()
@@ -679,12 +679,12 @@ async def with_extra_state(me: Rank) -> None:
 
 
 def test_the_extra_state_of_modules_is_saved_and_loaded(pair: World, runner: str) -> None:
-    """It was sent as a payload, which has to be alike on all ranks, and loading it was an AttributeError."""
+    """Regression: it was sent as a payload, which must match on all ranks; loading raised AttributeError."""
     pair.run(with_extra_state, runner=runner)
 
 
 def test_an_optimizer_takes_a_state_from_before_its_first_step() -> None:
-    """With it, it has none: it kept its momentum."""
+    """That state is empty. Regression: the optimizer kept its momentum."""
     layers = ac.overlap.shard_layers([nn.Linear(2, 2)])
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
     before = layers.full_optimizer_state(optimizer).wait()

@@ -1,4 +1,4 @@
-"""A step that one rank alone leaves out of a loop with ``overlap_gradients``: said in the next reduction."""
+"""A step that one rank leaves out of a loop with ``overlap_gradients`` is reported in the next reduction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 6
 
 
 class Heard(logging.Handler):
-    """What was said of steps."""
+    """Collects the messages about steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ def pickled(net: nn.Module, x: torch.Tensor) -> None:
     torch.load(file, weights_only=False)(x)
 
 
-#: What one rank may do between two steps without a word.
+#: What one rank may do between two steps without causing a message.
 MEANT = {one.__name__: one for one in (no_forward, without_gradients, evaluated, another, pickled)}
 
 
 async def trained(
     me: Rank, left: dict[int, int], extra: Callable[[nn.Module, torch.Tensor], None]
 ) -> list[str]:
-    """``left``: which step each rank leaves out, after its forward. Awaits as often on every rank."""
+    """``left`` says which step each rank leaves out after its forward. All ranks await equally often."""
     heard = Heard()
     net = model()
     with ac.overlap_gradients(net) as gradients:
@@ -103,7 +103,7 @@ async def one_leaves_out(me: Rank, left: dict[int, int]) -> None:
     (told,) = heard
     ranks = sorted(left)
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    # Both backwards come to the place of the step that was left out: the third, where steps count from 0.
+    # Both backwards arrive at the place of the step that was left out: the third, counting from 0.
     assert told.startswith("before reduction 3 on lane 'gradients/backward' (")
     assert f") {named} (of the group) ran the model's" in told
     file, _, line = told.partition(" (")[2].partition(")")[0].rpartition(":")
@@ -116,7 +116,7 @@ def test_the_rank_that_leaves_a_step_out_is_named(several: World, loop: str, lef
 
 
 async def all_alike(me: Rank) -> None:
-    """A step that all leave out is left out; so may be the very first one, or what comes before it."""
+    """All ranks may leave a step out; a rank may also leave out the first one, or what precedes it."""
     assert await trained(me, dict.fromkeys(range(me.size), 2), no_forward) == []
     assert await trained(me, {1: 0}, no_forward) == []
 
@@ -135,7 +135,7 @@ def test_what_is_not_for_training_is_no_step(pair: World, name: str) -> None:
 
 
 async def without_backward(me: Rank) -> None:
-    """A rank whose loss is not finite awaits all the same: it gives zeros, and nothing is said."""
+    """A rank whose loss is not finite still awaits: it contributes zeros, and there is no message."""
     heard = Heard()
     net = model()
     with ac.overlap_gradients(net, op="sum") as gradients:
@@ -157,7 +157,7 @@ def test_a_rank_that_awaits_without_backward_is_in_step(several: World) -> None:
 
 
 async def two_forwards(me: Rank) -> None:
-    """Several forwards for one backward, in numbers that differ: rollouts, crops."""
+    """One backward follows several forwards, whose number differs between ranks, as in rollouts and crops."""
     heard = Heard()
     net = model()
     with ac.overlap_gradients(net) as gradients:
@@ -189,7 +189,7 @@ async def hooks_go(me: Rank) -> None:
 
 
 async def other_kinds(me: Rank, kind: str) -> None:
-    """What counts forwards must not get in the way of what torch makes of a module."""
+    """Counting forwards must not interfere with what torch makes of a module."""
     heard = Heard()
     net = torch.jit.script(model()) if kind == "scripted" else model()
     with ac.overlap_gradients(net) as gradients:

@@ -1,4 +1,4 @@
-"""What methods that wait several times return: awaited, waited for, asked for twice, and forgotten."""
+"""What methods with several waits return: awaited, waited for, asked for twice, and forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asynccoll.testing import simulate
 
 
 def sharded() -> tuple[nn.Linear, ac.overlap.ShardedOptimizer]:
-    """Of a world of one, with gradients of one everywhere: a step takes 0.5 off."""
+    """Make an optimizer in a world of one, with gradients of one everywhere: a step subtracts 0.5."""
     model = nn.Linear(2, 1)
     nn.init.ones_(model.weight)
     optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -66,21 +66,21 @@ def late(rank: int) -> list[float]:
 
 
 def test_a_wait_of_limited_time_is_continued_by_the_next() -> None:
-    """One limit for all that the call waits for, as ``Work.wait`` has."""
+    """A limit covers everything that the call waits for, as in ``Work.wait``."""
     report = simulate(late, world_size=2, loop="none")
     report.check()
-    # Gradients of 0 and 1 average to 0.5, of which half is taken off.
+    # Gradients of 0 and 1 average to 0.5, of which half is subtracted.
     assert report.results == {0: [0.75, 0.75], 1: [0.75, 0.75]}
 
 
 def another(optimizer: Any) -> bool:
-    """Call the method again, and wait. Returns whether the step is done then."""
+    """Call the method again, and wait. Return whether the first step is done then."""
     optimizer.step().wait()
     return True
 
 
 def news(optimizer: Any) -> bool:
-    """Forget the gradients, of which this rank's have been sent: refused."""
+    """Drop gradients that this rank has already sent, which is refused; return that the step is not done."""
     with pytest.raises(ac.InvalidArgumentError, match=r"zero_grad\(\) before step\(\) was complete"):
         optimizer.zero_grad()
     return False
@@ -97,7 +97,7 @@ def news(optimizer: Any) -> bool:
 def test_a_wait_continues_its_own_call_whatever_came_between(
     make: Any, between: Callable[[Any], bool]
 ) -> None:
-    """It began another step, in which no other rank took part."""
+    """Regression: it began another step, in which no other rank took part."""
 
     def main(rank: int) -> list[float]:
         model = nn.Linear(2, 1, bias=False)
@@ -162,7 +162,7 @@ def test_a_step_that_is_awaited_twice_is_one(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [sharded, awaited])
 def test_a_step_that_has_failed_is_not_begun_anew(make: Any) -> None:
-    """By a later wait: the other ranks, whose step is over, would never take part. It gets the same error."""
+    """A later wait gets the same error: the other ranks, whose step is over, would never take part again."""
     called = []
 
     def closure() -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_a_step_that_has_failed_is_not_begun_anew(make: Any) -> None:
 
 
 def test_a_step_that_was_refused_while_another_was_waited_for_may_be_awaited_again() -> None:
-    """Nothing of it had begun."""
+    """Nothing of the step had begun."""
 
     async def main(rank: int) -> None:
         model = nn.Linear(2, 1)
@@ -216,7 +216,7 @@ def test_a_step_that_was_refused_while_another_was_waited_for_may_be_awaited_aga
 
 @pytest.mark.parametrize(("make", "name"), [(sharded, "ShardedOptimizer"), (awaited, "AsyncOptimizer")])
 def test_a_forgotten_step_is_told(make: Any, name: str) -> None:
-    """When it is dropped, and by the next call, which would be the first for the other ranks."""
+    """The user is told when it is dropped, and in the next call, which would be the other ranks' first."""
     model, optimizer = make()
     said = rf"{name}\.step\(\) at .*test_overlap_pending\.py:\d+ was never awaited, and has done nothing"
     with pytest.warns(ac.UnawaitedWorkWarning, match=said):
@@ -224,7 +224,7 @@ def test_a_forgotten_step_is_told(make: Any, name: str) -> None:
     assert model.weight.tolist() == [[1.0, 1.0]]
     with pytest.raises(ac.InvalidArgumentError, match=said):
         optimizer.step()
-    optimizer.step().wait()  # told once, it may be made up for
+    optimizer.step().wait()  # told once, the user may make up for it
     optimizer.close()
     assert model.weight.tolist() == [[0.5, 0.5]]
 
@@ -232,7 +232,7 @@ def test_a_forgotten_step_is_told(make: Any, name: str) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize(("make", "name"), [(sharded, "ShardedOptimizer"), (awaited, "AsyncOptimizer")])
 def test_a_forgotten_step_is_told_by_the_next_backward(make: Any, name: str, is_kept: bool) -> None:
-    """Which comes before the next call on the optimizer, in a training loop; also where the step was kept."""
+    """In a training loop, backward precedes the optimizer's next call; the step may also have been kept."""
     model, optimizer = make()
     cure = r"write `await optimizer\.step\(\)` \(or \.step\(\)\.wait\(\)\)"
     said = rf"^{name}\.step\(\) at .*test_overlap_pending\.py:\d+ was never awaited.*: {cure}$"
@@ -252,7 +252,7 @@ def test_a_forgotten_step_is_told_by_the_next_backward(make: Any, name: str, is_
 
 
 def test_gradients_that_are_returned_do_not_hide_that_a_step_was_forgotten() -> None:
-    """``torch.autograd.grad`` adds to nothing that is being sent, and is not refused."""
+    """``torch.autograd.grad`` adds nothing to gradients in flight, and is not refused."""
     model, optimizer = awaited()
     step = optimizer.step()
     torch.autograd.grad(model(torch.ones(1, 2)).sum(), [*model.parameters()])
@@ -289,7 +289,7 @@ def test_what_takes_arguments_is_written_so() -> None:
 
 @pytest.mark.parametrize("how", ["overlap_gradients", "async_optim", "shard_optimizer"])
 def test_a_rank_with_fewer_batches_is_told_what_to_do(how: str) -> None:
-    """In the error of the others, once it has left, in the calls that the program makes."""
+    """Once the rank has left, the others' error says so, in terms of the calls that the program makes."""
 
     async def main(rank: int) -> None:
         model = nn.Linear(2, 1)
@@ -314,7 +314,7 @@ def test_a_rank_with_fewer_batches_is_told_what_to_do(how: str) -> None:
 
 @pytest.mark.parametrize("make", [sharded, awaited])
 def test_it_is_waited_for_by_itself(make: Any) -> None:
-    """It begins when it is waited for, and calls collectives: works are in flight already."""
+    """A step begins when it is waited for, and calls collectives, whereas works are in flight already."""
     _, optimizer = make()
     step = optimizer.step()
     for works in (step, [step], [optimizer.gradients]):
@@ -330,13 +330,13 @@ def test_it_is_not_its_result() -> None:
     _, optimizer = sharded()
     norm = optimizer.clip_grad_norm_(1.0)
     with pytest.raises(ac.PayloadTypeError, match=re.escape("<ShardedOptimizer.clip_grad_norm_() at ")):
-        norm > 1.0  # noqa: B015  # what somebody writes who forgot to await
+        norm > 1.0  # noqa: B015  # what a user writes who forgot to await
     assert norm.wait().item() == pytest.approx(3**0.5)
     optimizer.close()
 
 
 def test_one_whose_misuse_has_raised_does_not_warn_as_well() -> None:
-    """It has done nothing all the same, which the next call says."""
+    """Still, it has done nothing, which the next call says."""
     _, optimizer = sharded()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -349,7 +349,7 @@ def test_one_whose_misuse_has_raised_does_not_warn_as_well() -> None:
 
 
 def test_one_that_failed_fails_again() -> None:
-    """With the same error; whoever looks for its result late is not told that it is done."""
+    """It raises the same error; a late waiter is not told that the step is done."""
     _, optimizer = sharded()
 
     def closure() -> float:
@@ -373,7 +373,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("shares_out", [False, True])
 def test_schedulers_take_it(name: str, shares_out: bool) -> None:
-    """The rates, and so the weights, are those of torch's optimizer under the same scheduler."""
+    """Rates, and so the weights, equal those of torch's optimizer under the same scheduler."""
 
     def train(wrap: Any) -> tuple[list[float], list[list[float]]]:
         model = nn.Linear(2, 1)
