@@ -1,4 +1,4 @@
-"""A sharded optimizer: the parameters that the whole optimizer comes to on averaged gradients."""
+"""A sharded optimizer: same parameters as the whole optimizer on averaged gradients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def same_parameters(me: Rank, ours: nn.Module, twin: nn.Module, exact: bool = Tr
 
 
 def average(model: nn.Module) -> None:
-    """The blocking twin's gradients; what no rank used counts as zeros."""
+    """Average the blocking twin's gradients; a gradient that no rank has counts as zeros."""
     for parameter in model.parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = ac.all_reduce(gradient, op="avg").wait()
@@ -66,7 +66,7 @@ async def both_step(
     twin: nn.Module,
     loss: Callable[[nn.Module], Tensor],
 ) -> None:
-    """One step of the sharded optimizer, and of its blocking twin."""
+    """Take one step of the sharded optimizer, and one of its blocking twin."""
     optimizer.zero_grad()
     loss(ours).backward()
     await step(me, optimizer)
@@ -110,7 +110,7 @@ async def against_whole(me: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_the_whole_optimizer(world: World, runner: str, name: str) -> None:
-    """With accumulation and a scheduler: bit for bit on one and two ranks."""
+    """With accumulation and a scheduler, parameters are equal bit for bit on one and two ranks."""
     if name != "AdamW" and runner == "trio":
         runner = "asyncio"
     world.run(against_whole, name, runner=runner)
@@ -150,7 +150,7 @@ async def clipped_at_length(me: Rank) -> None:
 
 
 def test_the_norm_of_long_parts(world: World) -> None:
-    """Of a million elements on each rank, where torch's own norm in float32 is off by 1e-5."""
+    """Each rank has a million elements, for which torch's own norm in float32 is off by 1e-5."""
     world.run(clipped_at_length, runner="asyncio")
 
 
@@ -162,7 +162,7 @@ async def scaled(me: Rank) -> None:
         for turn in range(4):
             x = batch(me.rank, turn)
             if turn == 1 and me.rank == 0:
-                x = torch.full_like(x, torch.inf)  # of one rank, in every rank's part
+                x = torch.full_like(x, torch.inf)  # on one rank, but in every rank's shard
             optimizer.zero_grad()
             scalers[0].scale(loss_of(ours, x)).backward()
             await optimizer.clip_grad_norm_(0.01 * scalers[0].get_scale())
@@ -182,7 +182,7 @@ async def scaled(me: Rank) -> None:
 
 
 def test_a_gradient_scaler_skips_on_all_ranks(world: World) -> None:
-    """What overflows on one rank is noticed on those whose parts are finite."""
+    """An overflow on one rank is noticed on ranks whose shards are finite."""
     world.run(scaled, runner="asyncio")
 
 
@@ -206,7 +206,7 @@ async def mixed(me: Rank) -> None:
 
 
 def test_dtypes_autocast_and_unused_parameters(world: World) -> None:
-    """Layers of bfloat16 and float32; what a rank did not use counts as zeros."""
+    """Layers have bfloat16 or float32; a gradient that a rank lacks counts as zeros."""
     world.run(mixed, runner="asyncio")
 
 
@@ -245,12 +245,12 @@ async def used_elsewhere(me: Rank) -> None:
 
 
 def test_a_parameter_that_nobody_waited_for(pair: World, runner: str) -> None:
-    """Used outside of its module's forward it is refused, not silently half of the last step."""
+    """Used outside its module's forward, it is refused instead of silently being half of the last step's."""
     pair.run(used_elsewhere, runner=runner)
 
 
 class Late(nn.Module):
-    """Reads one layer's weight by itself, then calls another layer."""
+    """Reads one layer's weight directly, then calls another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ async def waited_for_too_late(me: Rank) -> None:
 
 
 def test_a_parameter_that_is_read_before_its_bucket_is_waited_for(pair: World, runner: str) -> None:
-    """Refused also where another module waits for the same bucket afterwards."""
+    """It is refused even if another module waits for the same bucket afterwards."""
     pair.run(waited_for_too_late, runner=runner)
 
 
@@ -290,7 +290,7 @@ async def compared_at_once(me: Rank) -> None:
 
 
 def test_parameters_that_are_compared_after_a_step(pair: World) -> None:
-    """They are waited for: as each rank had its own part of the step, they were said to have diverged."""
+    """They are waited for. Regression: ranks with only their shards of the step seemed to have diverged."""
     pair.run(compared_at_once)
 
 
@@ -311,7 +311,7 @@ async def written_too_early(me: Rank) -> None:
 
 
 def test_a_parameter_that_is_written_to_before_it_is_there(pair: World) -> None:
-    """Refused by the next forward: what came back overwrote it, or a part, in silence."""
+    """The next forward refuses. Regression: the gathered values silently overwrote all or part of it."""
     pair.run(written_too_early)
 
 
@@ -340,14 +340,14 @@ async def attending(me: Rank, bucket_bytes: int) -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 700], ids=["apart", "shared"])
 def test_attention_waits_for_its_output_projection(pair: World, bucket_bytes: int) -> None:
-    """Whose weight it reads without calling it."""
+    """Attention reads the projection's weight without calling the module."""
     pair.run(attending, bucket_bytes, runner="asyncio")
 
 
 @pytest.mark.parametrize("first", [torch.tensor(2.0), torch.full((2,), 1 + 1j)], ids=["0-d", "complex"])
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam])
 def test_a_state_of_a_first_parameter_of_another_kind(kind: Any, first: Tensor) -> None:
-    """It is tried with such a state: a state of one number was taken for one of all elements, and refused."""
+    """The check tries such a state. Regression: a single number was taken for elementwise, and refused."""
     model = nn.Linear(3, 2)
     model.first = nn.Parameter(first)
     optimizer = kind(sorted(model.parameters(), key=lambda x: x is not model.first))
@@ -362,12 +362,12 @@ def test_a_state_of_a_first_parameter_of_another_kind(kind: Any, first: Tensor) 
 
 
 def test_gradients_zeroed_by_data() -> None:
-    """It raises no version: the next gradients were added to the old ones."""
+    """`.data` bumps no version. Regression: the next gradients were added to the old ones."""
     model, whole = network(), network()
     optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     other = torch.optim.SGD(whole.parameters(), lr=0.1)
     for turn in range(3):
-        with optimizer.no_sync():  # a gradient of zeros is not one that was zeroed
+        with optimizer.no_sync():  # a gradient of zeros must not pass for one that was zeroed
             (model(batch(0, turn)).sum() * 0).backward()
         model(batch(0, turn)).square().mean().backward()
         whole(batch(0, turn)).square().mean().backward()
@@ -376,7 +376,7 @@ def test_gradients_zeroed_by_data() -> None:
         optimizer.gathered().wait()
         for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
             assert close(mine, its)
-            if turn < 1:  # then they accumulate
+            if turn < 1:  # afterwards they accumulate
                 assert mine.grad is not None and its.grad is not None
                 mine.grad.data.zero_()
                 its.grad.data.zero_()
@@ -388,7 +388,7 @@ def test_gradients_zeroed_by_data() -> None:
 
 
 def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    """Whose step is a scheduler's: it stepped with this one when another like it was tried."""
+    """Make an optimizer that a scheduler wraps; once, trying out a copy of it stepped this one."""
     optimizer = torch.optim.Adafactor(model.parameters())
     torch.optim.lr_scheduler.ConstantLR(optimizer)
     return optimizer
@@ -401,13 +401,13 @@ def twice(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Scaled(torch.optim.Optimizer):
-    """Its steps are scaled by a norm."""
+    """An optimizer whose steps are scaled by a norm."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
         for group in self.param_groups:
             of_all = torch.cat([x.grad.reshape(-1) for x in group["params"] if x.grad is not None])
             for x in group["params"]:
@@ -435,7 +435,7 @@ class Clipped(Scaled):
 
 
 class Kept(Scaled):
-    """With a state in float32, as where parameters are of bfloat16."""
+    """An optimizer with float32 state, as is usual for bfloat16 parameters."""
 
     def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
         mean: Tensor = self.state[x].setdefault("mean", torch.zeros_like(x, dtype=torch.float32))
@@ -475,7 +475,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    """Before anything is sent or taken over."""
+    """The call is refused before anything is sent or taken over."""
     make, says = REFUSED[name]
     model = network()
     before = [parameter.data_ptr() for parameter in model.parameters()]
@@ -504,7 +504,7 @@ ELEMENTWISE = (
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"maximize": True}], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_are_taken(name: str, options: dict[str, bool]) -> None:
-    """Whatever their rate, and whether they have stepped before."""
+    """They are accepted whatever their rate, and whether or not they have stepped before."""
     for lr in (0.0, 1e-6, 1.0):
         model = nn.Linear(3, 2)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, **options)
@@ -516,7 +516,7 @@ def test_elementwise_optimizers_are_taken(name: str, options: dict[str, bool]) -
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
 def test_a_saved_state_is_moved_to_its_parameter_as_torch_moves_it(options: dict[str, bool]) -> None:
-    """Also numbers, which are not elements of it: the steps of one that keeps them on the device."""
+    """This includes numbers that are not elementwise, such as step counts kept on the device."""
     parameter = nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"))
     state = {"step": torch.tensor(3), "sum": torch.ones(2), "mu": torch.tensor(0.5), "eta": 0.1}
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -543,7 +543,7 @@ def test_elementwise_optimizers_with_a_state_of_float32_are_taken() -> None:
 def test_a_close_that_fails_removes_the_hooks(
     monkeypatch: pytest.MonkeyPatch, error: Exception, is_left: bool
 ) -> None:
-    """Another optimizer can be made of the model; only after a timeout there is something to wait for."""
+    """Another optimizer can be made of the model; only after a timeout something is left to wait for."""
 
     def lost() -> Steps[None]:
         raise error

@@ -1,4 +1,4 @@
-"""A sharded optimizer in the loops that people write: what one process comes to that sees all data."""
+"""A sharded optimizer in realistic loops: same results as one process that sees all data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def on_all_data(model: nn.Module, size: int, turn: int, loss: Callable[..., Tensor] = loss_of) -> None:
-    """Backward in one process of the mean of all ranks' losses."""
+    """Run backward for the mean of all ranks' losses in one process."""
     for rank in range(size):
         (loss(model, batch(rank, turn)) / size).backward()
 
@@ -56,24 +56,24 @@ NORMS = {
 
 async def with_hooks(me: Rank, name: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # weight_norm by hook is deprecated, and in use
+        warnings.simplefilter("ignore", FutureWarning)  # weight_norm by hook is deprecated, but in use
         ours, twin = normed(NORMS[name]), normed(NORMS[name])
     whole = sgd(twin.parameters())
     with ac.overlap.shard_optimizer(ours, sgd(ours.parameters()), **SMALL) as optimizer:
         for turn in range(3):
             optimizer.zero_grad()
-            loss_of(ours, batch(0, turn)).backward()  # the same data: a hook counts forwards
+            loss_of(ours, batch(0, turn)).backward()  # the same data on all ranks: a hook counts forwards
             await optimizer.step()
             whole.zero_grad()
             loss_of(twin, batch(0, turn)).backward()
             whole.step()
-        got = ours(batch(0, 9))  # its hooks, too, read what the step has sent
+        got = ours(batch(0, 9))  # its hooks, too, read the parameters that the step sent
     assert torch.allclose(got, twin(batch(0, 9)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_hooks_that_read_parameters(pair: World, name: str) -> None:
-    """They see those of the last step, not those on their way."""
+    """They see the last step's parameters, not values in flight."""
     pair.run(with_hooks, name, runner="asyncio")
 
 
@@ -90,7 +90,7 @@ async def read_too_early(me: Rank) -> None:
 
 
 def test_a_hook_that_reads_before_ours(pair: World) -> None:
-    """Is refused by autograd, for what it has read has changed since."""
+    """Autograd refuses, because the values it read have changed since."""
     pair.run(read_too_early, runner="asyncio")
 
 
@@ -106,7 +106,7 @@ async def compiled(me: Rank, before: bool) -> None:
             forward(batch(me.rank, turn)).square().mean().backward()
             await optimizer.step()
             with torch.no_grad():
-                seen = forward(batch(0, 9))  # nothing but its forward waits for the parameters
+                seen = forward(batch(0, 9))  # only its forward waits for the parameters
             whole.zero_grad()
             on_all_data(twin, me.size, turn)
             whole.step()
@@ -116,7 +116,7 @@ async def compiled(me: Rank, before: bool) -> None:
 
 @pytest.mark.parametrize("before", [False, True], ids=["sharded first", "compiled first"])
 def test_a_compiled_model(pair: World, before: bool) -> None:
-    """Its graph, too, reads the parameters of the last step."""
+    """The compiled graph also reads the parameters of the last step."""
     pair.run(compiled, before, runner="asyncio")
 
 
@@ -162,7 +162,7 @@ async def skipped(me: Rank, how: str, clips: bool) -> None:
 @pytest.mark.parametrize("clips", [True, False], ids=["clip", "reduced"])
 @pytest.mark.parametrize("how", ["skip", "zero_grad", "model.zero_grad", "model.zero_grad to zeros"])
 def test_a_step_that_is_skipped(pair: World, how: str, clips: bool) -> None:
-    """Leaves no trace in those that follow."""
+    """A skipped step leaves no trace in later ones."""
     pair.run(skipped, how, clips, runner="asyncio")
 
 
@@ -175,7 +175,7 @@ async def never_zeroed(me: Rank, no_sync: bool) -> None:
                 with optimizer.no_sync():
                     loss_of(ours, batch(me.rank, turn + 10)).backward()
                 on_all_data(twin, me.size, turn + 10)
-            if me.rank < me.size - 1 or turn != 1:  # the last rank has no data once
+            if me.rank < me.size - 1 or turn != 1:  # in one step the last rank has no data
                 loss_of(ours, batch(me.rank, turn)).backward()
             await optimizer.step()
 
@@ -188,7 +188,7 @@ async def never_zeroed(me: Rank, no_sync: bool) -> None:
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_gradients_that_nobody_zeroes(world: World, no_sync: bool) -> None:
-    """Gather over the steps, as they do in one process."""
+    """They accumulate over the steps, as in one process."""
     world.run(never_zeroed, no_sync, runner="asyncio")
 
 
@@ -207,7 +207,7 @@ async def half_zeroed(me: Rank) -> None:
 
 
 def test_some_gradients_are_zeroed_and_others_not(pair: World) -> None:
-    """In one bucket."""
+    """Both kinds are in one bucket."""
     pair.run(half_zeroed, runner="asyncio")
 
 
@@ -226,12 +226,12 @@ def overflowed_and_zeroed(me: Rank) -> None:
 
 
 def test_gradients_that_were_not_finite_are_zeroed(pair: World) -> None:
-    """Those of one layer, in a bucket with others."""
+    """Those of one layer are zeroed, in a bucket with others."""
     pair.run(overflowed_and_zeroed, runner="blocking")
 
 
 def trained(me: Rank) -> nn.Module:
-    """As many write it: the optimizer ends with the function."""
+    """Train as in many programs: the optimizer's lifetime ends with the function."""
     model = network()
     optimizer = ac.overlap.shard_optimizer(model, sgd(model.parameters()), **SMALL)
     loss_of(model, batch(me.rank, 0)).backward()
@@ -250,7 +250,7 @@ async def dropped(me: Rank) -> None:
     if me.size > 1:
         told = [one for one in heard if "a ShardedOptimizer was dropped" in str(one.message)]
         assert len(told) == 2
-        for one in told:  # whoever collects garbage is not to blame
+        for one in told:  # the code that triggers garbage collection is not blamed
             assert "shard_optimizer(" in linecache.getline(one.filename, one.lineno)
     assert torch.allclose(first(batch(0, 5)), twin(batch(0, 5)), rtol=1e-4, atol=1e-5)
     for name, value in second.state_dict().items():
@@ -258,7 +258,7 @@ async def dropped(me: Rank) -> None:
 
 
 def test_an_optimizer_that_ends_before_its_parameters_are_there(pair: World) -> None:
-    """The model's forward and `state_dict()` wait for them, and the drop is told."""
+    """The model's forward and `state_dict()` wait for the parameters, and a warning reports the drop."""
     pair.run(dropped, runner="asyncio")
 
 
@@ -276,7 +276,7 @@ async def different_starts(me: Rank) -> None:
 
 
 def test_ranks_that_start_from_different_weights(world: World) -> None:
-    """Train those of the first."""
+    """All ranks train the first rank's weights."""
     world.run(different_starts, runner="asyncio")
 
 
@@ -302,7 +302,7 @@ async def changed_meanwhile(me: Rank) -> None:
 
 
 def test_parameters_that_come_later_are_refused(pair: World) -> None:
-    """By name, before anything is sent: no rank would train them."""
+    """They are refused by name before anything is sent: no rank would train them."""
     pair.run(changed_meanwhile, runner="asyncio")
 
 
@@ -324,7 +324,7 @@ async def changed_on_one(me: Rank) -> None:
 
 
 def test_a_parameter_frozen_on_one_rank_alone(pair: World) -> None:
-    """The others hear of it at once: they would wait for that rank's part of the parameters."""
+    """The others hear of it at once: they would wait for that rank's shard of the parameters."""
     pair.run(changed_on_one, runner="asyncio")
 
 
@@ -340,7 +340,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 async def taken_over(me: Rank, name: str) -> None:
-    """Three whole steps, then sharded, saved, loaded into another sharded one, and into a whole one."""
+    """Train whole, then sharded; load the state saved into another sharded optimizer and into a whole one."""
     twin = network()
     whole = OPTIMIZERS[name](twin.parameters())
     ours = network()
@@ -357,7 +357,7 @@ async def taken_over(me: Rank, name: str) -> None:
     assert saved["param_groups"] == expected["param_groups"]
     oracle.same(saved["state"], {k: dict(sorted(v.items())) for k, v in expected["state"].items()}, rtol=1e-4)
 
-    resumed = copy.deepcopy(twin)  # in another layout of buckets, as on another number of ranks
+    resumed = copy.deepcopy(twin)  # with another layout of buckets, as on another number of ranks
     again = ac.overlap.shard_optimizer(
         resumed, OPTIMIZERS[name](resumed.parameters()), bucket_bytes=50, first_bucket_bytes=50
     )
@@ -384,13 +384,13 @@ async def both(me: Rank, sharded: Any, whole: Any, ours: nn.Module, twin: nn.Mod
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_the_whole_optimizer(world: World, name: str) -> None:
-    """Shared out, and put together again: the same as one process has, for any number of ranks to load."""
+    """Sharded and put together again, it equals one process's state; any number of ranks can load it."""
     world.run(taken_over, name, runner="asyncio")
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
 def test_numbers_of_parameters_that_were_not_always_used(kind: Make) -> None:
-    """Those in a bucket have one number each: all of them from the parameter with the most steps."""
+    """Parameters of a bucket share one value of each number, from the parameter with the most steps."""
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     optimizer = kind(model.parameters())
     for used in (2, 1, 1):
@@ -408,7 +408,7 @@ _NUMBERS = {"step", "mu_product", "eta", "mu"}
 
 
 async def kept_in_memory(me: Rank, kind: str) -> None:
-    """Two rounds of training from one state, beside a scheduler that halves a rate in place."""
+    """Train twice from one state, with a scheduler that halves a rate in place."""
     model = network()
     if kind == "optimizer":
         raw = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
@@ -423,20 +423,20 @@ async def kept_in_memory(me: Rank, kind: str) -> None:
     for _ in range(2):
         load(state)
         assert raw.param_groups[0]["lr"].item() == 0.5
-        raw.param_groups[0]["lr"].mul_(0.5)  # as torch's schedulers do with a rate that is a tensor
+        raw.param_groups[0]["lr"].mul_(0.5)  # as torch's schedulers do if a rate is a tensor
     if kind == "optimizer":
         await sharded.aclose()
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "layers"])
 def test_a_state_in_memory_is_a_copy(pair: World, kind: str) -> None:
-    """A rate that is a tensor was one with the saved one: the best state so far had a later rate."""
+    """Regression: a rate that is a tensor was shared with the saved state, so later rates ended up in it."""
     pair.run(kept_in_memory, kind, runner="asyncio")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_state_of_another_dtype_is_loaded_as_torch_does(dtype: torch.dtype) -> None:
-    """The next step was an error from within torch: of means of one dtype and gradients of another."""
+    """Regression: the next step failed inside torch, with means of one dtype and gradients of another."""
     saved = nn.Sequential(nn.Linear(3, 3))
     adam = torch.optim.Adam(saved.parameters())
     saved(torch.ones(1, 3)).square().sum().backward()
@@ -448,7 +448,7 @@ def test_a_state_of_another_dtype_is_loaded_as_torch_does(dtype: torch.dtype) ->
     x = torch.ones(1, 3, dtype=dtype)
 
     whole = torch.optim.Adam(model.parameters())
-    whole.load_state_dict(copy.deepcopy(state))  # torch steps in what it has loaded
+    whole.load_state_dict(copy.deepcopy(state))  # torch steps in the state it has loaded
     model.zero_grad()
     model(x).square().sum().backward()
     whole.step()
@@ -477,7 +477,7 @@ async def of_other_groups(me: Rank) -> None:
         with raising(ac.InvalidArgumentError, "[1]", "[6]"):
             optimizer.load_full_state_dict(other)
         state = await optimizer.full_state_dict()
-        # Before the first step there is no state, and torch.distributed.checkpoint leaves an empty dict out.
+        # Before the first step there is no state, and torch.distributed.checkpoint drops an empty dict.
         assert state.pop("state") == {}
         optimizer.load_full_state_dict(state)
         assert (await optimizer.full_state_dict())["state"] == {}
@@ -498,7 +498,7 @@ async def clipped(me: Rank, dtype: torch.dtype, norm_type: float) -> None:
         made = alike(nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.Linear(5, 2))).to(dtype)
         if dtype.is_complex:
             for parameter in made.parameters():
-                parameter.data.mul_(0.6 + 0.8j).add_(0.1j)  # of which neither part has the norm of the whole
+                parameter.data.mul_(0.6 + 0.8j).add_(0.1j)  # neither part alone has the norm of the whole
         return made
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -510,7 +510,7 @@ async def clipped(me: Rank, dtype: torch.dtype, norm_type: float) -> None:
         norm = await optimizer.clip_grad_norm_(0.01, norm_type)
         await optimizer.step()
     on_all_data(twin, me.size, 0, loss)
-    # torch's own: torch_xla puts one in its place that takes no complex gradients.
+    # Use torch's own: torch_xla replaces it with one that takes no complex gradients.
     clip = getattr(nn.utils.clip_grad_norm_, "_orig", nn.utils.clip_grad_norm_)
     expected = clip(twin.parameters(), 0.01, norm_type)
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
@@ -543,7 +543,7 @@ def not_a_number(me: Rank, norm_type: float) -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, torch.inf])
 def test_a_gradient_that_is_not_a_number_on_one_rank(pair: World, norm_type: float) -> None:
-    """All ranks hear of it: gloo's maximum of tensors lost it, and all stepped."""
+    """All ranks notice. Regression: gloo's maximum of tensors lost it, and all ranks stepped."""
     pair.run(not_a_number, norm_type, runner="blocking")
 
 
@@ -556,7 +556,7 @@ async def scaled(me: Rank, clips: bool) -> None:
             overflows = turn == 1
             x = batch(me.rank, turn)
             if overflows and me.rank == me.size - 1:
-                x = torch.full_like(x, torch.inf)  # of one rank, in every rank's part
+                x = torch.full_like(x, torch.inf)  # on one rank, but in every rank's shard
             optimizer.zero_grad()
             mine.scale(loss_of(ours, x)).backward()
             if clips:
@@ -584,7 +584,7 @@ async def scaled(me: Rank, clips: bool) -> None:
 
 @pytest.mark.parametrize("clips", [False, True], ids=["plain", "clip"])
 def test_a_gradient_scaler(world: World, clips: bool) -> None:
-    """An overflow on one rank skips the step on all, whether one clips or not."""
+    """An overflow on one rank skips the step on all ranks, with or without clipping."""
     world.run(scaled, clips, runner="asyncio")
 
 

@@ -1,4 +1,4 @@
-"""Overlapped gradients under what training loops do with them: the parameters of the blocking loop."""
+"""Overlapped gradients in realistic training loops: same parameters as with the blocking loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlapping import SMALL, batch, close, loss_of, network
 from ranks import Rank
 from worlds import World
 
-#: How a loop gets from a model that has its gradients to one that has stepped.
+#: What a loop does between having its gradients and having stepped.
 Finish = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
@@ -27,7 +27,7 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Scaled:
-    """A gradient scaler; it unscales, clips and skips what has overflowed."""
+    """A gradient scaler; it unscales, clips, and skips steps that have overflowed."""
 
     def __init__(self) -> None:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
@@ -45,7 +45,7 @@ class Scaled:
 
 
 class Loop:
-    """One way to train: what is done to the loss and to the gradients. Made anew for each model."""
+    """One way to train: what is done to the loss and to the gradients. Each model has its own instance."""
 
     def __init__(self, how: str) -> None:
         self.model = network()
@@ -79,7 +79,7 @@ async def compared(
     for step in range(steps):
         x = batch(me.rank, step)
         if step == 1 and me.rank == 0 and ours.scaled is not None:
-            x = torch.full_like(x, torch.inf)  # on this rank alone; every rank has to skip the step
+            x = torch.full_like(x, torch.inf)  # on this rank only; every rank has to skip the step
         ours.backward(x)
         await gradients()
         ours.step()
@@ -108,5 +108,5 @@ async def in_every_way(me: Rank) -> None:
 
 @pytest.mark.parametrize("waits", ["asyncio", "blocking"])
 def test_clipping_and_mixed_precision(world: World, waits: str) -> None:
-    """Bit for bit on one and two ranks; what overflows on one rank is skipped on all."""
+    """Parameters are equal bit for bit on one and two ranks; an overflow on one rank is skipped on all."""
     world.run(in_every_way, runner=waits)

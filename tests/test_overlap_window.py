@@ -1,4 +1,4 @@
-"""Back-pressure: how much is in flight is bounded, and nothing else changes."""
+"""Back-pressure: the amount in flight is bounded, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 1000  # floats: 4,000 bytes each
 
 @dataclass
 class Batch:
-    """A tree of another kind."""
+    """A tree node of another kind."""
 
     x: torch.Tensor
     count: int
@@ -47,14 +47,14 @@ async def bounded(me: Rank) -> None:
 
 
 def test_so_much_and_no_more(world: World, runner: str) -> None:
-    """The oldest are waited for; leaving the block waits for the rest; results are theirs."""
+    """The oldest are waited for; leaving the block waits for the rest; results stay available."""
     world.run(bounded, runner=runner)
 
 
 async def waits_for_room(me: Rank) -> None:
     window = ac.overlap.InFlight(max_in_flight_bytes=4 * SIZE)
     tree = {"a": torch.ones(SIZE), "b": [torch.ones(SIZE), 5]}
-    alone = await window.start(ac.all_reduce, tree)  # larger than the window: it goes alone
+    alone = await window.start(ac.all_reduce, tree)  # larger than the window, so it goes alone
     assert window.in_flight_bytes == 2 * 4 * SIZE
     if me.rank == 0:
         second = await window.start(ac.all_reduce, torch.ones(SIZE))
@@ -86,7 +86,7 @@ async def counted(me: Rank) -> None:
 
 
 def test_the_tensors_of_any_tree_are_counted(pair: World) -> None:
-    """What cannot be sent is refused by the call, which tells the other ranks."""
+    """A call with a tree that cannot be sent is refused, and other ranks are told."""
     pair.run(counted, runner="blocking")
 
 
@@ -123,7 +123,7 @@ async def in_backward(me: Rank) -> None:
 
 
 def test_backward_under_back_pressure(world: World) -> None:
-    """The gradients are the same."""
+    """The gradients are unchanged."""
     world.run(in_backward, runner="blocking")
 
 

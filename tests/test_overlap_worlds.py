@@ -1,4 +1,4 @@
-"""What averages, or shares out, is for as many ranks as it was made for: in another world it is refused."""
+"""Objects that average or shard belong to the number of ranks they were made for; others refuse them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MADE_BEFORE = """
 
 
 def test_what_was_made_in_a_world_of_one_is_refused_in_one_of_two(tmp_path: Path) -> None:
-    """Before `ac.initialize`: averages were sums, and what was prepared went on alone."""
+    """Regression: made before `ac.initialize`, averages were sums, and prepared operations ran alone."""
     for rank, ended in enumerate(scripts.run(tmp_path, MADE_BEFORE, ranks=2)):
         assert ended.code == 0, ended.err
         *refused, last = ended.out.splitlines()

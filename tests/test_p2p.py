@@ -24,7 +24,7 @@ from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
-called: Any = ac  # wrongly, which a type checker would say
+called: Any = ac  # untyped, for wrong calls that a type checker would report
 
 
 async def dtypes(me: Rank) -> None:
@@ -40,7 +40,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_send_and_recv_every_dtype(several: World, runner: str) -> None:
-    """recv gives the tensor that send took, shaped as `like`, which is not changed."""
+    """recv returns the tensor that send took, shaped as `like`, which is unchanged."""
     several.run(dtypes, runner=runner)
 
 
@@ -64,7 +64,7 @@ async def in_inference_mode(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_messages_in_inference_mode(pair: World, runner: str) -> None:
-    """Whichever thread carries them, in whatever mode that is."""
+    """Any thread may carry them, in any mode."""
     pair.run(in_inference_mode, runner=runner)
 
 
@@ -77,7 +77,7 @@ async def to_oneself(me: Rank) -> None:
 
 
 def test_a_message_to_oneself_is_refused(world: World) -> None:
-    """Messages go to another rank; the error says so, and the lane goes on."""
+    """Messages must go to another rank; the error says so, and the lane keeps working."""
     world.run(to_oneself)
 
 
@@ -94,7 +94,7 @@ async def ring(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_ring_of_sends(four: World, runner: str) -> None:
-    """All send to the next and receive from the one before at the same time."""
+    """All ranks send to the next and receive from the previous one at the same time."""
     four.run(ring, runner=runner)
 
 
@@ -131,12 +131,12 @@ async def any_order(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_messages_are_taken_as_they_come(pair: World, loop: str) -> None:
-    """as_completed gives each once, whatever the order they were sent in."""
+    """as_completed yields each message once, in whatever order they were sent."""
     pair.run(any_order, runner=loop)
 
 
 async def in_falling_order(me: Rank) -> None:
-    """The ranks send to the first one in falling order, each once the one before has come."""
+    """The ranks send to the first one in descending order, each once the previous message has arrived."""
     if me.rank:
         await me.get(ac.recv(torch.empty(1), src=0, tag=1))
         await me.get(ac.send(torch.tensor([float(me.rank)]), dst=0))
@@ -156,7 +156,7 @@ async def in_falling_order(me: Rank) -> None:
 
 
 async def by_turns(me: Rank, arriving: ac.AnySource[Any]) -> AsyncIterator[tuple[int, Any]]:
-    """As the runner goes through it."""
+    """Iterate in the way of the runner."""
     if me.runner == "blocking":
         for taken in arriving:
             yield taken
@@ -167,12 +167,12 @@ async def by_turns(me: Rank, arriving: ac.AnySource[Any]) -> AsyncIterator[tuple
 
 @pytest.mark.processes
 def test_from_any_source_in_order_of_arrival(four: World, runner: str) -> None:
-    """Whatever the order in which the receives were posted; each with its source."""
+    """Messages come in order of arrival, whatever the order of the posted receives, each with its source."""
     four.run(in_falling_order, runner=runner)
 
 
 async def farm(me: Rank) -> None:
-    """The first rank hands out jobs to whoever asks for one, and sends home who asks when none is left."""
+    """The first rank hands a job to each rank that asks, and dismisses those that ask when none is left."""
     if me.rank:
         done: object = None
         while True:
@@ -196,7 +196,7 @@ async def farm(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_server_asks_again_whom_it_has_answered(four: World, runner: str) -> None:
-    """Each worker as often as it sends, which nobody knows beforehand."""
+    """Each worker is asked as often as it sends, which is not known beforehand."""
     four.run(farm, runner=runner)
 
 
@@ -220,7 +220,7 @@ async def late_source(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_source_that_is_late_is_named(four: World, runner: str) -> None:
-    """What has come is not lost with it, and the iteration can go on."""
+    """Messages that have arrived are kept, and the iteration can continue."""
     four.run(late_source, runner=runner)
 
 
@@ -253,7 +253,7 @@ async def any_source_refused(me: Rank) -> None:
 
 
 def test_sources_that_are_refused(pair: World, runner: str) -> None:
-    """Before anything is asked of anybody."""
+    """They are refused before any receive is posted."""
     pair.run(any_source_refused, runner=runner)
 
 
@@ -268,7 +268,7 @@ async def several_take(me: Rank) -> None:
         first.cancel()
         await asyncio.wait([first])
         assert first.cancelled()
-    await ac.barrier()  # nobody sends before
+    await ac.barrier()  # no rank sends before this
     sent = ac.send(torch.ones(2) * me.rank, dst=peer)
     with me.case("after a cancelled one"):
         source, x = await anext(arriving)
@@ -278,7 +278,7 @@ async def several_take(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_one_task_takes_what_arrives(pair: World) -> None:
-    """A second one at the same time is refused; of one that is cancelled nothing is lost."""
+    """A second task at the same time is refused; if a task is cancelled, no message is lost."""
     pair.run(several_take, runner="asyncio")
 
 
@@ -299,7 +299,7 @@ async def into_out(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_layouts_and_out(pair: World, runner: str) -> None:
-    """A transposed tensor is sent by its values; recv fills `out`, which may be `like`."""
+    """A transposed tensor is sent by value; recv fills `out`, which may be `like`."""
     pair.run(into_out, runner=runner)
 
 
@@ -323,7 +323,7 @@ async def of_one_column(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_column_of_one_row(pair: World, runner: str) -> None:
-    """Its stride is not 1, and means nothing."""
+    """Its stride is not 1, but has no meaning."""
     pair.run(of_one_column, runner=runner)
 
 
@@ -365,7 +365,7 @@ def test_messages_of_a_batch_as_torch_makes_them_are_answered_with_what_to_write
 @pytest.mark.processes
 @pytest.mark.parametrize("spelled", ["ours", "torch"])
 def test_a_batch_of_messages(several: World, runner: str, spelled: str) -> None:
-    """As torch's programs write it: buffers are filled, works come in the order of the list."""
+    """As in torch programs, buffers are filled, and works are returned in the order of the list."""
     calls = (ac.send, ac.recv) if spelled == "ours" else (dist.isend, dist.irecv)
     several.run(batch, *calls, runner=runner)
 
@@ -383,7 +383,7 @@ async def objects(me: Rank) -> None:
 
 
 def test_objects_one_by_one(several: World, runner: str) -> None:
-    """What is received is what was sent, whatever its size, which only the sender knows."""
+    """The received object equals the sent one, whatever its size, which only the sender knows."""
     several.run(objects, runner=runner)
 
 
@@ -409,7 +409,7 @@ async def objects_at_once(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_objects_and_tensors_of_a_tag_keep_their_order(pair: World, runner: str) -> None:
-    """Many at once, with two tags, long ones before short ones, tensors between."""
+    """Many are in flight with two tags, long ones before short ones, with tensors in between."""
     pair.run(objects_at_once, runner=runner)
 
 
@@ -426,7 +426,7 @@ async def object_before_a_collective(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_long_object_is_taken_while_a_collective_is_waited_for(pair: World, runner: str) -> None:
-    """Its second piece waits for no collective, which its sender has yet to call."""
+    """Its second part does not wait for a collective that its sender has yet to call."""
     pair.run(object_before_a_collective, runner=runner)
 
 
@@ -447,7 +447,7 @@ async def refused_objects(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_an_object_that_is_refused(pair: World, runner: str) -> None:
-    """Its receiver is told, the next one is right; another codec is named."""
+    """Its receiver is told, and the next object is right; an error names a different codec."""
     pair.run(refused_objects, runner=runner)
 
 
@@ -464,12 +464,12 @@ async def beside_collectives(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_waiting_recv_does_not_hold_up_collectives(pair: World, runner: str) -> None:
-    """Messages have an order of their own: a collective passes a recv that still waits."""
+    """Messages have their own order: a collective passes a recv that is still waiting."""
     pair.run(beside_collectives, runner=runner)
 
 
 class Memory(bytearray):
-    """Of a tensor; tells whether it is still there."""
+    """A tensor's memory, whose lifetime can be observed."""
 
 
 async def let_go_meanwhile(me: Rank) -> None:
@@ -495,7 +495,7 @@ async def let_go_meanwhile(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_waiting_recv_keeps_nothing_else(pair: World, runner: str) -> None:
-    """However long it waits, collectives beside it let their memory go."""
+    """However long it waits, collectives that run meanwhile release their memory."""
     pair.run(let_go_meanwhile, runner=runner)
 
 
@@ -511,7 +511,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_messages_are_refused(pair: World) -> None:
-    """Ranks that are not there, odd tags and payloads; the lane goes on."""
+    """Missing ranks, invalid tags and payloads are refused; the lane keeps working."""
     pair.run(refused)
 
 
@@ -545,7 +545,7 @@ async def refused_by_one(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_message_that_one_side_refuses(pair: World, runner: str) -> None:
-    """The receiver of a send is told; a recv has taken nothing, and gets the message if it is repeated."""
+    """The receiver of a send is told; a refused recv has taken nothing, and can be repeated."""
     pair.run(refused_by_one, runner=runner)
 
 
@@ -553,7 +553,7 @@ def _unpicklable(_: object) -> bytes:
     raise KeyError("the codec's own")
 
 
-#: What rank 0 calls in place of a send, or of a recv, that the other side waits for.
+#: What rank 0 calls instead of a send or recv that the other side waits for.
 WRONGLY: dict[str, tuple[type[Exception], bool, Callable[[Any], object]]] = {
     "by position": (ac.InvalidCallError, True, lambda x: called.send(x, 1)),
     "with async_op": (ac.InvalidCallError, True, lambda x: called.send(x, dst=1, async_op=True)),
@@ -572,9 +572,9 @@ async def called_wrongly(me: Rank) -> None:
         if me.rank == 0:
             with me.case(name), raising(error):
                 call(x)
-            if not sends:  # it has taken nothing
+            if not sends:  # a refused recv has taken nothing
                 await me.check(name, ac.recv, x, src=1, timeout=patient(20), expect=x)
-        elif sends:  # a library may say no more than that the message is not there
+        elif sends:  # a library may only say that the message is missing
             with me.case(name), raising(ac.CollectiveError) as caught:
                 await me.get(ac.recv(x, src=0, timeout=patient(20)))
             assert not isinstance(caught.error, ac.CollectiveTimeoutError), name
@@ -593,7 +593,7 @@ async def called_wrongly(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_message_that_is_called_wrongly_does_not_keep_its_receiver_waiting(pair: World) -> None:
-    """If the call says whom it is for."""
+    """This holds if the call says which rank it is for."""
     pair.run(called_wrongly, runner="asyncio")
 
 
@@ -611,11 +611,11 @@ async def message_behind_a_refused_call(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_a_message_that_waits_behind_a_refused_call(pair: World, runner: str) -> None:
-    """It is no part of what is given up."""
+    """Such a message is not given up with the call."""
     pair.run(message_behind_a_refused_call, runner=runner)
 
 
-#: What is sent to who expects three of float32, and what of it that one is told.
+#: What is sent to a receiver that expects three float32, and what the error says of it.
 UNFITTING = {
     "short": (torch.ones(2, device="cpu"), "2 elements of float32"),
     "long": (torch.ones(4, device="cpu"), "4 elements of float32"),
@@ -651,13 +651,13 @@ async def unfitting_objects(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_an_object_is_no_tensor(pair: World) -> None:
-    """Whoever receives the one where the other was sent is told of both functions."""
+    """If one is sent and the other expected, the receiver's error names both functions."""
     pair.run(unfitting_objects)
 
 
 @pytest.mark.processes
 def test_a_message_of_another_size_or_dtype_than_expected(pair: World, runner: str) -> None:
-    """Half a tensor is an error, not a result, and so are bytes of another dtype; the next one is right."""
+    """Half a tensor is an error, not a result; so are bytes of another dtype; the next message is right."""
     pair.run(unfitting, runner=runner)
 
 
@@ -677,12 +677,12 @@ async def cancelled_callback(me: Rank) -> None:
 
 
 def _cancelled(_: Any) -> None:
-    raise asyncio.CancelledError  # as the result of a future that was cancelled does
+    raise asyncio.CancelledError  # as the result of a cancelled future does
 
 
 @pytest.mark.processes
 def test_a_callback_that_raises_what_is_no_exception_ends_no_thread(pair: World) -> None:
-    """The thread that received the message receives the next one of that rank, too."""
+    """The thread that received the message still receives that rank's next one."""
     pair.run(cancelled_callback)
 
 
@@ -710,7 +710,7 @@ async def permutations(me: Rank) -> None:
 
 
 def test_permute_every_dtype(world: World, runner: str) -> None:
-    """A destination gets its source's tensor; who receives nothing gets zeros."""
+    """A destination gets its source's tensor; a rank that receives nothing gets zeros."""
     world.run(permutations, runner=runner)
 
 
@@ -733,7 +733,7 @@ async def permute_layouts(me: Rank) -> None:
 
 
 def test_permute_layouts_and_out(world: World, runner: str) -> None:
-    """Non-contiguous tensors by their values; `out` is the result and may be the input."""
+    """Non-contiguous tensors are sent by value; `out` is the result and may be the input."""
     world.run(permute_layouts, runner=runner)
 
 
@@ -749,14 +749,14 @@ async def permute_refused(me: Rank) -> None:
 
 
 def test_permute_refuses_what_is_no_permutation(pair: World) -> None:
-    """A rank may send once and receive once; the lane goes on."""
+    """A rank may send once and receive once; the lane keeps working."""
     pair.run(permute_refused)
 
 
 async def pairs_that_differ(me: Rank) -> None:
     says = ("permute along [(0, 1)]", "permute along [(1, 0)]")
     with me.case("differ"), raising(ac.CollectiveMismatchError, *says):
-        if me.rank == 0:  # whose part would be over at once on MPI
+        if me.rank == 0:  # on MPI, its part would otherwise complete immediately
             me.see("called")
         work = ac.permute(torch.ones(3), [(1, 0)] if me.rank == 0 else [(0, 1)])
         if me.rank == 1:
@@ -770,7 +770,7 @@ async def pairs_that_differ(me: Rank) -> None:
 
 @pytest.mark.processes
 def test_pairs_that_differ_between_ranks(pair: World, runner: str) -> None:
-    """gloo ended the process; the order in which they are said makes no difference."""
+    """Regression: gloo ended the process. The order in which the pairs are listed makes no difference."""
     pair.run(pairs_that_differ, runner=runner)
 
 
@@ -792,5 +792,5 @@ async def cycle(me: Rank, order: list[int], shape: tuple[int, ...], name: str) -
 def test_a_cycle_taken_n_times_is_the_identity(
     world: World, order: list[int], shape: tuple[int, ...], name: str
 ) -> None:
-    """Permuting by an n-cycle n times gives everybody's own tensor back."""
+    """Permuting n times by an n-cycle returns every rank's own tensor."""
     world.run(cycle, [rank for rank in order if rank < world.size], shape, name)

@@ -1,4 +1,4 @@
-"""What is tested is what is installed: under ``make test`` the wheel, whole and typed."""
+"""The tests run on what is installed: under ``make test``, the wheel, complete and typed."""
 
 from __future__ import annotations
 

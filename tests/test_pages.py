@@ -1,4 +1,4 @@
-"""What pages list is what there is: texts of errors, environment variables, calls of torch.distributed."""
+"""Lists on pages match the code: error texts, environment variables, calls of torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asynccoll.trace.stragglers import Straggling
 from patience import patient
 
 DOCS = Path(__file__).parent.parent / "docs"
-#: They say where a group is kept, or what a build of torch has, and are nobody's calls.
+#: They say where a group is stored, or what a build of torch has; no program calls them.
 NO_CALLS = {
     "get_pg_count",
     "get_backend_config",
@@ -39,14 +39,14 @@ NO_CALLS = {
 
 
 def constants() -> set[str]:
-    """Every text in the source, adjacent ones joined, f-strings in their fixed parts."""
+    """Return every string of the source; adjacent ones are joined, f-strings give their fixed parts."""
     trees = [ast.parse(path.read_text()) for path in Path(asynccoll.__file__).parent.rglob("*.py")]
     nodes = (node for tree in trees for node in ast.walk(tree))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_texts_of_errors_that_are_explained_exist() -> None:
-    """Each in quotation marks at the start of a row is a part of a text of ours."""
+    """Each text in quotation marks at the start of a row is part of one of our error texts."""
     rows = re.findall(r"^\| (.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
     known = constants()
@@ -55,14 +55,14 @@ def test_texts_of_errors_that_are_explained_exist() -> None:
 
 
 def test_every_environment_variable_is_listed() -> None:
-    """Those that the source knows, and no others."""
+    """The page lists the variables that the source knows, and no others."""
     variables = {name for text in constants() for name in re.findall(r"ASYNCCOLL_[A-Z_]+[A-Z]", text)}
     listed = set(re.findall(r"ASYNCCOLL_[A-Z_]+[A-Z]", (DOCS / "environment.md").read_text()))
     assert listed == variables
 
 
 def first_column(page: str, heading: str = "") -> set[str]:
-    """Every word in the first column of the tables under a heading, or before the first one."""
+    """Return every word in the first column of the tables under a heading, or before the first one."""
     text = (DOCS / page).read_text()
     section = text.partition(f"\n## {heading}\n")[2] if heading else text
     rows = re.findall(r"^\| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
@@ -70,7 +70,7 @@ def first_column(page: str, heading: str = "") -> set[str]:
 
 
 def test_every_call_of_torch_distributed_has_a_row() -> None:
-    """Whatever function a program may call there is in the table."""
+    """Each function that a program may call there is in the table."""
     module = dist.distributed_c10d
     calls = {name for name in module.__all__ if type(vars(module)[name]) is types.FunctionType} - NO_CALLS
     assert len(calls) > 40
@@ -78,7 +78,7 @@ def test_every_call_of_torch_distributed_has_a_row() -> None:
     assert {name for name in missing if not name.startswith("is_")} == set()
 
 
-#: Prints names of a library. In a process of its own: one that has loaded mpi4py cannot start an MPI program.
+#: Prints names of a library, in its own process: one that has loaded mpi4py cannot start an MPI program.
 NAMES_OF = {
     "horovod": "from horovod import torch as owner",
     "mpi4py": "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI as owner",
@@ -96,14 +96,14 @@ for name in {name for one in owners for name in dir(one) if not name.startswith(
 
 
 def public(library: str) -> set[str]:
-    """The functions and classes of a library, and the methods of a communicator and of what it returns."""
+    """Return the functions and classes of a library, and the methods of a communicator and its results."""
     line = [sys.executable, "-c", f"{NAMES_OF[library]}\n{PUBLIC}"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=patient(60), check=True)
     return {*done.stdout.split()}
 
 
 def test_every_call_of_horovod_has_a_row() -> None:
-    """Of `horovod.torch`, in the environment that has it."""
+    """The table covers `horovod.torch`, in the environment that has it."""
     needs.need_package("horovod", "horovod", "the environment horovod has it: make horovod")
     calls = public("horovod")
     assert len(calls) > 50
@@ -111,7 +111,7 @@ def test_every_call_of_horovod_has_a_row() -> None:
 
 
 def test_every_call_of_mpi4py_has_a_row() -> None:
-    """Of `mpi4py.MPI`, its communicators and requests, in the environments that have it."""
+    """The table covers `mpi4py.MPI`, its communicators and requests, in the environments that have it."""
     needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
     calls = public("mpi4py")
     assert len(calls) > 200
@@ -119,14 +119,14 @@ def test_every_call_of_mpi4py_has_a_row() -> None:
 
 
 def test_every_call_of_ignite_has_a_row() -> None:
-    """Of `ignite.distributed`."""
+    """The table covers `ignite.distributed`."""
     calls = public("ignite")
     assert len(calls) > 25
     assert calls - first_column("migrating-from-ignite.md") == set()
 
 
 def fields_on(page: str) -> dict[str, set[str]]:
-    """By heading: what stands in the first column of its table."""
+    """Return the first column of each heading's table."""
     found: dict[str, set[str]] = {}
     heading = ""
     for line in (DOCS / page).read_text().splitlines():
@@ -142,7 +142,7 @@ def names(kind: type) -> set[str]:
 
 
 def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each kind of document that commands print."""
+    """The page covers each kind of document that commands print."""
     job = Job(1, "", ()).to_dict(0)
     rank = Whereabouts(0, Peer("", 0, "", 0, "", -1, 0), Account(0)).to_dict(0)
     parting = Parting("absent", "world", "default", 0, {}).to_dict()
@@ -173,14 +173,14 @@ def test_every_field_of_json_is_explained(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_default_timeout_is_told() -> None:
-    """Where a reader learns of timeouts."""
+    """The default is on the pages where readers learn of timeouts."""
     default = inspect.signature(asynccoll.initialize).parameters["timeout"].default
     for page in ("guide.md", "how-to.md"):
         assert f"{default:.0f}" in (DOCS / page).read_text(), page
 
 
 def test_what_a_reader_types_to_look_at_a_hanging_job_is_about_one_job() -> None:
-    """Without an argument the command tells of all that run on the machine."""
+    """Without an argument, the command reports all jobs on the machine."""
     typed = re.findall(r"^\$ asynccoll where(.*)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert typed
     assert all(typed)

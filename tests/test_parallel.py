@@ -1,4 +1,4 @@
-"""`Parallel`: joins the world a launcher made, or spawns one; ignite's contract, argument by argument."""
+"""`Parallel` joins the world of a launcher, or spawns one; ignite's contract, argument by argument."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worlds import BACKENDS
 
 @pytest.fixture(autouse=True)
 def _as_new() -> Any:
-    """No world here afterwards."""
+    """Check that no world is left here afterwards."""
     yield
     assert process.context is None
 
@@ -37,7 +37,7 @@ def test_it_spawns_where_no_launcher_did(backend: str, tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_is_raised_by_run() -> None:
-    """With its rank and traceback."""
+    """The error has the rank and its traceback."""
     with (
         pytest.raises(ac.SpawnError, match="LookupError: of rank 1") as caught,
         ac.Parallel("gloo", nproc_per_node=2) as parallel,
@@ -47,7 +47,7 @@ def test_a_failing_rank_is_raised_by_run() -> None:
 
 
 def test_without_a_backend_it_just_calls() -> None:
-    """No world, local rank 0; the function's errors are its own."""
+    """There is no world, and local rank 0; the function's errors are raised as they are."""
     seen = []
     with ac.Parallel() as parallel:
         parallel.run(lambda local_rank, x, y=0: seen.append((local_rank, x, y)), 1, y=2)
@@ -58,7 +58,7 @@ def test_without_a_backend_it_just_calls() -> None:
 
 
 def test_an_async_function_is_run(tmp_path: Path) -> None:
-    """On ranks that are spawned, on one that has joined, and without any."""
+    """It runs on spawned ranks, on a rank that has joined, and without ranks."""
     with ac.Parallel("gloo", nproc_per_node=2) as parallel:
         parallel.run(spawned.tell_awaited, str(tmp_path), a=1)
     assert spawned.told(tmp_path) == [(0, 0, 3, {"a": 1}), (1, 1, 3, {"a": 1})]
@@ -76,7 +76,7 @@ def test_an_async_function_is_run(tmp_path: Path) -> None:
 
 
 def test_backends_that_torch_was_told_of_are_taken() -> None:
-    """As by `initialize`; of what is not here the error says how to get it."""
+    """`initialize` accepts them, too; for a missing backend the error says how to get it."""
     from torch.testing._internal.distributed import fake_pg
 
     assert fake_pg  # it has registered "fake"
@@ -88,7 +88,7 @@ def test_backends_that_torch_was_told_of_are_taken() -> None:
 
 
 def test_serial_is_a_world_of_one() -> None:
-    """It is there inside the block and gone after it."""
+    """The world exists inside the block and is gone after it."""
     with ac.Parallel("serial") as parallel:
         parallel.run(lambda local_rank: None)
         assert ac.backend() == "serial"
@@ -113,7 +113,7 @@ SCRIPT = """
 
 
 def launch(directory: Path, backend: str, *launcher: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The script under a launcher, or under none."""
+    """Run the script under a launcher, or without one."""
     script = directory / "script.py"
     source = SCRIPT.replace("BACKEND", repr(backend)).replace("OPTIONS", repr(options))
     script.write_text(textwrap.dedent(source))
@@ -139,14 +139,14 @@ def test_it_joins_what_asynccoll_run_started(backend: str, given: dict[str, Any]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_script_without_a_launcher(backend: str, tmp_path: Path) -> None:
-    """Then nproc_per_node says how many."""
+    """In this case nproc_per_node sets the number of ranks."""
     ended = launch(tmp_path, backend, nproc_per_node=2)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split("\n")[:-1]) == wanted(backend, 2)
 
 
 def test_it_joins_what_torchrun_started(tmp_path: Path) -> None:
-    """By the variables that torchrun sets."""
+    """It joins by the variables that torchrun sets."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ended = launch(tmp_path, "gloo", *launcher)
     assert ended.returncode == 0, ended.stderr
@@ -154,14 +154,14 @@ def test_it_joins_what_torchrun_started(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_started_another_number_is_an_error(tmp_path: Path) -> None:
-    """Rather than spawning ranks within ranks."""
+    """It does not spawn ranks within ranks instead."""
     ended = launch(tmp_path, "gloo", "-m", "asynccoll", "run", "-n", "2", nproc_per_node=3)
     assert ended.returncode != 0
     assert "nproc_per_node=3, but torchrun has started 2 ranks" in ended.stderr
 
 
 def test_a_tpu_host_has_started_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its variables are there in any process: ranks can be spawned, as many as it has chips."""
+    """A TPU host's variables are set in any process: as many ranks can be spawned as it has chips."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert ac.Parallel("gloo", nproc_per_node=4).backend == "gloo"
     monkeypatch.setenv("TPU_WORKER_ID", "0")
@@ -170,7 +170,7 @@ def test_a_tpu_host_has_started_no_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_leaving_by_an_error_aborts() -> None:
-    """The world is left at once, whatever is out."""
+    """The world is left at once, whatever is in flight."""
     with pytest.raises(KeyError), ac.Parallel("serial"):
         raise KeyError("of the user's")
     assert not ac.is_initialized()
@@ -200,7 +200,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_arguments_that_cannot_be_are_refused(name: str) -> None:
-    """When the object is made, as ignite does; typed, with what was given."""
+    """They are refused when the object is made, as in ignite, with a typed error that has their values."""
     options, said = BAD[name]
     with pytest.raises(ac.AsyncCollError) as caught:
         ac.Parallel(**options)

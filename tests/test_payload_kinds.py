@@ -1,4 +1,4 @@
-"""What may be sent: nothing, keys without an order, wrappers without memory, memory that cannot be filled."""
+"""What may be sent: empty payloads, unordered keys, wrappers without memory, outputs that can't be filled."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ async def nothing(me: Rank) -> None:
 
 
 def test_what_has_no_leaves_is_refused_by_name(world: World) -> None:
-    """Of every collective, on every rank, and the lane goes on; None beside leaves is structure."""
+    """Every collective refuses on every rank; the lane keeps working; None next to leaves is structure."""
     world.run(nothing)
 
 
 async def in_step(me: Rank) -> None:
-    """Until all ranks know of what was refused: till then calls behind it are lost on all of them."""
+    """Wait until all ranks know of the refusal; until then, calls behind it are lost on all ranks."""
     while True:
         try:
             await me.get(ac.barrier())
@@ -79,7 +79,7 @@ async def idiom(me: Rank) -> None:
             if mine is None:
                 with raising(ac.PayloadTypeError, "safe_mode=True"):
                     ac.broadcast(None, src=0)
-            else:  # a root may have sent what it had before it is told
+            else:  # a root may have sent its value before it is told
                 with contextlib.suppress(ac.PeerRefusedError):
                     oracle.same(await me.get(ac.broadcast(mine, src=0)), value)
         await in_step(me)
@@ -89,7 +89,7 @@ async def idiom(me: Rank) -> None:
 
 
 def test_broadcast_of_none_on_the_others(world: World) -> None:
-    """``x if rank == 0 else None``: refused on every rank, with the cure; with safe_mode it works."""
+    """``x if rank == 0 else None`` is refused on every rank, with the remedy; with safe_mode it works."""
     world.run(idiom)
 
 
@@ -99,7 +99,7 @@ class Colour(enum.Enum):
 
 
 class Unordered:
-    """An object, whose repr is an address."""
+    """An object whose repr contains its address."""
 
 
 KEYS = [
@@ -121,7 +121,7 @@ KEYS = [
 ]
 
 
-#: By key, since an array of NumPy's equals nothing else without a question.
+#: By key, because comparing a NumPy array with anything else is not a plain yes or no.
 PLACES = {key: place for place, key in enumerate(KEYS)}
 
 
@@ -146,12 +146,12 @@ async def keys(me: Rank) -> None:
 
 
 def test_the_same_leaves_meet_whatever_the_keys(world: World) -> None:
-    """Keys with an order are paired by it; those without are refused by name."""
+    """Keys with an order are matched by it; keys without one are refused by name."""
     world.run(keys)
 
 
 class Named(dict):
-    """A dict with a constructor of its own."""
+    """A dict with its own constructor."""
 
     def __init__(self, name: str, **rest: Any) -> None:
         super().__init__(**rest)
@@ -164,7 +164,7 @@ class Copied(Named):
 
 
 def test_dicts_of_other_classes_are_rebuilt_or_refused_at_the_call() -> None:
-    """Type, order, factory and attributes stay; what cannot be copied is refused when it is flattened."""
+    """Type, order, factory and attributes are kept; what cannot be copied is refused when flattened."""
     named = Named("n", b=1, a=2)
     by_default: Any = collections.defaultdict(list, b=1, a=2)
     for tree in (named, by_default, collections.OrderedDict(b=1, a=2), collections.Counter(b=1, a=2)):
@@ -187,7 +187,7 @@ class Plain(torch.Tensor):
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that stands for another tensor."""
+    """A subclass that wraps another tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -210,7 +210,7 @@ def _freed() -> torch.Tensor:
 
 
 def _fake() -> torch.Tensor:
-    from torch._subclasses import FakeTensorMode  # takes seconds
+    from torch._subclasses import FakeTensorMode  # slow to import
 
     with FakeTensorMode():
         return torch.ones(4)
@@ -220,7 +220,7 @@ def _nested(**layout: Any) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(2)], **layout)
 
 
-#: How each is made, and what its refusal says.
+#: How to make each of them, and what the error says.
 WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "wrapper": (lambda: Wrapper(torch.ones(4)), "to_local()"),
     "parameter of a wrapper": (lambda: torch.nn.Parameter(Wrapper(torch.ones(4))), "to_local()"),
@@ -240,7 +240,7 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", WITHOUT_MEMORY)
 def test_what_has_no_plain_memory_is_refused_by_name(kind: str) -> None:
-    """In a world of one, where nothing of the way to native code differs: a tensor, a leaf, an output."""
+    """In a world of one, whose path to native code is the same: as a tensor, a leaf, and an output."""
     make, says = WITHOUT_MEMORY[kind]
     x = make()
     ones = torch.ones(4)
@@ -269,7 +269,7 @@ def test_what_has_no_plain_memory_is_refused_by_name(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_quantized_tensor_is_refused_with_its_own_cure() -> None:
-    """In every position: it is dense, and has data."""
+    """It is dense and has data, so every position needs the check."""
     x = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
     for start in (
         lambda: ac.all_reduce(x),
@@ -309,7 +309,7 @@ def _coalesced(x: torch.Tensor) -> None:
 
 
 def test_what_has_no_plain_memory_is_refused_in_every_position(world: World) -> None:
-    """By name, before native code sees it; the lane goes on."""
+    """Each is refused by name before native code sees it; the lane keeps working."""
     world.run(wrappers)
 
 
@@ -376,7 +376,7 @@ async def harmless(me: Rank) -> None:
 
 
 def test_harmless_subclasses_and_views_work_and_give_tensors(world: World) -> None:
-    """A subclass with memory, a parameter, conjugate and negative views: results are ``torch.Tensor``."""
+    """For a subclass with memory, a parameter, conjugate and negative views, results are ``torch.Tensor``."""
     world.run(harmless)
 
 
@@ -416,13 +416,13 @@ async def unfillable(me: Rank) -> None:
 
 
 def test_out_that_cannot_be_filled_is_refused(world: World) -> None:
-    """Before anything is sent; columns of one matrix and parameters can be filled."""
+    """It is refused before anything is sent; columns of one matrix and parameters can be filled."""
     world.run(unfillable)
 
 
 @dataclass
 class Odd:
-    """A dataclass that is a leaf to nobody."""
+    """A dataclass whose field is not a valid leaf."""
 
     x: Any
 
@@ -439,12 +439,12 @@ async def others(me: Rank) -> None:
 
 
 def test_refusals_say_what_to_do(world: World) -> None:
-    """Arrays, generators, sets, bytes: the type that was given, and what to pass."""
+    """For arrays, generators, sets and bytes, the error names the given type, and says what to pass."""
     world.run(others)
 
 
 class Shade(enum.StrEnum):
-    """Texts with names."""
+    """Strings with names."""
 
     DARK = "dark"
 
@@ -461,7 +461,7 @@ async def texts(me: Rank) -> None:
 
 
 def test_a_text_is_one_whatever_its_class(world: World) -> None:
-    """A member of a ``StrEnum`` meets a str, as it is sent; NumPy's texts keep the zeros at their end."""
+    """A ``StrEnum`` member is sent as a str and matches one; NumPy's strings keep trailing zeros."""
     world.run(texts)
 
 
@@ -474,5 +474,5 @@ async def dates(me: Rank) -> None:
 
 
 def test_dates_of_numpy_are_no_numbers(world: World) -> None:
-    """In nanoseconds they have an int as ``item()``, as which they were sent and summed."""
+    """Regression: dates in nanoseconds have an int as ``item()``, as which they were sent and summed."""
     world.run(dates)

@@ -1,4 +1,4 @@
-"""Pictures: those of benchmarks come from data alone, those of the concepts are what their code draws."""
+"""Pictures: those of benchmarks depend on their data only; those of the concepts match their code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FOUND: dict[str, Any] = {
         ],
     },
 }
-#: What has to be read in each.
+#: Text that must be readable in each picture.
 SHOWN = {
     "fusion": ("by hand", "a loop of raw calls"),
     "growth": ("barrier", "ring"),
@@ -56,12 +56,12 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every series of the data is named in it."""
+    """Every series of the data is named in its picture."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "pictures", raising=False)
     import pictures
 
-    monkeypatch.setitem(pictures.mpl.rcParams, "svg.fonttype", "none")  # text as text
+    monkeypatch.setitem(pictures.mpl.rcParams, "svg.fonttype", "none")  # so that text is not drawn as paths
     tmp_path.joinpath(f"{name}.json").write_text(json.dumps(FOUND[name]))
     first = pictures.draw(name, tmp_path, tmp_path).read_text()
     assert pictures.draw(name, tmp_path, tmp_path).read_text() == first
@@ -70,7 +70,7 @@ def test_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_pictures_of_the_concepts(tmp_path: Path) -> None:
-    """In the documentation is what `make drawings` draws, and a page shows each."""
+    """The documentation has what `make drawings` draws, and a page shows each picture."""
     command = [sys.executable, str(ROOT / "tools" / "drawings.py"), str(tmp_path)]
     subprocess.run(command, check=True, timeout=patient(60))
     page = (ROOT / "docs" / "concepts.md").read_text()

@@ -24,7 +24,7 @@ METADATA = "Metadata-Version: 2.1\nName: toy-backend\nVersion: 1.0\n"
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """A package with a working backend `toy` and a broken one; the environment that finds it."""
+    """Install a package with a working backend `toy` and a broken one; return an environment with it."""
     home = tmp_path / "site"
     info = home / "toy_backend-1.0.dist-info"
     info.mkdir(parents=True)
@@ -54,7 +54,7 @@ USES = """
 
 
 def test_a_backend_of_another_package(tmp_path: Path, installed: dict[str, str]) -> None:
-    """Listed without being loaded, asked for in any case, with options of its own; named by the error."""
+    """It is listed without being loaded, asked for in any case, has its own options; errors name it."""
     (ended,) = scripts.run(tmp_path, USES, launched=False, env=installed)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines() == ["True False", "toy of mint 5", "True True", "True"]
@@ -70,7 +70,7 @@ BROKEN = """
 
 
 def test_a_backend_that_does_not_load(tmp_path: Path, installed: dict[str, str]) -> None:
-    """The error is typed and says which package to install anew."""
+    """The error is typed and says which package to reinstall."""
     (ended,) = scripts.run(tmp_path, BROKEN, launched=False, env=installed)
     assert ended.code == 0, ended.err
     assert "toy_backend_that_is_not" in ended.out
@@ -88,7 +88,7 @@ ON_SYNC = """
 
 
 def test_sync_takes_a_backend_of_another_package(tmp_path: Path, installed: dict[str, str]) -> None:
-    """By its name, as a computation model of its own."""
+    """It is accepted by name, and has its own computation model."""
     (ended,) = scripts.run(tmp_path, ON_SYNC, launched=False, env=installed)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines() == ["True", "toy toy-dist 1 5", "None"]
@@ -103,7 +103,7 @@ EXPLAINS = """
 
 
 def test_explain_of_a_backend_that_does_not_tell(tmp_path: Path, installed: dict[str, str]) -> None:
-    """One line that says what its package lacks, and exit code 2."""
+    """It prints one line that says what its package lacks, and returns exit code 2."""
     (ended,) = scripts.run(tmp_path, EXPLAINS, launched=False, env=installed)
     assert ended.code == 2, ended.err
     assert "capabilities(name, device)" in ended.err

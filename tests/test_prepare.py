@@ -1,4 +1,4 @@
-"""Prepared operations: each start gives what the ordinary call gives, with what the input holds then."""
+"""Prepared operations: each start gives the ordinary call's result for the input's current values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def _reduced_thrice(me: Rank, shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 def test_all_reduce_of_every_plan(world: World) -> None:
-    """Native, exchanged, gathered, cast, viewed: whatever the dtype and size lead to."""
+    """Plans are native, exchanged, gathered, cast and viewed, depending on dtype and size."""
     world.run(reductions)
 
 
@@ -67,7 +67,7 @@ async def in_place(me: Rank) -> None:
             assert await me.get(prepared.start()) is x
             oracle.same(x, torch.full(shape, float(sum(rank + step for rank in range(me.size)))))
         out = torch.empty(shape)
-        for dtype in (torch.int16, torch.float16):  # sent wider, and larger than what is exchanged
+        for dtype in (torch.int16, torch.float16):  # sent wider, and too large to be exchanged
             y = torch.full(shape, me.rank + 1, dtype=dtype)
             wider = ac.prepare("all_reduce", y)
             for scale in (1, 2):
@@ -80,7 +80,7 @@ async def in_place(me: Rank) -> None:
 
 
 def test_into_memory_of_the_caller(world: World, runner: str) -> None:
-    """``out`` may be the input; large copies are made by a thread where there is a loop."""
+    """``out`` may be the input; with an event loop, a thread makes large copies."""
     world.run(in_place, runner=runner)
 
 
@@ -115,7 +115,7 @@ async def movements(me: Rank) -> None:
 
 
 def test_what_only_moves(world: World, runner: str) -> None:
-    """all_gather, broadcast, all_to_all, and reduce_scatter, with new contents at each start."""
+    """all_gather, broadcast, all_to_all and reduce_scatter get new contents at each start."""
     world.run(movements, runner=runner)
 
 
@@ -142,7 +142,7 @@ async def misused(me: Rank) -> None:
     prepared = ac.prepare("all_reduce", x)
     first = prepared.start()
     with raising(ac.InvalidArgumentError, "awaited", "prepare a second"):
-        prepared.start()  # on every rank: nothing was sent, and the lane goes on
+        prepared.start()  # on every rank: nothing was sent, and the lane keeps working
     oracle.same(await me.get(first), torch.full((3,), float(me.size)))
     oracle.same(await me.get(prepared.start()), torch.full((3,), float(me.size)))
     for says, error, name, like, call in (
@@ -163,11 +163,11 @@ async def misused(me: Rank) -> None:
 
 
 def test_misuse_is_refused(pair: World, runner: str) -> None:
-    """Before anything is sent, and with what to do instead."""
+    """It is refused before anything is sent, and the error says what to do instead."""
     pair.run(misused, runner=runner)
 
 
-#: What gives a tensor that an operation was prepared with other memory.
+#: Ways to give other memory to a tensor that an operation was prepared with.
 MOVED: dict[str, Callable[[torch.Tensor], object]] = {
     "data": lambda x: setattr(x, "data", torch.full((2,), 7.0)),
     "set_": lambda x: x.set_(torch.full((2,), 7.0)),  # type: ignore[call-overload]  # torch's stub lacks it
@@ -192,13 +192,13 @@ async def moved(me: Rank) -> None:
 
 
 def test_a_tensor_that_has_other_memory_now_is_refused(pair: World, runner: str) -> None:
-    """The memory that was prepared would be sent, or filled, which is the tensor's no longer."""
+    """Otherwise the prepared memory, which the tensor no longer has, would be sent or filled."""
     pair.run(moved, runner=runner, timeout=patient(30))
 
 
 async def started_again(me: Rank) -> None:
     op = ac.prepare("all_gather", x := torch.ones(2))
-    await op.start()  # the next one has an open lane, and is waited for directly
+    await op.start()  # opens the lane, so that the next start is waited for directly
     if me.rank == 0:
         first = op.start()
         lost: list[str] = []
@@ -225,7 +225,7 @@ async def started_again(me: Rank) -> None:
 
 
 def test_a_task_that_still_waits_where_another_gave_up(pair: World) -> None:
-    """Its result is lost to the next start: it got that one's numbers."""
+    """It loses its result to the next start. Regression: it got that start's numbers."""
     pair.run(started_again, runner="asyncio")
 
 
@@ -237,7 +237,7 @@ async def written_in_flight(me: Rank) -> None:
                 first = op.start()
                 with raising(ac.CollectiveTimeoutError):
                     first.wait(0.01)
-                x.fill_(2)  # which rank 1 may get
+                x.fill_(2)  # rank 1 may get this value
                 with raising(ac.InvalidArgumentError, "written to in place before", "Await it first"):
                     op.start()
                 me.show(name)
@@ -254,7 +254,7 @@ async def written_in_flight(me: Rank) -> None:
 
 
 def test_an_input_that_was_written_to_while_a_start_was_in_flight_is_not_sent_again(pair: World) -> None:
-    """Where a wait was cut short: the other rank may have got the new values for the first start's."""
+    """After a wait that timed out, the other rank may have got the new values for the first start's."""
     pair.run(written_in_flight, runner="asyncio")
 
 
@@ -266,7 +266,7 @@ async def written_and_dropped(me: Rank) -> None:
         x.fill_(2)
         with raising(ac.InvalidArgumentError, "written to in place before"):
             op.start()
-        second = op.start()  # fills what the first, still in flight, fills before it
+        second = op.start()  # fills the memory that the first start, still in flight, fills before it
         me.show("refused once")
     else:
         me.see("refused once")
@@ -278,7 +278,7 @@ async def written_and_dropped(me: Rank) -> None:
 
 
 def test_a_start_after_a_dropped_one_whose_input_was_written_to_is_refused_once(pair: World) -> None:
-    """Nobody can await the dropped one any more: every later start was refused."""
+    """Regression: the dropped start can no longer be awaited, and every later start was refused."""
     pair.run(written_and_dropped, runner="asyncio")
 
 
@@ -301,7 +301,7 @@ async def overwritten(me: Rank) -> None:
 
 
 def test_a_result_that_is_still_needed_and_overwritten_is_an_error(pair: World, runner: str) -> None:
-    """Of a call that has yet to be waited for, or of a backward."""
+    """A call that is still to be waited for, or a backward, may need it."""
     pair.run(overwritten, runner=runner)
 
 
@@ -317,7 +317,7 @@ async def refused(me: Rank) -> None:
             ac.all_reduce(x, op="nonsense")
     again = await op.start()
     oracle.same(again, torch.full((2,), 3.0))
-    if me.backend in ("mpi", "horovod"):  # which take nothing back that was issued
+    if me.backend in ("mpi", "horovod"):  # these cannot withdraw what was issued
         assert (again is result) == (me.rank != 0)
 
 
@@ -326,7 +326,7 @@ def test_a_start_after_one_that_may_still_write_fills_other_memory(pair: World) 
 
 
 async def ordered(me: Rank) -> None:
-    """Prepared and ordinary operations share the lane's order; another lane is another order."""
+    """Prepared and ordinary operations share the lane's order; another lane has another order."""
     x, y = torch.ones(2), torch.full((2,), 2.0)
     one, two = ac.prepare("all_reduce", x), ac.prepare("all_reduce", y, lane="side")
     works = [one.start(), two.start(), ac.all_reduce(torch.full((2,), 3.0))]
@@ -375,15 +375,15 @@ async def of_other_keys(me: Rank, *names: str) -> None:
 
 
 def shaped(tree: object) -> Any:
-    """The tree of tensors of ones that ``tree`` says the lengths of."""
+    """Make a tree of tensors of ones with the lengths that ``tree`` gives."""
     if isinstance(tree, int):
         return torch.ones(tree)
     return {k: shaped(v) for k, v in tree.items()} if isinstance(tree, dict) else list(map(shaped, tree))  # type: ignore[call-overload]
 
 
 def test_trees_of_other_keys_are_refused(pair: World) -> None:
-    """As those of the ordinary call: the leaves of one would be summed with others of the other."""
-    pair.run(of_other_keys, "all_reduce")  # the root of a broadcast may be done before it hears of it
+    """The ordinary call refuses, too: leaves of one tree would be summed with other leaves of the other."""
+    pair.run(of_other_keys, "all_reduce")  # the root of a broadcast may complete before it hears of it
 
 
 def test_trees_of_other_keys_are_refused_ahead(checked: World) -> None:
@@ -399,5 +399,5 @@ async def compared(me: Rank) -> None:
 
 
 def test_starts_are_compared_too(checked: World) -> None:
-    """With ``check="full"``."""
+    """They are compared with ``check="full"``."""
     checked.run(compared)

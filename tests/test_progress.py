@@ -1,4 +1,4 @@
-"""The progress thread: it polls what nobody waits for, backs off, and sleeps when there is nothing."""
+"""The progress thread polls operations without waiters, backs off, and sleeps when idle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from patience import patient, until
 
 
 class Item:
-    """An operation that is over after so many looks, or when it is told."""
+    """An operation that completes after a number of polls, or never."""
 
     def __init__(self, looks: int | None = None, *, urgent: bool = False, expected: float = 0.0) -> None:
         self.finished = False
@@ -54,14 +54,14 @@ class Item:
 
 @pytest.fixture
 def progress() -> Iterator[Progress]:
-    """A thread of the test's own."""
+    """Make a progress thread for one test."""
     one = Progress()
     yield one
     one.stop()
 
 
 def test_what_nobody_waits_for_is_polled_until_it_is_over(progress: Progress) -> None:
-    """Many items at once, each looked at as often as it needs and no more afterwards."""
+    """Many items are watched; each is polled as often as it needs, and no more afterwards."""
     items = [Item(looks) for looks in (1, 2, 60, 120)]
     for item in items:
         progress.watch(item)
@@ -76,7 +76,7 @@ def test_what_nobody_waits_for_is_polled_until_it_is_over(progress: Progress) ->
 def test_the_thread_survives_an_item_that_raises(
     progress: Progress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else would ever be polled again. Its log tells of the same error once."""
+    """Otherwise nothing would ever be polled again. The log has the same error once."""
     broken, sound = Item(3), Item(2)
     poll = broken.poll
 
@@ -111,7 +111,7 @@ def test_where_no_thread_can_be_started_the_next_call_tries_again(
 
 
 def test_a_waiter_is_left_alone_for_a_grace(progress: Progress) -> None:
-    """What is not urgent is first looked at after the grace; what is, at once."""
+    """An item that is not urgent is first polled after the grace period, an urgent one immediately."""
     calm, hasty = Item(1), Item(1, urgent=True)
     start = time.monotonic()
     progress.watch(calm)
@@ -124,7 +124,7 @@ def test_a_waiter_is_left_alone_for_a_grace(progress: Progress) -> None:
 
 
 def test_an_attended_item_is_not_polled(progress: Progress) -> None:
-    """Its waiter looks himself; once he leaves, the thread goes on."""
+    """Its waiter polls it; once the waiter leaves, the thread polls it again."""
     item, other = Item(1), Item(300)
     item.attended = True
     progress.watch(item)
@@ -136,10 +136,10 @@ def test_an_attended_item_is_not_polled(progress: Progress) -> None:
 
 
 def test_urgency_may_come_later(progress: Progress) -> None:
-    """An item that becomes urgent (somebody asked to be told) is looked at when the thread is roused."""
+    """An item that becomes urgent, because someone wants to be told, is polled when the thread is roused."""
     item = Item(10**9)
     progress.watch(item)
-    while item.polled < 200:  # it has backed off to its longest nap
+    while item.polled < 200:  # until it has backed off to its longest nap
         time.sleep(0.001)
     item._looks = item.polled + 1
     item.urgent = True
@@ -149,7 +149,7 @@ def test_urgency_may_come_later(progress: Progress) -> None:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The naps of all progress threads from now on: each turn asks for one."""
+    """Record the naps of all progress threads from now on: each turn asks for one."""
     asked: list[float] = []
     nap = _Pace.nap
 
@@ -162,18 +162,18 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_with_nothing_to_do_it_burns_no_core(progress: Progress, turns: list[float]) -> None:
-    """After the last operation it lingers briefly, then sleeps for good."""
+    """After the last operation the thread lingers briefly, then sleeps indefinitely."""
     item = Item(1)
     progress.watch(item)
     assert item.over.wait(patient(5))
     assert until(lambda: turns[-1] == math.inf, patient(10))
     taken = len(turns)
-    time.sleep(0.2)  # a time in which nothing may happen
+    time.sleep(0.2)  # time in which nothing may happen
     assert len(turns) == taken
 
 
 def test_with_one_operation_out_it_burns_little(progress: Progress, turns: list[float]) -> None:
-    """It goes on looking, but backs off to naps of a millisecond, then of ten and more."""
+    """The thread keeps polling, but backs off to naps of one millisecond, then of ten and more."""
     stuck = Item()
     progress.watch(stuck)
     assert until(lambda: turns[-1:] == [LONGEST_NAP_SECONDS], patient(10))
@@ -184,7 +184,7 @@ def test_with_one_operation_out_it_burns_little(progress: Progress, turns: list[
 
 
 def test_it_is_tight_while_an_operation_is_expected(progress: Progress, turns: list[float]) -> None:
-    """A long transfer is polled without naps for as long as it should take."""
+    """A long transfer is polled without naps for as long as it is expected to take."""
     item = Item(urgent=True, expected=600.0)
     progress.watch(item)
     progress.rouse()
@@ -193,7 +193,7 @@ def test_it_is_tight_while_an_operation_is_expected(progress: Progress, turns: l
 
 
 def test_a_stopped_thread_is_not_started_again() -> None:
-    """After `stop` (the library is about to end) nothing is polled any more."""
+    """After `stop`, when the library is about to end, nothing is polled any more."""
     one = Progress()
     one.watch(Item(1))
     one.stop()
@@ -204,7 +204,7 @@ def test_a_stopped_thread_is_not_started_again() -> None:
 
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
-    """The parent's thread is not in the child, and the child's first operation starts one."""
+    """The parent's thread does not exist in the child; the child's first operation starts one."""
     from asynccoll.transport.progress import progress
 
     first = Item(1)
@@ -219,7 +219,7 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
 
 
 def test_who_may_be_told_late_is_looked_at_seldom() -> None:
-    """The least patient decides when to look; one that wants it at once, for all."""
+    """The least patient item sets the pace for all; one that wants no delay allows no nap."""
     patient, calm, eager = Item(urgent=True), Item(urgent=True), Item(urgent=True, expected=60.0)
     patient.lateness, calm.lateness = 1 / 4, 1 / 16
     watched = [_Watched(patient, 10.0), _Watched(calm, 10.0)]
@@ -231,7 +231,7 @@ def test_who_may_be_told_late_is_looked_at_seldom() -> None:
 
 
 def test_what_is_out_for_long_delays_nothing_else() -> None:
-    """Past half a second it is looked at now and then, whatever else there is to look at."""
+    """After half a second it is polled only now and then, whatever else there is to poll."""
     stale, fresh = Item(urgent=True), Item(urgent=True, expected=60.0)
     long_out = _Watched(stale, 10.0)
     for now, looks in ((10.1, 1), (10.2, 2), (10.6, 3), (10.605, 3), (10.611, 4), (10.62, 4), (10.63, 5)):
@@ -247,7 +247,7 @@ def test_what_is_out_for_long_delays_nothing_else() -> None:
 
 
 def test_where_waiters_see_to_everything_looks_become_rare() -> None:
-    """Up to a bound, and only for as long as it is so; with nothing at all the thread rests."""
+    """They become rare up to a bound, and only while this lasts; with no items the thread sleeps."""
     attended, alone = Item(), Item()
     attended.attended = True
     watched, late = [_Watched(attended, 10.0)], 10.0 + 2 * GRACE_SECONDS

@@ -1,4 +1,4 @@
-"""The table of what ran: from the records of a pytest of its own."""
+"""The table of what ran, made from the records of a separate pytest run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(directory: Path, *arguments: str, **variables: str) -> str:
 
 
 def test_what_ran_is_told_by_backend(tmp_path: Path) -> None:
-    """What passed the second time has passed, what failed in its teardown has not; the absent is named."""
+    """A test that passes the second time has passed, one whose teardown fails has not; absences are named."""
     tmp_path.joinpath("conftest.py").write_text(CONFTEST.format(here=str(HERE)))
     tmp_path.joinpath("test_some.py").write_text(TESTS)
     tmp_path.joinpath("test_slurm_here.py").write_text("def test_it(): pass")
@@ -87,7 +87,7 @@ def test_what_ran_is_told_by_backend(tmp_path: Path) -> None:
     assert again == ["passed the second time only: test_some.py::test_twice (horovod)"]
 
 
-#: The backends of an environment that has the package, and what its tests count as.
+#: The backends of each environment, its package, and the label under which its tests count.
 KINDS = {
     "test": (None, None, "gloo"),
     "memory": ("memory", None, "memory"),
@@ -100,7 +100,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("backends", "package", "label"), KINDS.values(), ids=KINDS)
 def test_each_environment_has_a_row(monkeypatch: pytest.MonkeyPatch, backends, package, label: str) -> None:
-    """So that the table says so if nothing ran there."""
+    """The table thus shows it if nothing ran in an environment."""
 
     def version(name: str) -> str:
         if name != package:

@@ -1,4 +1,4 @@
-"""The world of real ranks that users test with, and its fixture for pytest."""
+"""The world of real ranks that users test with, and its pytest fixture."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hanging(rank: int) -> None:
 
 
 def leaving(rank: int) -> None:
-    """One rank goes on without a result that the other never calls for."""
+    """One rank continues without waiting for a call that the other never makes."""
     if rank == 0:
         ac.all_reduce(100).detach()
 
@@ -72,7 +72,7 @@ async def received(rank: int) -> list[float]:
 
 
 async def in_a_lane(rank: int) -> int:
-    detached = ac.all_reduce(rank, lane="other")  # over soon, as every rank has called it
+    detached = ac.all_reduce(rank, lane="other")  # completes soon, as every rank has called it
     detached.detach()
     return os.getpid()
 
@@ -84,21 +84,21 @@ def pair() -> Iterator[World]:
 
 
 def test_results_come_by_rank(pair: World) -> None:
-    """Of coroutine functions and plain ones, with arguments."""
+    """Coroutine functions and plain ones return results, with arguments."""
     assert pair.run(total) == [1, 1]
     assert pair.run(total, 10) == [21, 21]
     assert [rank for rank, _, _ in pair.run(count)] == [0, 1]
 
 
 def test_the_ranks_are_kept_alive(pair: World) -> None:
-    """The same processes run one function after the other."""
+    """The same processes run one function after another."""
     before, after = pair.run(count), pair.run(count)
     assert [(rank, calls + 1, pid) for rank, calls, pid in before] == after
     assert len({pid for _, _, pid in after}) == 2
 
 
 def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
-    """By rank, with tracebacks; what is left is ended, and others start."""
+    """Failures come by rank, with tracebacks; remaining ranks are ended, and new ones start."""
     with pytest.raises(RankError) as told:
         pair.run(failing)
     says = ("failing failed", "rank 0: not done when another", "rank 1", "LookupError: lost here")
@@ -111,15 +111,15 @@ def test_failures_are_told_and_the_next_run_is_right(pair: World) -> None:
         pair.run(dying)
     assert "rank 1: its process has ended" in str(told.value)
     os.kill(pair.run(count)[1][2], signal.SIGKILL)
-    pair._thread.join(patient(30))  # which waits for the ranks, and ends them all
+    pair._thread.join(patient(30))  # waits for the ranks, and ends them all
     with pytest.raises(RankError, match=r"rank \d has ended since the last run: rank 1 "):
         pair.run(total)
     assert pair.run(total) == [1, 1]
 
 
 def test_a_run_that_is_not_done_says_for_whom_ranks_wait_and_where_they_are(pair: World) -> None:
-    """A time limit alone names no culprit."""
-    assert pair.run(total) == [1, 1]  # the ranks are there, and the lane is open
+    """A timeout alone would not say which rank is to blame."""
+    assert pair.run(total) == [1, 1]  # so that the ranks exist, and the lane is open
     with pytest.raises(RankError, match="hanging failed") as told:
         pair.run(hanging, timeout=patient(3))
     says = (
@@ -133,14 +133,14 @@ def test_a_run_that_is_not_done_says_for_whom_ranks_wait_and_where_they_are(pair
 
 
 def _line(text: str) -> int:
-    """That of ``hanging`` which has this text."""
+    """Return the line number of ``hanging`` that contains ``text``."""
     lines, first = inspect.getsourcelines(hanging)
     return first + next(index for index, line in enumerate(lines) if text in line)
 
 
 @pytest.mark.parametrize("case", [leaving, timing_out, finalizing])
 def test_what_a_function_leaves_is_not_in_the_next_one(pair: World, case: Callable[[int], None]) -> None:
-    """Its calls would be paired with those of the next one, which then hangs or has wrong numbers."""
+    """Otherwise its calls would match the next function's, which would hang or get wrong numbers."""
     before = pair.run(count)
     assert pair.run(case) == [None, None]
     assert pair.run(received) == [[0.0, 0.0]] * 2
@@ -149,7 +149,7 @@ def test_what_a_function_leaves_is_not_in_the_next_one(pair: World, case: Callab
 
 
 def test_ranks_are_in_step_by_the_calls_of_the_ranks_of_each_group() -> None:
-    """On MPI a call may be over on one rank before the others make theirs, so nothing need be in flight."""
+    """On MPI a call may complete on one rank before the others make theirs, so nothing need be in flight."""
     everyone, two = (0, 1, 2), (0, 2)
     whole = {"world/default": (everyone, 3)}
     assert live._in_step([whole] * 3)
@@ -160,12 +160,12 @@ def test_ranks_are_in_step_by_the_calls_of_the_ranks_of_each_group() -> None:
 
 
 def test_calls_that_all_have_made_are_waited_for(pair: World) -> None:
-    """They need no other ranks."""
+    """Such calls need nothing more from other ranks."""
     assert pair.run(in_a_lane) == pair.run(in_a_lane)
 
 
 def test_what_cannot_be_run_is_refused() -> None:
-    """Nothing is started for it."""
+    """No rank is started for it."""
     with world(2) as ranks:
         for wrong in (lambda rank: rank, 7):
             with pytest.raises(ac.PayloadTypeError, match="top level"):
@@ -226,18 +226,18 @@ def test_two_again(ranks):
 
 
 def test_the_fixture(tmp_path: Path) -> None:
-    """One world for all tests that ask for the same; what fails on a rank fails the test."""
+    """Tests that ask for the same world share it; a failure on a rank fails the test."""
     _check_suite(tmp_path, SUITE, "1 failed, 4 passed")
 
 
 def test_the_fixture_on_mpi(tmp_path: Path) -> None:
-    """Its option says so for all tests whose mark does not."""
+    """The command-line option selects MPI for all tests whose mark does not say otherwise."""
     needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
     _check_suite(tmp_path, ON_MPI, "1 failed, 2 passed", "--ranks-backend=mpi")
 
 
 def _check_suite(directory: Path, source: str, counts: str, *options: str) -> None:
-    """Run a suite of tests in a pytest of its own; the one that fails does so on its rank."""
+    """Run a test suite in its own pytest; the failing test must fail on its rank."""
     directory.joinpath("conftest.py").write_text('pytest_plugins = ["asynccoll.testing.pytest_plugin"]')
     directory.joinpath("test_suite.py").write_text(source)
     here = str(Path(asynccoll.__file__).parent.parent)

@@ -1,4 +1,4 @@
-"""The first thing that a reader copies is a program that runs."""
+"""The first program that a reader copies works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_first_snippet_is_the_quickstart_and_its_output() -> None:
-    """Word for word: ``test_examples`` runs that file, and expects these lines of it."""
+    """They match word for word: ``test_examples`` runs that file, and expects these lines."""
     readme = (ROOT / "README.md").read_text()
     program = (ROOT / "examples" / "quickstart.py").read_text().split('"""')[2].strip()
     snippet = re.search(r"```python\n(.*?)```", readme, re.DOTALL)

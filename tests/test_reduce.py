@@ -1,4 +1,4 @@
-"""reduce: `dst` gets the reduction, the others None."""
+"""reduce: `dst` gets the reduction, the other ranks None."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_every_dtype_and_reduction(world: World, runner: str) -> None:
-    """NumPy's result on dst, None elsewhere; what means nothing is refused."""
+    """dst gets NumPy's result, the others None; undefined reductions are refused."""
     world.run(dtypes, runner=runner)
 
 
@@ -60,7 +60,7 @@ async def shapes(me: Rank) -> None:
 
 
 def test_every_shape_and_layout(world: World, runner: str) -> None:
-    """dst is rank 0 and op is sum unless told; no input is changed on any rank."""
+    """By default dst is rank 0 and op is sum; no rank's input is changed."""
     world.run(shapes, runner=runner)
 
 
@@ -85,7 +85,7 @@ async def numbers_and_trees(me: Rank) -> None:
 
 
 def test_numbers_and_trees(world: World, runner: str) -> None:
-    """Numbers keep their type and trees their shape on dst; the others get None."""
+    """On dst, numbers keep their type and trees their shape; the others get None."""
     world.run(numbers_and_trees, runner=runner)
 
 
@@ -118,5 +118,5 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_calls_are_refused(world: World) -> None:
-    """Text, and ranks that are not there; the lane goes on."""
+    """Text and missing ranks are refused; the lane keeps working."""
     world.run(refused)

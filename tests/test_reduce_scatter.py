@@ -42,7 +42,7 @@ async def dtypes(me: Rank) -> None:
 
 
 def test_every_dtype_and_reduction(world: World, runner: str) -> None:
-    """One's own part of what NumPy gives; what means nothing is refused."""
+    """Each rank gets its part of NumPy's result; undefined reductions are refused."""
     world.run(dtypes, runner=runner)
 
 
@@ -71,7 +71,7 @@ async def dims(me: Rank) -> None:
 
 
 def test_every_dim_and_shape(world: World, runner: str) -> None:
-    """Cut along the dimension asked for, negative ones from the end; sum is the default."""
+    """The result is cut along the given dimension, also a negative one; the default op is sum."""
     world.run(dims, runner=runner)
 
 
@@ -91,7 +91,7 @@ async def layouts(me: Rank) -> None:
 
 
 def test_every_layout(world: World, runner: str) -> None:
-    """Non-contiguous inputs give the same."""
+    """Non-contiguous inputs give the same results."""
     world.run(layouts, runner=runner)
 
 
@@ -124,7 +124,7 @@ async def into_out(me: Rank) -> None:
 
 
 def test_out_is_filled_and_returned(world: World, runner: str) -> None:
-    """`out` is the result, and may be one's own place in the input."""
+    """`out` is the result, and may be the rank's own part of the input."""
     world.run(into_out, runner=runner)
 
 
@@ -142,7 +142,7 @@ async def refused(me: Rank) -> None:
 
 
 def test_bad_calls_are_refused(world: World) -> None:
-    """What does not divide, dims and reductions that are not; the lane goes on."""
+    """Sizes that do not divide, unknown dims and reductions are refused; the lane keeps working."""
     world.run(refused)
 
 
@@ -194,5 +194,5 @@ async def lists(me: Rank) -> None:
 
 
 def test_a_list_as_torch_takes_it_is_told(pair: World, runner: str) -> None:
-    """Each of its tensors is cut, where torch would have summed them and given one to each rank."""
+    """Each of its tensors is cut; torch would have summed them and given one to each rank."""
     pair.run(lists, runner=runner)

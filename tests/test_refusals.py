@@ -1,6 +1,6 @@
-"""Calls that some rank refuses, amid others: right or a typed error everywhere, never wrong, never a hang.
+"""Calls that some rank refuses, among others: right or a typed error everywhere, never wrong, never a hang.
 
-Every call sends numbers that name its place and its rank, so that a result made of two calls shows.
+Every call sends numbers that encode its place and its rank, so that a result mixed from two calls shows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
-#: The store of a rank that is on another continent.
+#: The latency of a store on another continent.
 REQUEST_SECONDS = 0.0005
-#: Programs that are drawn in one run of the property test; by hand: many more.
+#: How many programs one run of the property test draws; by hand, many more.
 DRAWS = int(os.environ.get("ASYNCCOLL_TEST_REFUSAL_DRAWS", "2"))
 SEED = int(os.environ.get("ASYNCCOLL_TEST_SEED", "0"))
 
@@ -54,7 +54,7 @@ class Slow:
         request = getattr(self._store, name)
 
         def slowly(*args: Any) -> Any:
-            time.sleep(REQUEST_SECONDS)  # what is simulated, not how a test waits
+            time.sleep(REQUEST_SECONDS)  # simulated latency, not a way to wait
             return request(*args)
 
         return slowly
@@ -79,11 +79,11 @@ def slow_store() -> Iterator[None]:
         del clients.borrow
 
 
-# ---------------------------------------------------------------- what is called, and what it gives
+# ---------------------------------------------------------------- the calls and their results
 
 
 def said(place: int, rank: int) -> int:
-    """The number that ``rank`` sends in its call at ``place``."""
+    """Return the number that ``rank`` sends in its call at ``place``."""
     return 1000 * place + rank + 1
 
 
@@ -93,7 +93,7 @@ def total(place: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """A collective: how it is called, and its result."""
+    """A collective: how to call it, and its result."""
 
     call: Callable[..., Any]
     want: Callable[[int, int], Any]
@@ -146,17 +146,17 @@ KINDS = {
 
 @dataclass
 class Program:
-    """The same calls on every rank, some of which some ranks refuse."""
+    """The same calls on every rank; some ranks refuse some of them."""
 
     kinds: list[str]
     refused: dict[int, set[int]] = field(default_factory=dict)  # rank -> places
-    window: dict[int, int] = field(default_factory=dict)  # rank -> how many calls it has out before it awaits
-    timeouts: set[int] = field(default_factory=set)  # places whose waiters give up at first
+    window: dict[int, int] = field(default_factory=dict)  # rank -> its calls in flight before it awaits
+    timeouts: set[int] = field(default_factory=set)  # places whose waiters time out at first
     slow: bool = True
 
 
 async def run_program(me: Rank, given: dict[str, Any], name: str) -> list[str]:
-    """What became of each call on this rank: the right result, or which error."""
+    """Return the outcome of each call on this rank: right, lost or refused."""
     program = Program(**given)
     with slow_store() if program.slow else contextlib.nullcontext():
         outcomes = await _run_program(me, program, name)
@@ -182,7 +182,7 @@ async def _run_program(me: Rank, program: Program, name: str) -> list[str]:
         await _outcome(me, program, place, work, outcomes)
     for turn in range(len(program.kinds) + 1, len(program.kinds) + 3):
         work = of_tensor(turn, me, lane=name)
-        with contextlib.suppress(ac.PeerRefusedError):  # one was lost with a refused call
+        with contextlib.suppress(ac.PeerRefusedError):  # if it was lost with a refused call
             oracle.same(await me.get(work), torch.tensor([total(turn, me.size)]))
     if not any(len(program.kinds) in places for places in program.refused.values()):
         oracle.same(await me.get(of_tensor(0, me, lane=name)), torch.tensor([total(0, me.size)]))
@@ -206,7 +206,7 @@ async def _outcome(me: Rank, program: Program, place: int, work: Any, outcomes: 
 
 
 def check(world: World, program: Program, runner: str = "asyncio", seconds: float = 40) -> list[list[str]]:
-    """Run it; on every rank each call is right, lost, or refused there, and what nobody lost is right."""
+    """Run it; calls are right, lost, or refused on the rank; those before the first refusal are right."""
     results: list[list[str]] = world.run(
         run_program, vars(program), f"refusals {next(_labels)}", runner=runner, timeout=patient(seconds)
     )
@@ -221,7 +221,7 @@ def check(world: World, program: Program, runner: str = "asyncio", seconds: floa
 
 
 def test_a_refusal_behind_which_calls_are_in_flight(several: World, runner: str) -> None:
-    """Others have the refused call and the next one out: no result is made of two calls."""
+    """Other ranks have the refused call and the next in flight; no result mixes two calls."""
     size = several.size
     for place in (1, 2):
         program = Program(["gather"] * 6, {0: {place}}, dict.fromkeys(range(1, size), 3))
@@ -231,7 +231,7 @@ def test_a_refusal_behind_which_calls_are_in_flight(several: World, runner: str)
 
 
 def test_several_refuse_in_a_row(several: World) -> None:
-    """By one rank, by each in turn, by two in the same place, and a second while the first is settled."""
+    """One rank refuses, each in turn, two in the same place, or a second while the first is settled."""
     size = several.size
     last = size - 1
     for refused in (
@@ -247,7 +247,7 @@ def test_several_refuse_in_a_row(several: World) -> None:
 
 
 def test_refusals_of_every_kind_of_call(several: World) -> None:
-    """Of trees, programs and one-sided calls, amid such: also those given up at first by their waiters."""
+    """Trees, programs and one-sided calls are refused among such calls; some waiters time out first."""
     kinds = list(KINDS) * 2
     for culprit in (0, several.size - 1):
         refused = {culprit: {2, 6, 7, 13}}
@@ -255,14 +255,14 @@ def test_refusals_of_every_kind_of_call(several: World) -> None:
 
 
 def test_what_nobody_made_needs_no_other_communicator(several: World) -> None:
-    """Refused by all ranks: the lane is as it was, and what comes next is right."""
+    """If all ranks refuse it, the lane is unchanged, and later calls are right."""
     program = Program(["number"] * 4, {rank: {2} for rank in range(several.size)}, slow=False)
     for outcomes in check(several, program):
         assert outcomes == ["right", "refused", "right", "right"]
 
 
 def test_refusals_on_five_ranks() -> None:
-    """The same where most ranks are only told."""
+    """The same holds if most ranks only hear of it."""
     for backend in worlds.BACKENDS:
         if backend == "gloo":
             world = worlds.world(backend, 5)
@@ -270,7 +270,7 @@ def test_refusals_on_five_ranks() -> None:
 
 
 def drawn(rng: random.Random, size: int) -> Program:
-    """A program of random calls with random refusals."""
+    """Draw a program of random calls with random refusals."""
     kinds = rng.choices(list(KINDS), k=rng.randint(3, 14))
     refused = {
         rank: set(rng.sample(range(1, len(kinds) + 1), rng.randint(0, 2)))
@@ -284,7 +284,7 @@ def drawn(rng: random.Random, size: int) -> Program:
 
 
 def test_random_refusals(several: World) -> None:
-    """Whatever is refused when: right, or a typed error."""
+    """Whatever is refused at whatever time, calls are right or raise a typed error."""
     for turn in range(DRAWS):
         seed = SEED * 1_000_000 + turn
         program = drawn(random.Random(f"{several.size} {seed}"), several.size)
@@ -299,7 +299,7 @@ def test_random_refusals(several: World) -> None:
 
 
 async def breaks_off(me: Rank, name: str, kind: type[Exception], own: type[Exception]) -> None:
-    """On rank 0 ``kind`` is raised between the two rounds of a program, which gets ``own``."""
+    """On rank 0 ``kind`` is raised between the two rounds of a program, which raises ``own``."""
     await me.get(ac.all_reduce(1, lane=name))
     real = asynccoll.payload.messages._padded
     text = f"of rank {me.rank}: " + "x" * 2000
@@ -309,7 +309,7 @@ async def breaks_off(me: Rank, name: str, kind: type[Exception], own: type[Excep
             raise kind("no room for the second round")
         return real(message, *rest)
 
-    if me.rank == 0:  # alone: where ranks are threads, they share the module
+    if me.rank == 0:  # rank 0 only: if ranks are threads, they share the module
         asynccoll.payload.messages._padded = padded
     try:
         work = ac.all_gather_object(text, lane=name)
@@ -336,16 +336,16 @@ async def breaks_off(me: Rank, name: str, kind: type[Exception], own: type[Excep
 def test_a_program_that_breaks_off(
     several: World, runner: str, kind: type[Exception], own: type[Exception]
 ) -> None:
-    """What fails on one rank between two native calls is a refusal: its peers do not wait for the rest.
+    """A failure on one rank between two native calls is a refusal: peers do not wait for the rest.
 
-    That rank is told so as by a call that is refused at once: an error of ours is raised as it is.
+    That rank gets the same error as from a call refused at once: our own errors are raised as they are.
     """
     label = f"breaks off {next(_labels)}"
     several.run(breaks_off, label, kind, own, runner=runner, timeout=patient(30))
 
 
 class Loaded:
-    """What a future gives, which raises the same exception each time that it is sent."""
+    """The result of a future, which raises the same exception each time it is sent."""
 
     def __init__(self, batch: Future[str]) -> None:
         self._batch = batch
@@ -356,7 +356,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class LoadError(Exception):
-    """One on which no attribute can be set."""
+    """An exception on which no attribute can be set."""
 
     why: str
 
@@ -384,15 +384,15 @@ async def raises_the_same_again(me: Rank, name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(_NO_DISK))
 def test_a_call_refused_for_the_same_exception_as_one_before(several: World, runner: str, kind: str) -> None:
-    """Its peers are told of each call, once: else their call meets another one of this rank."""
+    """Its peers are told of each call once; otherwise their call would meet another one of this rank."""
     several.run(raises_the_same_again, f"same {runner} {kind}", kind, runner=runner, timeout=patient(30))
 
 
-# ---------------------------------------------------------------- what is left behind
+# ---------------------------------------------------------------- resources
 
 
 async def many_refusals(me: Rank, name: str) -> tuple[int, int]:
-    """How many more threads and descriptors there are after a dozen refusals than after the first three."""
+    """Return how many threads and descriptors twelve refusals have added after the first three."""
     before = (0, 0)
     for turn in range(15):
         if turn % me.size == me.rank:
@@ -413,7 +413,7 @@ def _resources() -> tuple[int, int]:
 
 
 def test_refusals_leave_nothing_behind() -> None:
-    """The communicator of an epoch that is over is closed: no threads and descriptors gather."""
+    """An ended epoch's communicator is closed: threads and descriptors do not accumulate."""
     with worlds.fresh("gloo", 2) as world:
         for threads, descriptors in world.run(many_refusals, "many", runner="asyncio", timeout=patient(60)):
             assert threads <= 4, f"{threads} more threads after twelve refusals"
@@ -424,7 +424,7 @@ def test_refusals_leave_nothing_behind() -> None:
 
 
 async def waits_elsewhere(me: Rank, name: str) -> None:
-    """What rank 0 has out on the lane of the refused call, it does not wait for: it waits for its peers."""
+    """Rank 0 has calls in flight on the refused call's lane, but waits for its peers elsewhere."""
     if me.rank == 0:
         unseen = [ac.broadcast(float(place), src=0, lane=name) for place in range(3)]
     else:
@@ -432,7 +432,7 @@ async def waits_elsewhere(me: Rank, name: str) -> None:
             ac.broadcast(0.0, src=0, lane=name, timeout=-1)
         unseen = [ac.broadcast(0.0, src=0, lane=name) for _ in range(2)]
         for work in unseen:
-            with contextlib.suppress(ac.PeerRefusedError):  # lost with it, where rank 0 was ahead
+            with contextlib.suppress(ac.PeerRefusedError):  # if lost with it, as rank 0 was ahead
                 assert await me.get(work) == 1.0 + unseen.index(work)
     assert await me.get(ac.all_reduce(1, lane=f"{name} elsewhere")) == me.size
     for work in unseen:
@@ -441,12 +441,12 @@ async def waits_elsewhere(me: Rank, name: str) -> None:
 
 
 def test_who_refused_is_found_by_a_rank_that_waits_elsewhere(several: World, runner: str) -> None:
-    """Its peers need its statement to go on, and it needs them: else all would wait for the whole timeout."""
+    """Its peers need its report to continue, and it needs them; otherwise all would wait for the timeout."""
     several.run(waits_elsewhere, f"waits elsewhere {runner}", runner=runner, timeout=patient(20))
 
 
 async def across_epochs(me: Rank, name: str) -> None:
-    """A message is expected before a call is refused, and sent after."""
+    """A recv is posted before a call is refused, and its message is sent after."""
     await me.get(ac.all_reduce(1, lane=name))
     last = me.size - 1
     early = ac.recv(torch.zeros(3), src=0, lane=name) if me.rank == last else None
@@ -466,13 +466,13 @@ async def across_epochs(me: Rank, name: str) -> None:
 
 
 def test_messages_meet_across_a_refusal(several: World, runner: str) -> None:
-    """A recv from before a refused call takes the message that is sent after it."""
-    if several.backend not in ("horovod", "xla-tpu"):  # which have no messages
+    """A recv posted before a refused call takes the message sent after it."""
+    if several.backend not in ("horovod", "xla-tpu"):  # these have no messages
         several.run(across_epochs, f"messages {next(_labels)}", runner=runner, timeout=patient(30))
 
 
 async def sends_while_halted(me: Rank, name: str) -> None:
-    """Rank 1 makes the call before the refused one only when it has a message that is sent after both."""
+    """Rank 1 makes the call before the refused one only once it has a message that is sent after both."""
     await me.get(ac.all_reduce(1, lane=name))
     if me.rank == 0:
         before = ac.all_reduce(1, lane=name)
@@ -492,7 +492,7 @@ async def sends_while_halted(me: Rank, name: str) -> None:
 
 
 def test_a_message_does_not_wait_for_a_refusal_to_be_settled(several: World, runner: str) -> None:
-    """Else the peer that needs it to get there would never come."""
+    """Otherwise the peer that needs the message to get there would never arrive."""
     if several.backend not in ("horovod", "xla-tpu"):
         several.run(sends_while_halted, f"halted {next(_labels)}", runner=runner, timeout=patient(30))
 
@@ -501,7 +501,7 @@ def test_a_message_does_not_wait_for_a_refusal_to_be_settled(several: World, run
 
 
 def test_what_is_held_goes_on_in_order() -> None:
-    """A rank refuses #7, hears of #4, and then a program of its own breaks off at #2: #3, #5 and #6 go on."""
+    """Rank refuses #7, hears of #4, and its program breaks off at #2: #3, #5 and #6 still run."""
     lane = Context(SerialBackend(), Identity(), check="off").world.lane("held")
     gate = Promise()
 
@@ -526,7 +526,7 @@ def test_what_is_held_goes_on_in_order() -> None:
 
 def test_a_program_that_is_over_at_once_fails_with_what_its_last_call_does() -> None:
     lane = Context(SerialBackend(), Identity(), check="off").world.lane("at once")
-    lane.issue(Estimate("first"), lambda _: READY)  # opens it
+    lane.issue(Estimate("first"), lambda _: READY)  # opens the lane
 
     def program(_: Any) -> Generator[Completion, None, Completion]:
         yield from ()
@@ -540,7 +540,7 @@ def test_a_program_that_is_over_at_once_fails_with_what_its_last_call_does() -> 
 async def given_up(me: Rank, seen: str) -> bool:
     x, gone, refused = torch.full((1000,), 1.0 + me.rank), Path(seen), False
     if me.rank == 1:
-        me.see("sent")  # who has heard of a refusal sends nothing, and nothing is written to there
+        me.see("sent")  # a rank that knows of a refusal sends nothing, and nothing is written to its memory
         with raising(ac.InvalidArgumentError, "timeout"):
             ac.broadcast(x, src=2, out=x, timeout=-1)
     elif me.rank == 0:
@@ -578,12 +578,12 @@ async def given_up(me: Rank, seen: str) -> bool:
 
 
 @pytest.mark.processes
-# Horovod starts nothing, so writes nothing, before every rank has called.
+# Horovod starts nothing, and so writes nothing, before every rank has called.
 @pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one != "horovod"] or ["gloo"])
 def test_what_a_refused_call_may_still_fill_is_not_sent(backend: str, tmp_path: Path) -> None:
-    """Its source comes late, and has not heard of it: seconds after the error the tensor was overwritten."""
+    """Its source calls late, unaware of the refusal. Regression: the tensor was overwritten seconds later."""
     refused = worlds.world(backend, 3).run(given_up, str(tmp_path / "seen"))
-    # Memory that is shared may be given up by then, also by the source: nobody writes there any more.
+    # Shared memory may have been given up by then, also by the source: no rank writes there any more.
     assert refused == [True] * 3 or (backend == "memory" and refused == [False] * 3)
 
 
@@ -607,7 +607,7 @@ async def large_tree_given_up(me: Rank) -> None:
     try:
         await me.get(ac.all_reduce(x, out=x))
     except (ac.InvalidArgumentError, ac.PeerRefusedError):
-        return  # some rank may still be writing to it
+        return  # a rank may still be writing to it
     for leaf in x:
         oracle.same(leaf, torch.full_like(leaf, total))
 
@@ -615,7 +615,7 @@ async def large_tree_given_up(me: Rank) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", [one for one in worlds.BACKENDS if one != "horovod"] or ["gloo"])
 def test_a_large_tree_that_was_given_up_is_not_sent_while_its_first_part_is_filled(backend: str) -> None:
-    """It is sent in several calls: those before the one that it had come to are still out."""
+    """It is sent in several calls: those before the one it had reached are still in flight."""
     world = worlds.world(backend, 3)
     for _ in range(3):
         world.run(large_tree_given_up)
@@ -623,7 +623,7 @@ def test_a_large_tree_that_was_given_up_is_not_sent_while_its_first_part_is_fill
 
 @pytest.mark.parametrize("kind", ["in memory", "a file"])
 def test_who_has_refused_is_read_in_a_few_requests(kind: str, tmp_path: Path) -> None:
-    """Of a store that can; of a file each rank's key is looked for, as there is no list in it."""
+    """A store that can list keys needs few requests; for a file, each rank's key is looked up."""
     store = dist.HashStore() if kind == "in memory" else dist.FileStore(str(tmp_path / "store"), 1)
     asked: list[str] = []
 

@@ -1,4 +1,4 @@
-"""initialize and finalize: every way to meet, whose world it is, and how it ends."""
+"""initialize and finalize: all ways to meet, who owns the world, and how it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bare() -> World:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """These variables, for a while."""
+    """Set these variables for the block."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -51,7 +51,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def launched(me: Rank, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """Return what torchrun would set."""
     return {
         "RANK": str(me.rank),
         "LOCAL_RANK": str(me.rank),
@@ -63,7 +63,7 @@ def launched(me: Rank, port: int) -> dict[str, str]:
 
 
 def works(me: Rank) -> None:
-    """The world that was just initialized is the right one, and can be left."""
+    """Check that the new world is the right one, and can be left."""
     try:
         assert ac.is_initialized()
         assert ac.get_rank() == me.rank
@@ -117,27 +117,27 @@ def by_file_store(me: Rank, path: str) -> None:
 
 
 def test_meets_by_environment(bare: World) -> None:
-    """env://, said or not, with a launcher's variables; twice in one process."""
+    """env:// works with a launcher's variables, given or not; twice in one process."""
     bare.run(by_env, free_port())
 
 
 def test_meets_by_tcp(bare: World) -> None:
-    """tcp://host:port with rank and world_size."""
+    """tcp://host:port works with rank and world_size."""
     bare.run(by_tcp, free_port())
 
 
 def test_meets_by_file(bare: World, tmp_path: Path) -> None:
-    """file:// with rank and world_size."""
+    """file:// works with rank and world_size."""
     bare.run(by_file, str(tmp_path / "meet"))
 
 
 def test_meets_by_tcp_store(bare: World) -> None:
-    """A TCPStore of the user's, and a PrefixStore on it."""
+    """A TCPStore of the user's works, and a PrefixStore on it."""
     bare.run(by_tcp_store, free_port())
 
 
 def test_meets_by_file_store(bare: World, tmp_path: Path) -> None:
-    """A FileStore of the user's."""
+    """A FileStore of the user's works."""
     bare.run(by_file_store, str(tmp_path / "store"))
 
 
@@ -149,12 +149,12 @@ def spelled(me: Rank, port: int) -> None:
 
 
 def test_backend_names_in_any_spelling(bare: World) -> None:
-    """Any case, and torch's own "cpu:gloo"."""
+    """Names work in any case, and so does torch's own "cpu:gloo"."""
     bare.run(spelled, free_port(3))
 
 
 def connecting_late(me: Rank, port: int, marks: Path) -> None:
-    """One rank hears where the other is only when that one is about to leave, or has left."""
+    """One rank learns the other's address only when the other is about to leave, or has left."""
     told = Exchange.get
     for turn in range(6):
         late = me.rank == turn % 2
@@ -163,7 +163,7 @@ def connecting_late(me: Rank, port: int, marks: Path) -> None:
             if late:
 
                 def get(exchange: Exchange, key: str, leaving: Path = leaving, left: Path = left) -> bytes:
-                    if until(leaving.exists, 0.5):  # or gloo has this rank call the other
+                    if until(leaving.exists, 0.5):  # or gloo has this rank connect to the other
                         until(left.exists, 0.5)
                     return told(exchange, key)
 
@@ -177,7 +177,7 @@ def connecting_late(me: Rank, port: int, marks: Path) -> None:
 
 
 def test_who_leaves_at_once_waits_for_those_that_are_still_connecting(bare: World, tmp_path: Path) -> None:
-    """To them it would be a lost peer: gloo is done on one side before it is on the other."""
+    """They would take the rank for a lost peer: gloo finishes on one side before the other."""
     bare.run(connecting_late, free_port(6), tmp_path)
 
 
@@ -198,11 +198,11 @@ def places(me: Rank, port: int, other: int) -> None:
 
 
 def test_local_rank_and_its_siblings(bare: World) -> None:
-    """As the launcher says: two ranks on one node, or one on each of two."""
+    """They come from the launcher: two ranks on one node, or one on each of two."""
     bare.run(places, free_port(), free_port())
 
 
-# ---------------------------------------------------------------- whose world it is
+# ---------------------------------------------------------------- who owns the world
 
 
 def adopting(me: Rank, port: int) -> None:
@@ -230,7 +230,7 @@ def adopting(me: Rank, port: int) -> None:
 
 
 def test_adopts_a_group_that_the_user_made(bare: World) -> None:
-    """It works without initialize, does not mix with dist.*, and stays the user's."""
+    """It works without initialize, does not interfere with dist.*, and still belongs to the user."""
     bare.run(adopting, free_port())
 
 
@@ -257,7 +257,7 @@ def adopting_apart(me: Rank, port: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_of_a_group_of_torchs_compare_their_calls_between_hosts(size: int) -> None:
-    """Of which torch has not said where they are."""
+    """torch has not said which hosts the ranks of such a group are on."""
     with worlds.fresh("gloo", size, bare=True) as world:
         world.run(adopting_apart, free_port())
 
@@ -275,12 +275,12 @@ def for_torch(me: Rank, port: int) -> None:
 
 
 def test_torch_code_works_beside_ours(bare: World) -> None:
-    """initialize sets torch's default group: DDP trains on it while ours are in flight."""
+    """initialize sets torch's default group: DDP trains on it while our calls are in flight."""
     bare.run(for_torch, free_port())
 
 
 def forgotten(me: Rank, port: int) -> None:
-    oracle.same(ac.all_reduce(5).wait(), 5)  # alone, for nothing says otherwise yet
+    oracle.same(ac.all_reduce(5).wait(), 5)  # alone, as nothing says otherwise yet
     with environment(**launched(me, port)):
         with raising(ac.NotInitializedError, "initialize", str(me.size)):
             ac.all_reduce(1)
@@ -297,7 +297,7 @@ def forgotten(me: Rank, port: int) -> None:
 
 
 def test_a_forgotten_initialize_is_an_error() -> None:
-    """Under a launcher, and after finalize: never silently a world of one."""
+    """It is an error under a launcher and after finalize: never silently a world of one."""
     with worlds.fresh("gloo", 2, bare=True) as world:
         world.run(forgotten, free_port())
 
@@ -331,16 +331,16 @@ def called_wrongly(me: Rank, port: int) -> None:
     with raising(ac.InvalidArgumentError, "already"):
         ac.initialize("gloo", init_method=method, **place)
     works(me)
-    ac.finalize()  # does nothing
+    ac.finalize()  # must do nothing
 
 
 def test_wrong_arguments(bare: World) -> None:
-    """Each is a typed error that names it, and initialize works afterwards."""
+    """Each raises a typed error that names it, and initialize works afterwards."""
     bare.run(called_wrongly, free_port())
 
 
 def without_end(me: Rank, path: str, timeout: float) -> None:
-    """Every wait in `initialize`, of a call and in `finalize`; rank 1 comes later."""
+    """The timeout covers every wait in `initialize`, of a call and in `finalize`; rank 1 joins later."""
     if me.rank == 1:
         me.see("initializing")
     me.show("initializing")
@@ -398,7 +398,7 @@ def one_bare() -> World:
 
 
 def test_a_script_runs_unlaunched(one_bare: World) -> None:
-    """Without a launcher the world is one, with no process group; other groups are errors."""
+    """Without a launcher it is a world of one without a process group; other groups are errors."""
     one_bare.run(alone)
 
 
@@ -483,7 +483,7 @@ ALONE = """
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, rank: int) -> None:
-    """Rank 0 serves the store and names the other; the other finds no store. Both within the timeout."""
+    """Rank 0 serves the store and names its peer; rank 1 finds no store; both within the timeout."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
@@ -495,7 +495,7 @@ def test_a_launched_rank_whose_peer_does_not_come_says_which(tmp_path: Path, ran
 
 
 def test_a_port_that_another_program_has_is_told_by_rank_0(tmp_path: Path) -> None:
-    """At once, with what to change, and not as a wait that has ended."""
+    """Rank 0 fails at once and says what to change, instead of reporting a timeout."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         meeting = {"MASTER_PORT": str(taken.getsockname()[1])}
@@ -504,8 +504,8 @@ def test_a_port_that_another_program_has_is_told_by_rank_0(tmp_path: Path) -> No
     assert "choose another MASTER_PORT" in ended.err
 
 
-#: Where ``initialize`` fails, on each rank or on one: before it shares memory, with a beacon that is told of
-#: already, and in what is called once the world is there.
+#: Where ``initialize`` fails, on every rank or on one: before it shares memory, when its beacon is already
+#: announced, and in a call made once the world exists.
 FAILS = {
     "sharing": (sharing, "share"),
     "beacon": (registry, "register"),
@@ -539,7 +539,7 @@ def no_memory(*_: object) -> NoReturn:
 
 @pytest.mark.parametrize("where", FAILS)
 def test_initialize_that_fails_midway_leaves_nothing(bare: World, tmp_path: Path, where: str) -> None:
-    """Peers would take this rank for one that is there."""
+    """Otherwise peers would take this rank for a live one."""
     bare.run(fails_midway, str(tmp_path / "meet"), where, timeout=60.0)
 
 
@@ -587,5 +587,5 @@ def no_network(*_: object, **__: object) -> NoReturn:
 
 
 def test_a_rank_that_could_not_connect_meets_the_others_the_next_time(bare: World, tmp_path: Path) -> None:
-    """torch counts the groups that it names, those included that could not be made."""
+    """torch counts the groups that it names, including those that could not be made."""
     bare.run(fails_to_connect, str(tmp_path / "meet"), timeout=40.0)
