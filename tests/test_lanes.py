@@ -486,7 +486,7 @@ async def in_to_thread(me: Rank) -> None:
 
 
 def test_a_training_step_may_run_in_a_worker_thread(pair: World, loop: str) -> None:
-    """to_thread carries the ancestry of the task along; its idle thread does not keep the lane."""
+    """to_thread passes the task's ancestry on; the idle worker thread does not keep the lane."""
     pair.run(in_to_thread, runner=loop)
 
 

@@ -157,7 +157,7 @@ def test_who_ends_because_another_was_killed_is_not_blamed(backend: str) -> None
 
 
 async def leaves_before_others_are_done(me: Rank, leaver: int) -> list[tuple[str, tuple[int, ...], float]]:
-    """What the others are told on an open lane, and on one that they open after a rank has left."""
+    """Return the others' errors on an open lane, and on one that they open after a rank has left."""
     await me.get(ac.all_reduce(1, lane="open"))
     if me.rank == leaver:
         ac.finalize()

@@ -96,7 +96,7 @@ def test_a_small_dev_shm(tmp_path: Path) -> None:
 
 @apart
 def test_host_names_of_their_own(tmp_path: Path) -> None:
-    """Containers count as separate hosts, as Docker makes them."""
+    """Containers with their own host names, as Docker makes them, count as separate hosts."""
     one, other = ((unshared("--uts", then=f"hostname {name}"), "") for name in ("red", "blue"))
     assert said(tmp_path, one, other) == ["gloo: these ranks are on 2 hosts"] * 2
 

@@ -565,7 +565,7 @@ def test_closures_that_wait_and_that_do_not(pair: World) -> None:
 
 
 async def awaited_twice(me: Rank, dtype: torch.dtype, first: int) -> None:
-    """On the first rank from `first` on, a second await meets the others' next gradients."""
+    """On rank `first`, a second await meets the next gradients of the ranks above it."""
     group = ac.new_group(range(first, me.size))
     if me.rank < first:
         return

@@ -289,7 +289,7 @@ def test_what_takes_arguments_is_written_so() -> None:
 
 @pytest.mark.parametrize("how", ["overlap_gradients", "async_optim", "shard_optimizer"])
 def test_a_rank_with_fewer_batches_is_told_what_to_do(how: str) -> None:
-    """Once the rank has left, the others' error says so, in terms of the calls that the program makes."""
+    """Once it has left, the others' error says what to do, with the calls that the program makes."""
 
     async def main(rank: int) -> None:
         model = nn.Linear(2, 1)

@@ -388,7 +388,7 @@ def test_gradients_zeroed_by_data() -> None:
 
 
 def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    """Make an optimizer that a scheduler wraps; once, trying out a copy of it stepped this one."""
+    """Make an optimizer that a scheduler wraps. Regression: trying out a copy of it stepped this one."""
     optimizer = torch.optim.Adafactor(model.parameters())
     torch.optim.lr_scheduler.ConstantLR(optimizer)
     return optimizer

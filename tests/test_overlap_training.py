@@ -16,7 +16,7 @@ from overlapping import SMALL, batch, close, loss_of, network
 from ranks import Rank
 from worlds import World
 
-#: What a loop does between having its gradients and having stepped.
+#: How a loop gets from reduced gradients to a stepped model.
 Finish = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 

@@ -501,7 +501,7 @@ def test_a_message_does_not_wait_for_a_refusal_to_be_settled(several: World, run
 
 
 def test_what_is_held_goes_on_in_order() -> None:
-    """Rank refuses #7, hears of #4, and its program breaks off at #2: #3, #5 and #6 still run."""
+    """A rank refuses #7, hears of #4, and its program breaks off at #2: #3, #5 and #6 still run."""
     lane = Context(SerialBackend(), Identity(), check="off").world.lane("held")
     gate = Promise()
 

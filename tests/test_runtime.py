@@ -117,7 +117,7 @@ def by_file_store(me: Rank, path: str) -> None:
 
 
 def test_meets_by_environment(bare: World) -> None:
-    """env:// works with a launcher's variables, given or not; twice in one process."""
+    """env:// works with a launcher's variables, explicitly and by default; twice in one process."""
     bare.run(by_env, free_port())
 
 
