@@ -1,6 +1,6 @@
 """Groups over several hosts whose ranks share memory: within a host through memory, between hosts by gloo.
 
-The hosts of these worlds are what the launcher's variables say; all ranks are on this machine.
+The hosts of these worlds come from the launcher's variables; all ranks are on this machine.
 """
 
 from __future__ import annotations

@@ -621,7 +621,7 @@ def test_a_state_has_the_buffers_of_the_first_rank(pair: World) -> None:
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    """Regression: parameters were overwritten before a missing buffer was noticed; wrong shapes passed."""
+    """Regression: parameters changed before a missing buffer was noticed; a wrong shape was broadcast."""
     layers = ac.overlap.shard_layers([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
     state = layers.full_state_dict().wait()
     other = {name: value + 1 for name, value in state.items()}
