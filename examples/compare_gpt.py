@@ -1,11 +1,12 @@
-"""Train the GPT of ``train_gpt.py`` in each way, compare every step with DDP's, and draw that: ``make gpt``.
+"""Train the GPT of ``train_gpt.py`` in each way, compare every step with DDP's, and draw it: ``make gpt``.
 
     python examples/compare_gpt.py           train, then compare and draw
-    python examples/compare_gpt.py --draw    the same with what the last trainings left
+    python examples/compare_gpt.py --draw    compare and draw the results of the last trainings
 
-DDP trains without a break on two ranks. Ours are stopped in the middle and resumed from a checkpoint, in new
-processes: ``ac.overlap_gradients`` on two ranks again, ``ac.overlap.shard_optimizer`` on one rank. DDP on one
-rank, with the same samples in each step, shows how far another order of sums takes rounding alone.
+DDP trains on two ranks without interruption. Ours are stopped in the middle and resumed from a checkpoint, in
+new processes: ``ac.overlap_gradients`` on two ranks again, ``ac.overlap.shard_optimizer`` on one rank. DDP on
+one rank, with the same samples in each step, shows how much rounding alone contributes when the order of
+summation changes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ GRID = "#e4e4e4"
 
 
 class Training(NamedTuple):
-    """Who averages the gradients, on how many ranks (before and after the break), and how it is drawn."""
+    """What averages the gradients, on how many ranks (before and after the stop), and how it is drawn."""
 
     way: str
     ranks: tuple[int, ...]
     label: str
-    colour: str  # of Okabe and Ito, as in the timeline
+    colour: str  # from the palette of Okabe and Ito, as in the timeline
 
 
 TRAININGS = {
@@ -41,7 +42,8 @@ TRAININGS = {
     "sharded": Training("sharded", (2, 1), "shard_optimizer, 2 ranks, then 1", "#009E73"),
     "one": Training("ddp", (1,), "DistributedDataParallel, 1 rank", "#D55E00"),
 }
-#: A sum of two numbers has one order: the same bits. Sums in other orders differ by rounding, which grows.
+#: Summing two numbers in either order gives the same bits. Otherwise the order changes the rounding, whose
+#: differences grow from step to step.
 LIMITS = {"overlapped": 0.0, "sharded": 1e-5}
 
 
@@ -57,11 +59,11 @@ def train(name: str, steps: int, checkpoint: Path) -> None:
 
 
 class Difference(NamedTuple):
-    """How far a training is from DDP's, at each step."""
+    """How much a training differs from DDP's, at each step."""
 
     loss: Tensor  # |difference| of the loss over all ranks
     distance: Tensor  # norm of the difference of the parameters (every 97th of them) / norm of DDP's
-    last: float  # the same of all parameters, after the last step
+    last: float  # the same for all parameters, after the last step
 
 
 def difference(of: dict[str, Any], reference: dict[str, Any]) -> Difference:
@@ -82,7 +84,7 @@ def _distance(of: Tensor, reference: Tensor) -> float:
 
 
 def draw(results: dict[str, dict[str, Any]], differences: dict[str, Difference]) -> Figure:
-    """The losses of all trainings, and below how far each is from DDP's."""
+    """Draw the losses of all trainings and, below, how much each differs from DDP's."""
     figure = Figure(figsize=(10.5, 7.0), layout="constrained")
     axes = figure.subplot_mosaic([["loss", "loss"], ["difference", "distance"]], height_ratios=(1.4, 1))
     steps = len(results["ddp"]["losses"])
@@ -101,7 +103,7 @@ def draw(results: dict[str, dict[str, Any]], differences: dict[str, Difference])
 
 
 def _losses(axes: Axes, results: dict[str, dict[str, Any]]) -> None:
-    """DDP's as a broad pale line, the others as thin ones on it."""
+    """Draw DDP's losses as a broad pale line, and the others as thin lines on top of it."""
     for name in ("ddp", "overlapped", "sharded"):
         training, below = TRAININGS[name], name == "ddp"
         look: dict[str, Any] = {"color": training.colour, "alpha": 0.6 if below else 1.0}
@@ -121,7 +123,7 @@ def _plain(axes: Axes, title: str, steps: int, zero: float | None = None) -> Non
     axes.axvline(steps / 2, color=MUTED, linewidth=0.8, linestyle=":")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if zero is not None:  # the same bits have their place on the logarithmic axis, too
+    if zero is not None:  # symlog can also show a difference of zero, which a plain log axis cannot
         axes.set_yscale("symlog", linthresh=zero)
         axes.set_ylim(-zero / 3, 1e-3)
 

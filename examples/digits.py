@@ -1,4 +1,4 @@
-"""The data and the network of ``train_digits.py``: nothing of it communicates."""
+"""The data and the network of ``train_digits.py``. Nothing in this module communicates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Digits(NamedTuple):
 
 
 def digits(rank: int, world_size: int) -> Digits:
-    """Every fifth digit is for testing; shares of the training data are of equal size."""
+    """Load the digits: every fifth is for testing; all ranks get equally many training samples."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
@@ -35,7 +35,7 @@ def digits(rank: int, world_size: int) -> Digits:
 
 
 class Batches:
-    """A rank's samples, shuffled anew for each epoch, the same way in every run."""
+    """A rank's samples, reshuffled for each epoch, with the epoch as the seed."""
 
     def __init__(self, samples: Samples, size: int) -> None:
         self.x, self.y = samples
@@ -51,7 +51,7 @@ class Batches:
 
 
 def network() -> nn.Module:
-    """About 0.5 million parameters: five convolutions, from images of 8x8 down to 2x2, and a linear layer."""
+    """Return a model of about 0.5 million parameters: five convolutions (8x8 to 2x2), then a linear layer."""
     model = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),

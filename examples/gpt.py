@@ -1,4 +1,4 @@
-"""The text and the network of ``train_gpt.py``, small forms of nanoGPT's: nothing of it communicates."""
+"""The text and the network of ``train_gpt.py``, scaled down from nanoGPT. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-CONTEXT = 64  # characters that a prediction may look back
+CONTEXT = 64  # how many characters a prediction can see
 WIDTH = 128
 LAYERS = 4
 HEADS = 4
 
 
 class Corpus:
-    """A text as numbers of its characters; the last tenth is for testing.
+    """A text as a sequence of character indices; the last tenth is for testing.
 
-    The text is what ``help()`` says about Python: 0.5 MB of English that every interpreter has.
+    The text is that of Python's ``help()`` topics: 0.5 MB of English that ships with every interpreter.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Corpus:
         self.train, self.test = numbers.split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
 
     def batch(self, samples: int, *, seed: int, test: bool = False) -> tuple[Tensor, Tensor]:
-        """Sequences from anywhere in the text and, for each character, the one after it."""
+        """Return sequences from random places in the text and, for each character, the one after it."""
         numbers = self.test if test else self.train
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(numbers) - CONTEXT, (samples, 1), generator=generator)
@@ -38,7 +38,7 @@ class Corpus:
 
 
 class Block(nn.Module):
-    """Attention to the characters before, then a perceptron on each; both add to what comes in."""
+    """Causal attention, then a perceptron per character, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """About 0.8 million parameters; the embedding of characters is also what tells the next one."""
+    """About 0.8 million parameters; the output layer shares its weights with the character embedding."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if adds else 0.02)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of the predictions of ``y``, in nats per character."""
+        """Return the mean loss of predicting ``y``, in nats per character."""
         hidden = self.characters(x) + self.positions(torch.arange(x.shape[1]))
         logits = self.head(self.last(self.blocks(hidden)))
         return cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Weights of matrices decay, those of norms do not."""
+    """Return the optimizer: weight matrices decay, the weights of norms do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [x for x in parameters if x.dim() >= 2], "weight_decay": 0.1},
@@ -97,7 +97,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine from the highest rate down to a tenth of it."""
+    """Return the rate at ``step``: a linear warm-up, then a cosine from the peak down to a tenth of it."""
     highest, warm_up = 1e-3, max(1, steps // 10)
     if step < warm_up:
         return highest * (step + 1) / warm_up

@@ -1,4 +1,4 @@
-"""What ``train_digits.py`` shows while it runs and at its end: a progress bar, and how long a step takes."""
+"""The output of ``train_digits.py``: a progress bar while it trains, and step times at the end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import asynccoll as ac
 from digits import Batches
 
 Step = Callable[[Tensor, Tensor], Awaitable[None]]
-Advance = Callable[[int, float], None]  # so many steps more, and the accuracy now
+Advance = Callable[[int, float], None]  # the number of further steps, the current accuracy
 
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Advance]:
-    """A progress bar on rank 0."""
+    """Show a progress bar on rank 0."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn())
     with Progress(*columns, "{task.fields[note]}", disable=ac.get_rank() != 0) as bar:
         task = bar.add_task("training", total=total, note="")
@@ -32,7 +32,7 @@ def progress(total: int) -> Iterator[Advance]:
 
 
 async def time_steps(ways: dict[str, Step], batches: Batches, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step, the ways taking turns so that all see the same machine."""
+    """Return the seconds of each step of each way; the ways alternate, so that machine load affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(steps + 3):
         x, y = next(batches.of(number))
@@ -40,13 +40,13 @@ async def time_steps(ways: dict[str, Step], batches: Batches, steps: int) -> dic
             await ac.barrier()
             began = time.perf_counter()
             await step(x, y)
-            if number >= 3:  # the first ones open connections
+            if number >= 3:  # the first steps open connections
                 seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
 def table(seconds: dict[str, list[float]]) -> str:
-    """One line for each way, its median as a multiple of DDP's (or of blocking's where there is no DDP)."""
+    """Return one line per way, with its median relative to DDP's (to blocking's if DDP was not timed)."""
     first = "DDP" if "DDP" in seconds else "blocking"
     against = f"against {first}"
     lines = [f"{'a step, in ms':>14} {'median':>8} {'fastest tenth':>14} {against:>17}"]
@@ -58,7 +58,7 @@ def table(seconds: dict[str, list[float]]) -> str:
 
 
 def meaning(seconds: dict[str, list[float]], hidden: float) -> str:
-    """What the table shows, in words: never a slower step without a reason."""
+    """Say in words what the table shows, and why a step may be slower."""
     if "DDP" not in seconds:
         return "one rank alone communicates with nobody, so there is nothing to hide: try it on two"
     ratio = statistics.median(seconds["overlapped"]) / statistics.median(seconds["DDP"])
@@ -71,7 +71,7 @@ def meaning(seconds: dict[str, list[float]], hidden: float) -> str:
 
 
 def over_a_link(seconds: dict[str, list[float]], hidden: float, link: str) -> str:
-    """The same of two hosts with a slow link between them."""
+    """Return the same for two hosts with a slow link between them."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
     blocking, ddp = (median["overlapped"] / median[name] for name in ("blocking", "DDP"))
     return (

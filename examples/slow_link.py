@@ -1,9 +1,9 @@
-"""Times the steps of ``train_digits.py`` where communication costs something: over a slow link.
+"""Time the steps of ``train_digits.py`` where communication is expensive: over a slow link.
 
     sudo python examples/slow_link.py
 
-Two ranks, each on a host of its own: network namespaces of this machine, with an Ethernet link between them
-that carries so much and no more. Needs root on Linux, and the programs ip, tc, unshare and nsenter.
+Two ranks run on separate hosts: network namespaces on this machine, joined by an Ethernet link of limited
+bandwidth. Needs root on Linux, and the programs ip, tc, unshare and nsenter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-import netns  # noqa: E402  # lies beside the examples in the repository, and is in no package
+import netns  # noqa: E402  # in the repository, in no package
 
 RATE, CALLED = "300mbit", "300 Mbit/s"
 INSTEAD = (
@@ -26,7 +26,7 @@ INSTEAD = (
 
 
 def start(hosts: netns.Hosts, rank: int, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """A rank on a host, told what a launcher would say."""
+    """Start a rank on its host, with the environment variables that a launcher would set."""
     place = {
         "RANK": rank,
         "WORLD_SIZE": 2,
@@ -37,7 +37,7 @@ def start(hosts: netns.Hosts, rank: int, arguments: list[str]) -> subprocess.Pop
         "MASTER_ADDR": netns.ADDRESSES[0],
         "MASTER_PORT": 29400,
         "GLOO_SOCKET_IFNAME": netns.INTERFACE,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it warns that these addresses have no names
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # suppresses the warning that these addresses have no names
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
     }
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
             return max([abs(one.wait()) for one in [start(hosts, rank, arguments) for rank in (0, 1)]])
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except OSError as error:  # a container without the right to make networks, or without these programs
+    except OSError as error:  # a container that may not create network namespaces, or lacks these programs
         print(f"{INSTEAD} (here: {error})")
         return 0
 

@@ -1,15 +1,15 @@
-"""Train a small convolutional network on real handwritten digits, its communication hidden.
+"""Train a small convolutional network on real handwritten digits, with its communication hidden.
 
     asynccoll run -n 2 examples/train_digits.py
 
-A training loop of one's own on every rank:
+Every rank runs a hand-written training loop:
 
-- gradients leave in buckets while backward still runs (``ac.overlap_gradients``) and are awaited before
-  the optimizer's step;
-- a second task validates at the same time, and gathers its metrics on a lane of its own;
-- the result is checked: the same parameters on every rank, and the same as those of a run that blocks;
-- a step is timed three ways, in turn: blocking, torch's DistributedDataParallel, overlapped;
-- a few steps are recorded and drawn, to see what ran when.
+- gradients are reduced in buckets while backward is still running (``ac.overlap_gradients``), and are
+  awaited before the optimizer's step;
+- a second task validates concurrently, and reduces its metrics on its own lane;
+- the result is checked: all ranks hold the same parameters, which match those of a blocking run;
+- a step is timed three ways, alternating: blocking, torch's DistributedDataParallel, overlapped;
+- a few steps are recorded and drawn as a timeline.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import asynccoll as ac
 from digits import Batches, digits, network
 from reporting import Advance, Step, meaning, over_a_link, progress, table, time_steps
 
-Mark = Callable[[str], AbstractContextManager[None]]  # a span of the timeline, or nothing
+Mark = Callable[[str], AbstractContextManager[None]]  # opens a span of the timeline, or does nothing
 
-BUCKETS = {"bucket_bytes": 256 << 10, "first_bucket_bytes": 64 << 10}  # a small model, small buckets
+BUCKETS = {"bucket_bytes": 256 << 10, "first_bucket_bytes": 64 << 10}  # small buckets for a small model
 EPOCHS = 8
 RECORDED_STEPS = 3
-TOLERANCE = 1e-3  # of parameters after a hundred steps: more than two ranks add up in another order
+TOLERANCE = 1e-3  # for parameters after a hundred steps: beyond two ranks, the order of summation differs
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
@@ -52,11 +52,11 @@ def unmarked(_: str) -> AbstractContextManager[None]:
 
 
 class Overlapped:
-    """Gradients leave as backward makes them."""
+    """Gradients are sent as backward produces them."""
 
     def __init__(self, model: nn.Module, *, in_thread: bool) -> None:
         self.model = model
-        self.in_thread = in_thread  # else backward holds the event loop, as every computation does
+        self.in_thread = in_thread  # otherwise backward blocks the event loop, as any computation does
         self.optimizer = optimizer_for(model)
         self.gradients = ac.overlap_gradients(model, **BUCKETS)
         self.mark: Mark = unmarked
@@ -76,7 +76,7 @@ class Overlapped:
 
 
 class Blocking:
-    """One all_reduce for each parameter, waited for where it stands."""
+    """One blocking all_reduce per parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -91,7 +91,7 @@ class Blocking:
 
 
 class TorchDDP:
-    """torch's own, on torch's default group (which ``ac.initialize`` has set)."""
+    """torch's DDP, on torch's default group (which ``ac.initialize`` has set up)."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.25)
@@ -103,11 +103,11 @@ class TorchDDP:
         self.optimizer.step()
 
 
-# Training and, beside it, validating
+# Training, with concurrent validation
 
 
 class Training:
-    """The loop, what it tells the validating task, and what that tells back."""
+    """The training loop, the validating task, and what they exchange: snapshots and the accuracy."""
 
     def __init__(self, batches: Batches, epochs: int) -> None:
         self.batches = batches
@@ -133,7 +133,7 @@ class Training:
 
     @contextlib.contextmanager
     def recording(self, way: Overlapped) -> Iterator[None]:
-        """Keep on a timeline what both tasks do."""
+        """Record both tasks on a timeline."""
         with ac.trace.recording() as timeline:
             way.mark = lambda name: timeline.span(name, row="training")
             self.mark = lambda name: timeline.span(name, row="validation")
@@ -142,7 +142,7 @@ class Training:
         self.timeline = timeline
 
     async def validate(self, x: Tensor, y: Tensor, advance: Advance) -> None:
-        """Judge each snapshot on this rank's share of the test data; every rank learns the whole."""
+        """Evaluate each snapshot on this rank's share of the test data, and sum over all ranks."""
         while (model := await self.snapshots.get()) is not None:
             with self.mark("validate"):
                 right = await asyncio.to_thread(count_right, model, x, y)
@@ -175,8 +175,8 @@ async def same_on_all_ranks(model: nn.Module) -> bool:
 async def three_ways(
     start: nn.Module, batches: Batches, steps: int
 ) -> tuple[dict[str, list[float]], ac.trace.Timeline]:
-    """Seconds of each step, by its way; and what a few overlapped ones do."""
-    overlapped = Overlapped(copy.deepcopy(start), in_thread=False)  # nobody else needs the loop
+    """Return the seconds of each step, by way, and a timeline of a few overlapped steps."""
+    overlapped = Overlapped(copy.deepcopy(start), in_thread=False)  # no other task needs the event loop
     ways: dict[str, Step] = {"blocking": Blocking(copy.deepcopy(start)).step}
     if dist.is_initialized():  # not in the world of one without a launcher
         ways["DDP"] = TorchDDP(copy.deepcopy(start)).step
@@ -190,7 +190,7 @@ async def three_ways(
     return seconds, timeline
 
 
-# All of it
+# The program
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -211,7 +211,7 @@ async def main(arguments: argparse.Namespace) -> None:
         return
 
     training = Training(batches, arguments.epochs)
-    overlapped = Overlapped(copy.deepcopy(start), in_thread=True)  # the validating task goes on
+    overlapped = Overlapped(copy.deepcopy(start), in_thread=True)  # lets the validating task run
     with progress(arguments.epochs * batches.per_epoch) as advance:
         async with ac.create_task_group() as tasks:
             tasks.start_soon(training.train, overlapped, advance, name="training")

@@ -1,11 +1,11 @@
-"""Train a small GPT on real text; stop in the middle and resume, on as many ranks as there are then.
+"""Train a small GPT on real text; stop in the middle and resume, even on a different number of ranks.
 
     asynccoll run -n 2 examples/train_gpt.py --until 150
     asynccoll run -n 2 examples/train_gpt.py             # resumes from the checkpoint
 
-A training loop with what real ones have: gradients accumulated over several batches, clipping, a schedule of
-the learning rate, and an evaluation in the background, in a task with a lane of its own. ``--way`` says who
-averages the gradients: ``ac.overlap_gradients``, ``ac.overlap.shard_optimizer``, or, to compare with, torch's
+The training loop has what real ones have: gradient accumulation over several batches, clipping, a
+learning-rate schedule, and evaluation in the background, in a task with its own lane. ``--way`` selects what
+averages the gradients: ``ac.overlap_gradients``, ``ac.overlap.shard_optimizer`` or, for comparison, torch's
 DistributedDataParallel. ``compare_gpt.py`` runs all of them and draws their losses.
 """
 
@@ -24,34 +24,34 @@ from torch.nn.utils import clip_grad_norm_
 import asynccoll as ac
 from gpt import GPT, Corpus, adamw, learning_rate
 
-BATCHES = 4  # of a step, on all ranks together: each accumulates its share, so that ranks may be 1, 2 or 4
-SAMPLES = 2  # of each
+BATCHES = 4  # per step, over all ranks: each rank accumulates its share, so there may be 1, 2 or 4 ranks
+SAMPLES = 2  # per batch
 CLIP = 1.0
-BUCKETS = {"bucket_bytes": 512 << 10, "first_bucket_bytes": 128 << 10}  # a small model, small buckets
-EVALUATE_EVERY = 25  # steps, or four times in a short training
-EVALUATIONS = 4  # batches of each, on all ranks together
-SAMPLED = 97  # of so many parameters, one is recorded after each step, for comparing runs
+BUCKETS = {"bucket_bytes": 512 << 10, "first_bucket_bytes": 128 << 10}  # small buckets for a small model
+EVALUATE_EVERY = 25  # steps; four times in a short training
+EVALUATIONS = 4  # batches per evaluation, over all ranks
+SAMPLED = 97  # one in so many parameters is recorded in each step, for comparing runs
 
 # One step, three ways
 
 
 class Way(Protocol):
-    """What of a step depends on who averages the gradients."""
+    """The parts of a step that depend on what averages the gradients."""
 
     async def backward(self, loss: Tensor) -> None: ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward accumulates, and sends nothing."""
+        """Accumulate gradients in backward without sending them."""
 
     async def step(self) -> None:
-        """Clip the average of all ranks' gradients, and update the parameters by it."""
+        """Clip the gradients averaged over all ranks, and update the parameters with them."""
 
     async def state(self) -> dict[str, Any]:
-        """The state of the whole optimizer, as torch has it."""
+        """Return the state of the whole optimizer, in torch's format."""
 
 
 class Overlapped:
-    """Gradients leave as backward makes them, in a thread, so that the evaluation goes on meanwhile."""
+    """Gradients are sent as backward produces them, in a thread, so that evaluation continues meanwhile."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -75,7 +75,7 @@ class Overlapped:
 
 
 class Sharded:
-    """The same, and each rank updates its part of the parameters, which come back during the next forward."""
+    """The same, but each rank updates its shard of the parameters; the next forward gathers them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = ac.overlap.shard_optimizer(model, optimizer, **BUCKETS)
@@ -97,7 +97,7 @@ class Sharded:
 
 
 class TorchDDP:
-    """torch's own, on torch's default group (which ``ac.initialize`` has set)."""
+    """torch's DDP, on torch's default group (which ``ac.initialize`` has set up)."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.5)
@@ -120,19 +120,19 @@ class TorchDDP:
 
 WAYS = {"overlapped": Overlapped, "sharded": Sharded, "ddp": TorchDDP}
 
-# Training and, beside it, evaluating
+# Training, with evaluation in the background
 
 
 class Run:
-    """What a checkpoint holds: parameters, the optimizer, and the losses until then."""
+    """The contents of a checkpoint: the parameters, the optimizer, and the losses so far."""
 
     def __init__(self, corpus: Corpus) -> None:
         torch.manual_seed(0)
         self.model = GPT(len(corpus.alphabet))
         self.optimizer = adamw(self.model)
-        self.losses: list[float] = []  # of each step, over all ranks
+        self.losses: list[float] = []  # for each step, over all ranks
         self.evaluations: list[tuple[int, float]] = []
-        self.sampled: list[Tensor] = []  # some parameters, as each step found them
+        self.sampled: list[Tensor] = []  # some parameters, as they were before each update
 
     def load(self, path: Path) -> None:
         saved = torch.load(path, weights_only=True)
@@ -152,25 +152,25 @@ def some(model: nn.Module) -> Tensor:
 
 
 class Training:
-    """The loop, and the task that evaluates what it hands over."""
+    """The training loop, and the task that evaluates the snapshots it hands over."""
 
     def __init__(self, corpus: Corpus, run: Run, way: str) -> None:
         self.corpus = corpus
         self.run = run
-        self.in_background = way != "ddp"  # where nothing is to go on beside the loop
+        self.in_background = way != "ddp"  # there, evaluation runs inside the loop
         self.judge = GPT(len(corpus.alphabet))
         self.snapshots: asyncio.Queue[tuple[int, dict[str, Tensor]] | None] = asyncio.Queue()
         self.way: Way = WAYS[way](run.model, run.optimizer)
         self.forward = self.way.model if isinstance(self.way, TorchDDP) else run.model
 
     async def train(self, until: int, steps: int) -> None:
-        """Steps up to ``until`` of a schedule of ``steps``."""
+        """Train up to step ``until`` of a schedule of ``steps``."""
         losses = []
         for step in range(len(self.run.losses), until):
             for group in self.run.optimizer.param_groups:
                 group["lr"] = learning_rate(step, steps)
             loss = await self.accumulate(step)
-            losses.append(ac.all_reduce(loss / BATCHES))  # nobody waits for it yet
+            losses.append(ac.all_reduce(loss / BATCHES))  # awaited at the end
             self.run.sampled.append(some(self.run.model))
             await self.way.step()
             if (step + 1) % min(EVALUATE_EVERY, max(1, steps // 4)) == 0 or step + 1 == steps:
@@ -179,7 +179,7 @@ class Training:
         await self.snapshots.put(None)
 
     async def accumulate(self, step: int) -> float:
-        """Backward of this rank's batches of a step; the sum of their losses."""
+        """Run backward for this rank's batches of a step. Returns the sum of their losses."""
         total = 0.0
         *most, last = range(ac.get_rank(), BATCHES, ac.get_world_size())
         for number in [*most, last]:
@@ -199,12 +199,12 @@ class Training:
                 await self.evaluate(step, state)
 
     async def evaluate_beside(self) -> None:
-        with torch.no_grad():  # of this task alone, though the other computes gradients between its awaits
+        with torch.no_grad():  # for this task only: the other computes gradients between its awaits
             while (snapshot := await self.snapshots.get()) is not None:
                 await self.evaluate(*snapshot)
 
     async def evaluate(self, step: int, state: dict[str, Tensor]) -> None:
-        """The loss on text that is not trained on, each rank with its share of the batches."""
+        """Compute the loss on held-out text, each rank on its share of the batches."""
         self.judge.load_state_dict(state)
         total = 0.0
         for number in range(ac.get_rank(), EVALUATIONS, ac.get_world_size()):

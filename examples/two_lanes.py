@@ -1,10 +1,10 @@
-"""Two tasks that communicate at the same time, each in an order of its own.
+"""Two tasks that communicate concurrently, each on its own lane.
 
     asynccoll run -n 2 examples/two_lanes.py
 
 Ranks must issue the collectives of one communicator in the same order. Two concurrent tasks cannot
-promise that, so each child of ``ac.create_task_group()`` has a lane: an order of its own, which meets
-its like on the other ranks by name.
+guarantee that, so each child task of ``ac.create_task_group()`` has its own lane: a separate order of
+collectives, matched by name with the same lane on the other ranks.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def main() -> None:
     ac.initialize()
     jobs = [("apples", [1, 2, 3]), ("pears", [10, 20, 30])]
     if ac.get_rank() % 2:
-        jobs.reverse()  # started in opposite order on every other rank: the sums are right
+        jobs.reverse()  # started in the opposite order on every other rank; the sums are still right
     async with ac.create_task_group() as tasks:
         for name, numbers in jobs:
             tasks.start_soon(count, name, numbers, name=name)
