@@ -1,14 +1,14 @@
-"""What one small awaited all_reduce costs in each room of the house, beside the bare ProcessGroup call.
+"""Cost of one small awaited all_reduce, by layer of the library, compared with the bare ProcessGroup call.
 
     python benchmarks/anatomy.py
 
-In a simulated world of two, so that what is left is what runs on this rank's processor: nothing travels and
-nobody is waited for. A call goes from room to room; what is called at each door is timed as a whole, and a
-room's own time is the difference from the next. Figures are the best of several repeats, in nanoseconds:
-on a shared machine these say most about the code.
+The call is made in a simulated world of two ranks, where nothing is transferred and no peer is waited for:
+what remains is the time on this rank's processor. The entry point of each layer is timed with everything
+below it; a layer's own time is the difference from the next layer's. Figures are the best of several repeats,
+in nanoseconds: on a shared machine, the best says most about the code.
 
-Then, in a real world of one on gloo, what it takes to start an operation: from the call to its return, by
-torch's call and by ours in turn, medians.
+Then, in a real world of one on gloo, the median time to start an operation, from the call to its return;
+torch's call and ours alternate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPS = "ops: context, lane, block; the Work, what it fills"
 
 
 def doors(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """What is called at each room's door, in the order in which a call passes them."""
+    """Return each layer's entry point, in the order in which a call passes them."""
     lane = current().world.lane()
     communicator: Any = lane.communicator
     native, options = communicator.native("cpu"), _ALL_REDUCE[ReduceOp.SUM]
@@ -49,7 +49,7 @@ def doors(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
     def over(started: Started[Any]) -> None:
         for operation in started.operations:
-            operation.over = True  # as it is for the next call, which forgets it
+            operation.over = True  # so that the next call forgets the operation
 
     def issue() -> None:
         start = lambda communicator: communicator.all_reduce(x, ReduceOp.SUM)  # noqa: E731
@@ -68,13 +68,13 @@ def doors(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def best(call: Callable[[], Any]) -> float:
-    """Nanoseconds of one call, without those of the loop around it."""
+    """Return the nanoseconds of one call, excluding the loop around it."""
     empty = min(timeit.repeat(lambda: None, number=CALLS, repeat=5))
     return max(0.0, (min(timeit.repeat(call, number=CALLS, repeat=9)) - empty) / CALLS * 1e9)
 
 
 async def awaited(x: torch.Tensor) -> tuple[float, float]:
-    """Nanoseconds of the call, and of the await behind it, in a running loop."""
+    """Return the nanoseconds of the call and of the await after it, in a running loop."""
     calls, awaits = [], []
     for _ in range(9):
         called = waited = 0.0
@@ -91,7 +91,7 @@ async def awaited(x: torch.Tensor) -> tuple[float, float]:
 
 
 def starting(x: torch.Tensor) -> dict[str, float]:
-    """Median nanoseconds from the call to its return, in turn; the waiting is not counted."""
+    """Return the median nanoseconds from call to return; the ways alternate, and waiting is not counted."""
     ways: dict[str, Callable[[], Any]] = {
         "dist.all_reduce(x, async_op=True)": lambda: dist.all_reduce(x, async_op=True),
         "ac.all_reduce(x, out=x)": lambda: ac.all_reduce(x, out=x),

@@ -1,12 +1,12 @@
-"""What a rank hears when its peer does something else: this library beside those that users come from.
+"""What a rank reports when its peer misbehaves: this library compared with those that users migrate from.
 
-    python benchmarks/faults.py                    # the peers that are installed here, on two ranks
+    python benchmarks/faults.py                    # the libraries that are installed here, on two ranks
     python benchmarks/faults.py --peers torch asynccoll --faults "kill -9" "other shape" --table
 
-Each cell is a job of its own, of two processes. Both make a call and meet; then rank 1 does what the cell is
-called after, and rank 0 makes the call that it expects. Every library is told, where it can be, to give up
-after ten seconds; a rank that has said nothing after thirty hangs. A row says what rank 0 got (of an extra
-call: rank 1), after how many seconds, and whether the text names its peer.
+Each cell of the table is a separate job of two processes. Both make a call and a barrier; then rank 1 does
+what the row is named after, and rank 0 makes the call that it expects. Every library that has a timeout is
+set to ten seconds; a rank that has reported nothing after thirty is said to hang. A cell says what rank 0 got
+(for an extra call: rank 1), after how many seconds, and whether the error names the peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 LIMIT, PATIENCE, STARTING = 10.0, 30.0, 120.0
 
 
-# The libraries, each as the few calls that the cells are made of
+# The libraries, each reduced to the few calls that the cells use
 
 
 class Torch:
@@ -89,7 +89,7 @@ class Ignite(Torch):
 
 
 class Ours:
-    """This library, as it is installed; ``memory``: through memory that the ranks share."""
+    """This library as installed; ``memory``: whether the ranks communicate through shared memory."""
 
     def __init__(self, memory: bool = True) -> None:
         import asynccoll as ac
@@ -111,7 +111,7 @@ class Ours:
 
 
 class Horovod:
-    """``horovod.torch``, told to give a stalled call up."""
+    """``horovod.torch``, configured to give up a stalled call."""
 
     def __init__(self) -> None:
         os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "5"
@@ -161,7 +161,7 @@ class Mpi4py:
         return self.comm.Barrier()
 
 
-#: How each is called, what has to be installed for it, and what it is told besides.
+#: For each library: its calls, the module that must be installed, and further environment variables.
 PEERS: dict[str, tuple[Callable[[], Any], str, dict[str, str]]] = {
     "asynccoll": (Ours, "asynccoll", {}),
     "asynccoll, memory=False": (lambda: Ours(memory=False), "asynccoll", {}),
@@ -245,8 +245,8 @@ FAULTS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
 
 
 def rank(peer: str, fault: str, told: Path) -> None:
-    """Do as the cell says, and write down what came of it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have background jobs ignore
+    """Run one rank of a cell, and write down the outcome."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs ignore it
     lib = PEERS[peer][0]()
     lib.all_reduce(ones())
     lib.barrier()
@@ -256,9 +256,9 @@ def rank(peer: str, fault: str, told: Path) -> None:
     try:
         result: object = (instead if lib.rank else expected)(lib)
         text = "returned " + repr(result.tolist() if isinstance(result, torch.Tensor) else result)
-    except ArithmeticError:  # the cell's own, of which this rank ends
+    except ArithmeticError:  # raised by the cell itself, to end this rank
         raise
-    except Exception as error:  # noqa: BLE001  # whatever a library raises is what the cell is about
+    except Exception as error:  # noqa: BLE001  # the outcome is whatever the library raises
         text = f"{type(error).__name__}: {error}"
     written = told / f"{lib.rank}.new"
     written.write_text(json.dumps([time.monotonic() - begun, text]))
@@ -266,7 +266,7 @@ def rank(peer: str, fault: str, told: Path) -> None:
     os._exit(0) if lib.rank == 0 else time.sleep(60)
 
 
-# All of them
+# All cells
 
 
 def _command(peer: str, fault: str, told: Path) -> list[list[str]]:
@@ -281,7 +281,7 @@ def _command(peer: str, fault: str, told: Path) -> list[list[str]]:
 
 
 def cell(peer: str, fault: str, port: int) -> str:
-    """What became of it, in a few words."""
+    """Run one cell. Returns its outcome in a few words."""
     watched = "1" if fault == "extra call" else "0"
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         told = Path(folder)

@@ -1,4 +1,4 @@
-"""Many tensors as one operation, prepared operations, and many operations in flight, beside the raw calls.
+"""Many tensors in one operation, prepared operations, and many in flight, compared with the raw calls.
 
     python -m asynccoll run -n 2 benchmarks/fusion.py                 everything
     python -m asynccoll run -n 2 benchmarks/fusion.py --only flight   or trees, or prepared
@@ -9,8 +9,8 @@
 - **prepared**: ``await op.start()`` against the raw call in place and on a clone.
 - **flight**: 64 operations in flight, awaited in order and by ``as_completed``, against a raw loop.
 
-Every round runs every peer once, in an order that changes. Printed are medians and tenth percentiles in
-milliseconds, and the median over rounds of the ratio to the first peer; ``--data`` writes them as JSON.
+Every round runs every way once, in an order that changes. It prints medians and tenth percentiles in
+milliseconds, and the median over rounds of the ratio to the first way; ``--data`` writes them as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IN_FLIGHT = 64
 
 
 def tree_peers(xs: list[torch.Tensor]) -> dict[str, Peer]:
-    """Every way to reduce ``xs``; a loop is a peer of its own, run less often."""
+    """Return every way to reduce ``xs`` except the loop of raw calls, which ``trees`` runs less often."""
     prepared = ac.prepare("all_reduce", xs, out=xs)
 
     async def by_hand() -> object:
@@ -158,7 +158,7 @@ async def flight(rounds: int) -> dict[str, Any]:
 
 
 def show(title: str, found: dict[str, Series]) -> dict[str, Any]:
-    """Print a table on rank 0; its figures."""
+    """Print a table on rank 0, and return its figures."""
     first = next(iter(found.values()))
     if ac.get_rank() == 0:
         print(f"\n{title:>24} {'median':>10} {'low':>10}  over {first.name}   (ms)")

@@ -1,16 +1,16 @@
-"""What a larger world costs: our own part of a call, simulated, and the whole of it, predicted.
+"""The cost of a larger world: our own overhead per call, simulated, and the time of a step, predicted.
 
     python benchmarks/growth.py
 
-- **Overhead.** Worlds of 64 to 4,096 ranks, of which this process is one: torch's fake process group
-  stands for the others, and moves nothing. What a call takes is then Python, ours and torch's, and the
-  difference to the raw call beside it is ours. It is flat where the result is of one size, and may grow
-  as the result does.
-- **Prediction.** all_reduces between two real ranks give latency and bandwidth of a message; from these
-  ``asynccoll.testing.network_models`` predicts larger worlds, and what it says of four is compared with four
-  real ranks.
+- **Overhead.** In worlds of 64 to 4,096 ranks, this process is one rank, and torch's fake process group,
+  which moves no data, stands in for the others. A call then takes only the time of Python code, ours and
+  torch's; the difference from the raw call is ours. It should be constant where the result has a fixed size,
+  and may grow with the result otherwise.
+- **Prediction.** all_reduces between two real ranks give the latency and bandwidth of a message. From these,
+  ``asynccoll.testing.network_models`` predicts larger worlds; its prediction for four ranks is compared with
+  four real ones.
 
-The figures are printed, and written as JSON (``--data``) for a picture.
+The figures are printed, and ``--data`` writes them as JSON for a picture.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from asynccoll.testing.network_models import Step, best_bucket_bytes, hierarchic
 WORLDS = (64, 256, 1024, 4096)
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 
-#: What a fast network is assumed to be; it cannot be measured here.
+#: An assumed fast network; none can be measured here.
 NETWORK_100_GBIT = Link(latency=5e-6, bandwidth=100e9 / 8)
-#: Gradients of a model of 25 million parameters, and the time of a step on a fast device: assumed, too.
+#: The gradients of a model of 25 million parameters, and the time of a step on a fast device: also assumed.
 STEP = Step(forward_seconds=0.05, backward_seconds=0.1, gradient_bytes=100e6)
 
 Call = Callable[[], object]
@@ -49,21 +49,21 @@ Call = Callable[[], object]
 
 
 def join_simulated(ranks: int) -> None:
-    """Make this process rank 0 of ``ranks``; the others are only said to be there."""
+    """Make this process rank 0 of ``ranks``, whose other ranks do not exist."""
     from torch.testing._internal.distributed import fake_pg  # registers the backend "fake"
 
     assert fake_pg.FakeStore is not None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     here = dist.PrefixStore("asynccoll/1", dist.distributed_c10d._get_default_store())
-    for rank in range(1, ranks):  # the peers come to the meeting of the default lane, and have left
+    for rank in range(1, ranks):  # as if the peers had joined the default lane, and had left
         here.set(f"world/default@0/cpu/here/{rank}", "")
         here.set(f"left/{rank}", "")
     ac.initialize("fake")
 
 
 def calls_of(ranks: int) -> dict[str, tuple[Call, Call | None]]:
-    """Each collective: ours, and the raw call of the same bytes where there is one."""
+    """Return each collective: our call, and the raw call for the same bytes if there is one."""
     x, part, whole = torch.zeros(1024), torch.zeros(16), torch.zeros(16 * ranks)
     even, fresh = [16] * ranks, torch.empty_like(whole)
     last = ranks - 1
@@ -95,12 +95,12 @@ def calls_of(ranks: int) -> dict[str, tuple[Call, Call | None]]:
     }
 
 
-#: What they give, or take, has a part for each rank: linear is as good as it gets.
+#: Their result or input has a part for each rank, so linear growth is the best possible.
 LINEAR = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce number")
 
 
 def simulate(ranks: int, *, calls: int, rounds: int) -> dict[str, Any]:
-    """Microseconds per call in a world of ``ranks``: ours, raw; and seconds until the first call is over."""
+    """Return microseconds per call in a world of ``ranks``, ours and raw, and the first call's seconds."""
     join_simulated(ranks)
     start = perf_counter()
     ac.barrier().wait()
@@ -144,11 +144,11 @@ def report_overhead(found: dict[int, dict[str, Any]]) -> None:
         print(f"{name:<22}" + "".join(f"{cell:>18}" for cell in cells))
 
 
-# What real ranks take, and what follows from it
+# Measurements on real ranks, and predictions from them
 
 
 async def measure(rounds: int) -> dict[int, float]:
-    """Size in bytes -> median seconds of one all_reduce, on as many ranks as this was started on."""
+    """Return the median seconds of one all_reduce by size in bytes, on the ranks this was started on."""
     found = {}
     for size_bytes in SIZES:
         x, seconds = torch.zeros(size_bytes // 4), []
@@ -180,7 +180,7 @@ def measured_on(ranks: int, rounds: int) -> dict[int, float]:
 
 
 def predict(link: Link) -> dict[str, Any]:
-    """A step in larger worlds: over links like the one measured, and over an assumed fast network."""
+    """Predict a step in larger worlds, over links like the one measured and an assumed fast network."""
     found: dict[str, Any] = {}
     for ranks in (8, *WORLDS):
         ways = {

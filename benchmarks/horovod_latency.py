@@ -1,17 +1,17 @@
-"""The horovod backend against bare ``hvd.allreduce_async`` and ``hvd.synchronize``.
+"""The horovod backend compared with bare ``hvd.allreduce_async`` and ``hvd.synchronize``.
 
 Run it where Horovod is installed: ``asynccoll run --backend horovod -n 2 benchmarks/horovod_latency.py``.
-Every rank does the same; the peers take turns, in an order that changes from round to round, and are
-compared within a round, once our names have been used for tensors of this shape (a training loop sends
-the same in every step; ``bare`` uses a new name each time, as Horovod does by itself). Measured are one
-tensor at a time and a hundred in flight:
+Every rank does the same. The ways alternate, in an order that changes from round to round, and are compared
+within a round. Before the first round, each of our names has been used for tensors of this shape, as in a
+training loop, which sends the same tensors in every step; ``bare`` uses a new name each time, as Horovod does
+by default. Measured are one tensor at a time and a hundred in flight:
 
 - ``bare``: ``hvd.allreduce_async(x, op=hvd.Sum)`` and ``hvd.synchronize``;
 - ``wait``: ``ac.all_reduce(x).wait()``; ``await``: the same under asyncio;
-- ``fused`` (a hundred): ``ac.all_reduce(list)``, which sends them as one.
+- ``fused`` (only with a hundred): ``ac.all_reduce(list)``, which sends them as one.
 
-Printed per size: the median time of ``bare``, the median ratio to it of the others, and the processor time
-of the whole process (its progress and Horovod's own threads included) per operation.
+For each size it prints the median time of ``bare``, the median ratio of the others to it, and the processor
+time per operation of the whole process, including our progress thread and Horovod's threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import asynccoll as ac
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 MANY = 100
-#: As many as the backend has names for.
+#: How many operations use every name of the backend at least once.
 WARM = 120
 Sample = tuple[float, float]  # seconds, seconds of processor; per operation
 

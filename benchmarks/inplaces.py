@@ -1,7 +1,7 @@
-"""Benchmarks of several ranks in several places: on loopback, or on two hosts with a link between them.
+"""Run a benchmark's ranks in several places: on loopback, or on two hosts with a link between them.
 
-The benchmark is started once for each rank, in one place after the other; its rank 0 prints what it has
-found as the last line, in JSON.
+In each place, one after the other, the benchmark is started once per rank. Its rank 0 prints the results as
+JSON in its last line.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 PORT = "29477"
 HOSTS = 2
 
-#: Runs a command line as all ranks of a place; what its rank 0 has found.
+#: Runs a command line as all ranks of a place, and returns the results of its rank 0.
 Place = Callable[[list[str]], dict[str, Any]]
 
 
 def on_loopback(line: list[str], ranks: int, each: int) -> dict[str, Any]:
-    """``ranks`` ranks, of which ``each`` are said to be on a node."""
+    """Run ``ranks`` ranks, pretending that each node has ``each`` of them."""
     return _result_of([_start(line, rank, ranks, each, "127.0.0.1", "lo") for rank in range(ranks)])
 
 
 def on_hosts(line: list[str], each: int, **link: Any) -> dict[str, Any]:
-    """``each`` ranks on each of two hosts, with a ``link`` as `netns.Hosts` takes it."""
+    """Run ``each`` ranks on each of two hosts; ``link``: as in `netns.Hosts`."""
     import netns
 
     with netns.Hosts(**link) as hosts:
-        for host in range(HOSTS):  # Horovod goes by a host's own name, which there is a loopback address
+        for host in range(HOSTS):  # Horovod uses the host's name, which would resolve to loopback
             hosts.run(host, "hostname", netns.ADDRESSES[host])
         ranks, place = HOSTS * each, (netns.ADDRESSES[0], netns.INTERFACE)
         return _result_of(
@@ -45,7 +45,7 @@ def on_hosts(line: list[str], each: int, **link: Any) -> dict[str, Any]:
 def _start(
     line: list[str], rank: int, ranks: int, each: int, address: str, interface: str
 ) -> subprocess.Popen[str]:
-    """One rank, told what a launcher would say."""
+    """Start one rank, with the environment variables that a launcher would set."""
     root = str(Path(__file__).parents[1])
     place = {
         "RANK": rank,
@@ -83,7 +83,7 @@ def main(
     run_rank: Callable[[int], None],
     report: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """The command line: measure in the places asked for (all, as root), or be a rank in one."""
+    """Measure in the places given on the command line (by default all, as root), or run as a rank in one."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""What it costs that a task keeps torch's modes to itself (``ac.isolated``), for each suspension.
+"""The cost per suspension of keeping torch's modes private to a task (``ac.isolated``).
 
     python benchmarks/isolation.py
 
-A coroutine that suspends over and over is driven by hand, as an event loop does, bare and isolated. It
-prints the difference, in microseconds of this thread's processor time, for the modes that the coroutine is
-in. Figures are the best of many repeats.
+A coroutine that suspends repeatedly is driven by hand, as an event loop would drive it, bare and isolated.
+The benchmark prints the difference in microseconds of this thread's processor time, for each mode that the
+coroutine may be in. Figures are the best of many repeats.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Suspension:
-    """Awaited, it suspends once."""
+    """An awaitable that suspends once."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
 async def suspended(mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Suspend over and over inside a block of that mode."""
+    """Suspend repeatedly in a block of ``mode``."""
     with mode():
         for _ in range(SUSPENSIONS):
             await Suspension()
 
 
 def cost(make: Callable[[], Coroutine[Any, Any, None]]) -> float:
-    """Microseconds of one suspension."""
+    """Return the microseconds of one suspension."""
     best = float("inf")
     for _ in range(REPEATS):
         coroutine = make()

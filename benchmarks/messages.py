@@ -1,6 +1,6 @@
-"""Messages between two ranks: there and back, ours (awaited on asyncio, and waited for) beside raw gloo.
+"""Round trips of messages between two ranks: ours (awaited on asyncio, and blocking) compared with raw gloo.
 
-``asynccoll run -n 2 benchmarks/messages.py [--rounds 7]``; ``ASYNCCOLL_MEMORY=0`` has ours go by gloo, too.
+``asynccoll run -n 2 benchmarks/messages.py [--rounds 7]``; ``ASYNCCOLL_MEMORY=0`` makes ours use gloo, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import asynccoll as ac
 
 SIZES = {"4 B": 4, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
-#: Of one way and one size, in one round.
+#: How long one way runs at one size in one round.
 SECONDS = 0.2
 
 

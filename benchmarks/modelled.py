@@ -1,10 +1,10 @@
-"""A step over a slow link: as two ranks take it, and as a simulated world says that they would.
+"""A step over a slow link: measured on two ranks, and predicted by a simulated world.
 
     python benchmarks/modelled.py [--rate 400mbit]       as root: between two network namespaces
 
-Both run the same function: a forward pass, then a backward pass in pieces, after each of which a bucket of
-gradients leaves; compute is a sleep. The link of the simulated world is fitted to all_reduces of a few sizes
-that the two ranks took before.
+Both run the same function: a forward pass, then a backward pass in pieces, each followed by the all_reduce of
+a bucket of gradients; compute is a sleep. The link of the simulated world is fitted to all_reduces of a few
+sizes that the two ranks measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asynccoll.testing import Link, simulate
 HERE = Path(__file__).resolve()
 ROUNDS = 15
 SIZES = (4 << 10, 256 << 10, 2 << 20)
-#: What a step computes (seconds, and pieces of backward), and the bytes of each bucket.
+#: Each step: seconds of forward, pieces of backward, seconds of each piece, and bytes of each bucket.
 STEPS = {
     "hidden": (0.02, 6, 0.03, 256 << 10),
     "half hidden": (0.02, 6, 0.01, 1 << 20),
@@ -37,7 +37,7 @@ STEPS = {
 
 
 async def step(forward: float, pieces: int, seconds: float, size_bytes: int) -> float:
-    """How long it takes."""
+    """Run one step. Returns its seconds."""
     begun = host.monotonic()
     await anyio.sleep(forward)
     works = []
@@ -50,7 +50,7 @@ async def step(forward: float, pieces: int, seconds: float, size_bytes: int) -> 
 
 
 async def measured(rank: int) -> dict[str, Any]:
-    """Medians of all_reduces, and of steps."""
+    """Return the median seconds of the all_reduces and of the steps."""
     reduced: dict[int, list[float]] = {size: [] for size in SIZES}
     steps: dict[str, list[float]] = {name: [] for name in STEPS}
     for _ in range(ROUNDS):
@@ -70,7 +70,7 @@ async def measured(rank: int) -> dict[str, Any]:
 
 
 async def modelled(rank: int) -> dict[str, float]:
-    """What the steps take, all lanes open."""
+    """Return the seconds of each step, with all lanes already open."""
     await ac.barrier()
     return {name: await step(*told) for name, told in STEPS.items()}
 

@@ -1,13 +1,13 @@
-"""Training steps of three models on the ranks of one host: ``overlap_gradients`` beside torch's DDP.
+"""Training steps of three models on the ranks of one host: ``overlap_gradients`` compared with torch's DDP.
 
     python -m asynccoll run -n 2 benchmarks/models.py [--only one_layer] [--rounds 9]
 
-- ``one_layer``: a linear layer of 25 million parameters and four rows. Nearly all is communication.
-- ``resnet50``: He et al. 2015, 25.6 million parameters, two images of 96 x 96.
-- ``gpt2``: 12 layers of a width of 768 and a vocabulary of 50,257 words, as in GPT-2 small, 64 words.
+- ``one_layer``: a linear layer of 25 million parameters, with a batch of four rows: nearly all communication.
+- ``resnet50``: He et al. 2015, 25.6 million parameters, with two images of 96 x 96.
+- ``gpt2``: 12 layers of width 768 and a vocabulary of 50,257 words, as in GPT-2 small, with 64 words.
 
-Both with the buckets that they make by default. Every round runs each once, in an order that changes; ratios
-are medians of those within a round. Rank 0 prints a line of JSON for each model.
+Both use their default buckets. Every round runs each way once, in an order that changes; the ratios are
+medians of the ratios within a round. Rank 0 prints a line of JSON for each model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import asynccoll as ac
 from asynccoll.bench.sidebyside import Peer, side_by_side
 
-#: A model, and what a step gives it.
+#: A model, and the input of a step.
 Made = tuple[nn.Module, Tensor]
 
 
@@ -36,7 +36,7 @@ def one_layer() -> Made:
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut."""
+    """Three convolutions with a shortcut around them."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def resnet50() -> Made:
 
 
 class GPT2(nn.Module):
-    """A decoder whose head is its embedding."""
+    """A decoder whose head shares its weights with the embedding."""
 
     def __init__(self, words: int = 50257, width: int = 768, depth: int = 12) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ MODELS = {one.__name__: one for one in (one_layer, resnet50, gpt2)}
 async def measure(name: str, rounds: int) -> None:
     made = MODELS[name]
     peers = {"DDP": ddp(made), "overlap_gradients": overlapped(made), "no communication": alone(made)}
-    for step in peers.values():  # DDP makes its buckets anew in the second step
+    for step in peers.values():  # DDP rebuilds its buckets in the second step
         await step()
     found = await side_by_side(peers, rounds=rounds, operations=2)
     told = {

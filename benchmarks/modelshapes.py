@@ -1,4 +1,4 @@
-"""The shapes of the parameters of two well-known models, in the order in which the models list them."""
+"""The parameter shapes of two well-known models, in the order in which the models list them."""
 
 from __future__ import annotations
 

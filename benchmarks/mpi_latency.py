@@ -1,15 +1,15 @@
-"""The mpi backend against bare mpi4py, against gloo, and how much of its communication it hides.
+"""The mpi backend compared with bare mpi4py and with gloo, and how much of its communication is hidden.
 
-Run it by plain python where mpi4py and an MPI library are installed: ``python benchmarks/mpi_latency.py``.
-It starts two ranks on mpi and two on gloo, which stay for the whole run; this process asks one pair
-at a time, in an order that changes from round to round, and compares within a round. It prints
+Run it with plain python where mpi4py and an MPI library are installed: ``python benchmarks/mpi_latency.py``.
+It starts two ranks on mpi and two on gloo, which run until the end. This process makes one pair work at a
+time, in an order that changes from round to round, and compares within a round. It prints
 
 (a) ``ac.all_reduce(x, out=x)`` (``wait()`` and ``await``) and the functional ``ac.all_reduce(x)`` against
     ``comm.Iallreduce(IN_PLACE, buffer).Wait()`` of bare mpi4py on the same memory, given as a NumPy view
     made beforehand and as the tensor itself;
 (b) the same call on mpi and on gloo, through ``ac`` alone;
-(c) the part of a 16 MiB all_reduce that is hidden, with the processor time it takes: beside a main
-    thread that is off the processor (as with a device), and beside one that computes half the time.
+(c) the hidden fraction of a 16 MiB all_reduce, with the processor time it takes: while the main thread
+    is off the processor (as with a device), and while it computes half of the time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OVERLAPPED = 5
 
 
 def operations(size_bytes: int) -> int:
-    """How many in one timing: some milliseconds of them."""
+    """Return how many operations to time together: some milliseconds' worth."""
     return 200 if size_bytes <= 4096 else 100 if size_bytes <= 65536 else 20 if size_bytes <= 1 << 20 else 3
 
 
@@ -48,7 +48,7 @@ def operations(size_bytes: int) -> int:
 
 
 class Rank:
-    """Does what the driver asks for; every rank of a pair is asked the same at the same time."""
+    """Executes the driver's requests; all ranks of a pair get the same request at the same time."""
 
     def __init__(self) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
@@ -60,7 +60,7 @@ class Rank:
         return self.buffers[size_bytes]
 
     def timed(self, peer: str, size_bytes: int) -> float:
-        """Seconds per operation."""
+        """Return the seconds per operation."""
         x, count = self.buffer(size_bytes), operations(size_bytes)
         ac.barrier().wait()
         if peer == "await":
@@ -94,7 +94,10 @@ class Rank:
         return lambda: bare.Iallreduce(MPI.IN_PLACE, view).Wait()
 
     def hidden(self, how: str, size_bytes: int) -> tuple[float, float, float]:
-        """(part hidden, processor seconds of a hidden one, of a blocking one), over a few operations."""
+        """Return the hidden fraction, and the processor seconds of an overlapped and a blocking operation.
+
+        All are averages over a few operations.
+        """
         x = self.buffer(size_bytes)
         ac.all_reduce(x, out=x).wait()
         ac.barrier().wait()
@@ -111,7 +114,7 @@ class Rank:
             own(own_seconds)
         own_alone = (perf_counter() - start) / OVERLAPPED
         own_processor = (process_time() - own_used) / OVERLAPPED
-        # The first one after a series of blocking ones is not expected to be left alone.
+        # The first one is not timed: after a series of blocking ones it is not expected to run undisturbed.
         for turn in range(OVERLAPPED + 1):
             if turn == 1:
                 ac.barrier().wait()
@@ -125,17 +128,17 @@ class Rank:
 
 
 def off_processor(seconds: float) -> None:
-    """What the main thread does while a device computes."""
+    """Sleep, as a main thread does while a device computes."""
     time.sleep(seconds)
 
 
 def half_load(seconds: float) -> None:
-    """Computing half of the time, in slices of a quarter of a millisecond."""
+    """Compute half of the time, in slices of a quarter of a millisecond."""
     a = torch.ones(64, 64)
     end = perf_counter() + seconds
     while (now := perf_counter()) < end:
         while perf_counter() < now + 2.5e-4:
-            a @ a  # the work is the point
+            a @ a  # only to keep the processor busy
         time.sleep(2.5e-4)
 
 
@@ -172,7 +175,7 @@ class Pair:
         self.ranks: list[Connection] = [one for _, one in sorted((one.recv(), one) for one in found)]
 
     def ask(self, *what: Any) -> list[Any]:
-        """What each rank answers."""
+        """Send a request to both ranks. Returns their answers."""
         for rank in self.ranks:
             rank.send(what)
         return [rank.recv() for rank in self.ranks]
@@ -186,8 +189,8 @@ class Pair:
 def compare(
     pairs: dict[str, Pair], peers: list[tuple[str, str]], size_bytes: int, rounds: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds per operation of each (pair, peer), one entry a round: the slower rank's."""
-    order, series = random.Random(0), {peer: [] for peer in peers}  # noqa: S311  # no secret
+    """Return the seconds per operation of each (pair, peer): the slower rank's, one entry per round."""
+    order, series = random.Random(0), {peer: [] for peer in peers}  # noqa: S311  # not a secret
     turns = list(peers)
     for _ in range(rounds):
         order.shuffle(turns)
@@ -197,12 +200,12 @@ def compare(
 
 
 def ratio(mine: list[float], theirs: list[float]) -> float:
-    """The median over rounds of the ratio within a round."""
+    """Return the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
 def us(seconds: list[float]) -> str:
-    """Median and tenth percentile in microseconds."""
+    """Format the median and the tenth percentile in microseconds."""
     low = sorted(seconds)[len(seconds) // 10]
     return f"{statistics.median(seconds) * 1e6:.1f} ({low * 1e6:.1f})"
 

@@ -1,14 +1,14 @@
-"""What going host by host saves on two hosts: through memory within each, against gloo among all ranks.
+"""What hierarchical collectives save on two hosts: shared memory within each, versus gloo among all ranks.
 
-    python benchmarks/nodes.py                         as root, or on loopback alone
-    python benchmarks/nodes.py --where gigabit         there alone
-    ASYNCCOLL_MEMORY=0 python benchmarks/nodes.py      by node, but through gloo within nodes
+    python benchmarks/nodes.py                         as root: in all places; otherwise on loopback
+    python benchmarks/nodes.py --where gigabit         only there
+    ASYNCCOLL_MEMORY=0 python benchmarks/nodes.py      hierarchical, but with gloo within nodes
 
-Places: ``loopback``, where the hosts are only said to be two; two network namespaces on this machine with a
-link as fast as the machine (``link``), of 1 Gbit/s (``gigabit``), or that takes 1 ms for each packet
-(``millisecond``); hosts of two ranks, with ``3`` behind the name of three. Both ways are taken in turn in the
-same processes, in an order that changes; the figures are medians of the rounds, and the median of the ratios
-within a round. They are printed, and written as JSON (``--data``).
+Places: ``loopback``, which pretends to be two hosts; and two network namespaces on this machine, whose link
+is as fast as the machine (``link``), has 1 Gbit/s (``gigabit``) or delays each packet by 1 ms
+(``millisecond``). Each host has two ranks, or three if the name ends in ``3``. Both ways alternate in the
+same processes, in an order that changes; the figures are medians over the rounds, and the median of the
+ratios within a round. They are printed, and ``--data`` writes them as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asynccoll.plan.spec import Policy
 from asynccoll.runtime.process import current
 
 SIZES = (4, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-#: Of the other collectives: bytes of the whole.
+#: The sizes at which the other collectives are measured: bytes of the whole, over all ranks.
 SOME_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 PLACES: dict[str, inplaces.Place] = {
     "loopback": partial(inplaces.on_loopback, ranks=inplaces.HOSTS * 2, each=2),
@@ -42,7 +42,7 @@ PLACES: dict[str, inplaces.Place] = {
 
 
 def calls(size_bytes: int) -> dict[str, Callable[[str], Work[Any]]]:
-    """The collectives measured at this size, each on a lane."""
+    """Return the collectives measured at this size, as functions of the lane."""
     x = torch.zeros(size_bytes // 4)
     found: dict[str, Callable[[str], Work[Any]]] = {
         "all_reduce": lambda lane: ac.all_reduce(x, out=x, lane=lane)
@@ -58,7 +58,7 @@ def calls(size_bytes: int) -> dict[str, Callable[[str], Work[Any]]]:
 
 
 def way(call: Callable[[str], Work[Any]], name: str, policy: Policy) -> Peer:
-    """A call on a lane of its own, which plans its first one for this size by ``policy``."""
+    """Return ``call`` on its own lane, which plans its first call of this size by ``policy``."""
 
     async def once() -> None:
         current().policy = policy

@@ -1,12 +1,12 @@
-"""Strings, numbers, dicts with tensors: ours beside torch's object collectives and ignite's.
+"""Strings, numbers, dicts with tensors: ours compared with the object collectives of torch and ignite.
 
     python -m asynccoll run -n 2 benchmarks/objects.py
 
 ``await ac.all_gather_object(value)`` against ``torch.distributed.all_gather_object`` and
 ``ignite.distributed.all_gather``; ``await ac.broadcast_object(value)`` against
 ``torch.distributed.broadcast_object_list`` and ``ignite.distributed.broadcast``, which takes numbers and
-strings. Every round runs every peer once, in an order that changes; medians and tenth percentiles in
-microseconds, and the median ratios; ``--data`` writes them as JSON.
+strings. Every round runs every library once, in an order that changes. It prints medians and tenth
+percentiles in microseconds, and the median ratios; ``--data`` writes them as JSON.
 """
 
 from __future__ import annotations

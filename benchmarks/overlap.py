@@ -1,19 +1,19 @@
-"""How much communication disappears behind compute: ours, raw gloo, torch's DDP and Horovod side by side.
+"""How much communication is hidden behind compute: ours, raw gloo, torch's DDP and Horovod side by side.
 
     python benchmarks/overlap.py                     on loopback, and as root over a link of 1 Gbit/s
-    python benchmarks/overlap.py --where loopback    there alone
-    make overlap                                     with Horovod beside them, which it builds
+    python benchmarks/overlap.py --where loopback    only there
+    make overlap                                     with Horovod as well, which it builds
 
-Two ranks, of one thread each. Two questions, asked in each place:
+There are two ranks, of one thread each. In each place it measures:
 
-- **Hidden fraction** of one all_reduce of 16 MiB that is started before and waited for after a computation
-  that takes about as long: (computation + communication - both at once) / the shorter of the two.
-- **Time of a training step** of a perceptron of 16 MiB, in buckets of 4 MiB (the first of 1 MiB): against
-  ``DistributedDataParallel`` with the same buckets, as median of the ratios within a round; layers that are
-  shared out beside the same whose gradients are scattered after backward.
+- **Hidden fraction** of one all_reduce of 16 MiB that is started before, and waited for after, a computation
+  that takes about as long: (computation + communication - both overlapped) / the shorter of the two.
+- **Time of a training step** of a perceptron of 16 MiB, in buckets of 4 MiB (the first of 1 MiB), compared
+  with ``DistributedDataParallel`` with the same buckets, as the median of the ratios within a round. Sharded
+  layers are also compared with sharded layers whose gradients are scattered only after backward.
 
-Every round runs everything once, in an order that changes. The figures are printed, and written as JSON
-(``--data``) for a picture.
+Every round runs everything once, in an order that changes. The figures are printed, and ``--data`` writes
+them as JSON for a picture.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from asynccoll.bench.sidebyside import Peer, Series, side_by_side
 SIZE_BYTES = 16 << 20
 BUCKETS = {"bucket_bytes": 4 << 20, "first_bucket_bytes": 1 << 20}
 WIDTH, DEPTH, ROWS = 1024, 4, 192
-#: Taken at a time, for what leaves something to the step after it.
+#: How many steps to time together, since some ways leave work to the next step.
 STEPS = 3
 
 
@@ -90,7 +90,7 @@ async def hidden_fraction(rounds: int) -> dict[str, Any]:
 
 
 async def matching(operation: Peer, weights: Tensor) -> int:
-    """How many products take about as long as ``operation``, the same number on every rank."""
+    """Return how many products take about as long as ``operation``: the same number on every rank."""
     alone = await side_by_side({"operation": operation}, rounds=5, operations=1)
 
     async def products() -> None:
@@ -103,7 +103,7 @@ async def matching(operation: Peer, weights: Tensor) -> int:
 
 
 def hidden(found: dict[str, Series], name: str) -> float:
-    """The median over rounds of what was saved by doing both at once, over all that could be."""
+    """Return the median over rounds of the time saved by overlapping, relative to the most possible."""
     rounds = zip(
         found["compute"].seconds, found[name].seconds, found[f"{name} behind compute"].seconds, strict=True
     )
@@ -113,7 +113,7 @@ def hidden(found: dict[str, Series], name: str) -> float:
 
 
 def hidden_at_best(found: dict[str, Series], name: str) -> float:
-    """The same of the tenth percentiles: where other programs interfere, what is left without them."""
+    """Return the same for the tenth percentiles, which other programs on the machine disturb less."""
     compute, alone, both = (found[key].low for key in ("compute", name, f"{name} behind compute"))
     return (compute + alone - both) / min(compute, alone)
 
@@ -130,7 +130,7 @@ def perceptron() -> nn.Module:
 
 
 def perceptron_layers() -> list[nn.Module]:
-    """The same layer by layer, each with what follows it."""
+    """Return the same model as a list of layers, each with its activation."""
     parts = list(perceptron().children())
     return [nn.Sequential(*parts[first : first + 2]) for first in range(0, len(parts), 2)]
 
@@ -177,13 +177,13 @@ def sharded_steps(x: Tensor) -> Peer:
         for _ in range(STEPS):
             backward(model, x)
             await optimizer.step()
-        await optimizer.gathered()  # within the time that is measured
+        await optimizer.gathered()  # part of the measured time
 
     return steps
 
 
 def layered_step(x: Tensor) -> Peer:
-    """Layers that are shared out: each reduce_scatter leaves while backward goes on."""
+    """Return a step of sharded layers: each reduce_scatter is issued while backward is still running."""
     layers = ac.overlap.shard_layers(perceptron_layers(), ahead=1)
     optimizer = sgd(layers)
 
@@ -199,7 +199,7 @@ def layered_step(x: Tensor) -> Peer:
 
 
 def scattered_after_step(x: Tensor) -> Peer:
-    """The same by hand, gathered ahead as well, but gradients are scattered once backward is over."""
+    """Return the same by hand, also prefetched, but with gradients scattered only after backward."""
     rank, ranks = ac.get_rank(), ac.get_world_size()
     wholes = [[p.detach() for p in layer.parameters()] for layer in perceptron_layers()]
     parts = [nn.Parameter(torch.cat([p.reshape(-1) for p in whole]).chunk(ranks)[rank]) for whole in wholes]
@@ -262,7 +262,7 @@ def horovod_step(x: Tensor) -> Peer:
 
 
 def training_steps(x: Tensor, *, with_horovod: bool) -> dict[str, Peer]:
-    """Some steps of training by each means, on a model of its own."""
+    """Return a few training steps of each way, each on its own model."""
     steps = {
         "torch DDP": ddp_step(x, hooked=False),
         "ddp_hook": ddp_step(x, hooked=True),
@@ -286,7 +286,7 @@ def several(step: Peer) -> Peer:
 
 async def step_times(rounds: int, *, with_horovod: bool) -> dict[str, Any]:
     steps = training_steps(torch.randn(ROWS, WIDTH), with_horovod=with_horovod)
-    for one in steps.values():  # DDP makes its buckets anew in the second step
+    for one in steps.values():  # DDP rebuilds its buckets in the second step
         await one()
     found = await side_by_side(steps, rounds=rounds, operations=1)
     bases = ("torch DDP", "Horovod", "shard_layers, scattered after backward")
@@ -325,7 +325,7 @@ def run_rank(rounds: int) -> None:
         print(json.dumps(found))
     ac.finalize()
     sys.stdout.flush()
-    os._exit(0)  # Horovod's rendezvous, where there is one, has nothing to wait for
+    os._exit(0)  # skips Horovod's rendezvous threads, if any, which need not be waited for
 
 
 PLACES: dict[str, inplaces.Place] = {

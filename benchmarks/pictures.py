@@ -1,11 +1,11 @@
-"""Run the benchmarks and draw what they found: ``make pictures``.
+"""Run the benchmarks and draw their results: ``make pictures``.
 
     python benchmarks/pictures.py            run fusion, growth and memory, then draw
-    python benchmarks/pictures.py --draw     draw again from the data of the last run
+    python benchmarks/pictures.py --draw     redraw the data of the last run
 
 Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG.
-``memory`` is `asynccoll bench` in the environment that has MPI, so that all are measured in one run. The
-picture of latency is `asynccoll bench --plot`, the timeline comes from ``examples/train_digits.py``.
+``memory`` runs `asynccoll bench` in the environment that has MPI, which measures all peers in one run. The
+picture of latency comes from `asynccoll bench --plot`, the timeline from ``examples/train_digits.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "build" / "bench"
 IMAGES = ROOT / "docs" / "images"
 
-#: Of Okabe and Ito, as in the timeline: ours in blue and green, the peers in other colours.
+#: The palette of Okabe and Ito, as in the timeline: ours in blue and green, the peers in other colors.
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#222222")
 GRID = "#e4e4e4"
 MIB = 1 << 20
@@ -62,7 +62,7 @@ _WITH_MPI = [
     "asynccoll",
     "bench",
 ]
-#: Those that print their figures.
+#: The benchmarks that print their figures instead of writing a file.
 PRINTED = {
     "memory": [
         *_WITH_MPI,
@@ -87,11 +87,11 @@ def measure(name: str) -> None:
         subprocess.run([sys.executable, *PRINTED[name]], check=True, cwd=ROOT, stdout=file)
 
 
-# Pictures, each from the data of one benchmark
+# Pictures, each drawn from the data of one benchmark
 
 
 def fusion(found: dict[str, Any]) -> Figure:
-    """How many times longer a loop of raw calls, and each other way, takes than ours."""
+    """Draw how much longer than ours a loop of raw calls and each other way take."""
     trees = found["trees"]
     figure = Figure(figsize=(10.5, 1.2 + 2.6), layout="constrained")
     for axes, (tree, ways) in zip(
@@ -112,7 +112,7 @@ def fusion(found: dict[str, Any]) -> Figure:
 
 
 def scaling(found: dict[str, Any]) -> Figure:
-    """Own overhead over the number of ranks (measured), and the time of a step (predicted)."""
+    """Draw our own overhead (measured) and the time of a step (predicted) over the number of ranks."""
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     worlds = [int(ranks) for ranks in found["overhead"]]
@@ -140,7 +140,7 @@ def scaling(found: dict[str, Any]) -> Figure:
 
 
 def memory(found: dict[str, Any]) -> Figure:
-    """Time and bandwidth of an all_reduce in place, over its size: through memory, gloo and MPI."""
+    """Draw time and bandwidth of an in-place all_reduce over its size: shared memory, gloo and MPI."""
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = {"asynccoll": "asynccoll, through memory", "torch": "gloo", "mpi4py": "MPI (MPICH, mpi4py)"}
@@ -180,7 +180,7 @@ PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
 
 
 def draw(name: str, data: Path, images: Path) -> Path:
-    """Draw what the benchmark ``name`` wrote to ``data``; the same figures give the same file."""
+    """Draw the figures that benchmark ``name`` wrote to ``data``; the same figures give the same file."""
     mpl.rcParams["svg.hashsalt"] = name
     path = images / f"{name}.svg"
     PICTURES[name](json.loads((data / f"{name}.json").read_text())).savefig(path, metadata={"Date": None})

@@ -1,9 +1,9 @@
-"""How the event loop fares while collectives are awaited: a 1 ms heartbeat, on asyncio, uvloop and trio.
+"""Event loop latency while collectives are awaited: a 1 ms heartbeat, on asyncio, uvloop and trio.
 
-Run it on two ranks: ``make bench BENCH=responsiveness``. It prints how late the heartbeat comes while a
-stream of 4 KiB, or 64 MiB at a time, are reduced: beside the raw call whose future's callback wakes the
-loop; and the processor time of this process while it waits for a rank that does not come. uvloop is
-measured where it is installed.
+Run it on two ranks: ``make bench BENCH=responsiveness``. It prints how late the heartbeat is while a stream
+of 4 KiB all_reduces runs, or 64 MiB at a time, compared with the raw call whose future's callback wakes the
+loop. It also prints the processor time of this process while it waits for a late rank. uvloop is measured if
+it is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import asynccoll as ac
 
 HEARTBEAT_SECONDS = 0.001
 IDLE_SECONDS = 1.0
-#: What is in flight: elements of float32, and how many one after the other.
+#: The all_reduces of each load: elements of float32, and how many, one after the other.
 LOADS = {"4 KiB, a stream": (1 << 10, 300), "64 MiB": (16 << 20, 3)}
 LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
     "asyncio": ("asyncio", {}),
@@ -40,7 +40,7 @@ Operation = Callable[[], Awaitable[object]]
 
 
 def waker(done: anyio.Event) -> Callable[[], object]:
-    """What another thread calls to set ``done`` in the running loop, by the loop's own means."""
+    """Return a function with which another thread sets ``done``, by the running loop's own means."""
     if sniffio.current_async_library() == "trio":
         token = trio.lowlevel.current_trio_token()
         return lambda: token.run_sync_soon(done.set)
@@ -49,7 +49,7 @@ def waker(done: anyio.Event) -> Callable[[], object]:
 
 
 async def raw_callback(x: torch.Tensor) -> None:
-    """The raw call awaited in the plain way: its future's callback wakes the loop."""
+    """Await the raw call in the plain way: its future's callback wakes the loop."""
     done = anyio.Event()
     wake = waker(done)
     dist.all_reduce(x, async_op=True).get_future().add_done_callback(lambda _: wake())
@@ -70,7 +70,7 @@ def operations_on(x: torch.Tensor) -> dict[str, Operation]:
 
 
 async def delays_during(operation: Operation, count: int) -> list[float]:
-    """How late the heartbeat comes (in seconds) while ``operation`` runs ``count`` times."""
+    """Return how late each heartbeat is, in seconds, while ``operation`` runs ``count`` times."""
     late: list[float] = []
 
     async def heartbeat() -> None:
@@ -83,13 +83,13 @@ async def delays_during(operation: Operation, count: int) -> list[float]:
         tasks.start_soon(heartbeat)
         for _ in range(count):
             await operation()
-        await anyio.sleep(2 * HEARTBEAT_SECONDS)  # the delay that the last one caused
+        await anyio.sleep(2 * HEARTBEAT_SECONDS)  # to record the delay that the last operation caused
         tasks.cancel_scope.cancel()
     return late
 
 
 async def heartbeats(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Load -> means -> the delays of all rounds."""
+    """Return the delays of all rounds, by load and then by way."""
     found: dict[str, dict[str, list[float]]] = {}
     for load, (numel, count) in LOADS.items():
         for _ in range(rounds):
@@ -100,10 +100,10 @@ async def heartbeats(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 async def idle() -> float:
-    """Processor time of rank 0, as a part of the time it waits for the other one."""
+    """Return the processor time of rank 0, as a fraction of the time it waits for the other rank."""
     await ac.barrier()
     if ac.get_rank() > 0:
-        sleep(IDLE_SECONDS)  # noqa: ASYNC251  # all of this rank is late
+        sleep(IDLE_SECONDS)  # noqa: ASYNC251  # the whole rank is meant to be late
     start, used = perf_counter(), process_time()
     await ac.all_reduce(torch.zeros(1 << 10))
     return (process_time() - used) / (perf_counter() - start)

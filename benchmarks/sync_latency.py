@@ -1,8 +1,8 @@
-"""``asynccoll.sync`` against the real ``ignite.distributed``, call by call, side by side in one run.
+"""``asynccoll.sync`` compared with the real ``ignite.distributed``, call by call, in one run.
 
-Run it on two ranks or more: ``asynccoll run -n 2 benchmarks/sync_latency.py``. Both work on one world of
-gloo in the same processes; each round runs every peer, in an order that changes. The ratio is ours over
-ignite's, the median over rounds; below 1 is faster.
+Run it on two or more ranks: ``asynccoll run -n 2 benchmarks/sync_latency.py``. Both use the same gloo world
+in the same processes; each round runs both, in an order that changes. The ratio is our time over ignite's, as
+the median over rounds; below 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[[Any], object]
 
 
 def cases() -> dict[str, tuple[Call, int]]:
-    """What is called on either module, and how often a round."""
+    """Return the calls to make on either module, and how many of each per round."""
     found: dict[str, tuple[Call, int]] = {}
     for name, size_bytes in SIZES.items():
         x = torch.zeros(size_bytes // 4) if size_bytes else torch.tensor(0.0)
@@ -81,7 +81,7 @@ async def measure(only: str, rounds: int) -> None:
 
 
 def plainly(measuring: Coroutine[Any, Any, None]) -> None:
-    """Run what never suspends, without an event loop: so do programs that were written for ignite."""
+    """Run a coroutine that never suspends without an event loop, as programs written for ignite have none."""
     try:
         measuring.send(None)
     except StopIteration:

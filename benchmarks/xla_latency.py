@@ -1,9 +1,9 @@
-"""``ac.all_reduce`` on xla-tpu against a bare loop of ``xm.all_reduce``, launch and wait.
+"""``ac.all_reduce`` on xla-tpu compared with a bare loop of ``xm.all_reduce``, launch and wait.
 
-Run it with plain python where torch_xla is: ``python benchmarks/xla_latency.py``. On the CPU the ranks
-are threads of this process. The bare loop does what makes a collective sound there (see
-docs/backends/xla.md) and nothing else; both are on device tensors, functional, in turns, and both are
-timed on every replica. Then eight collectives in flight against one after the other.
+Run it with plain python where torch_xla is installed: ``python benchmarks/xla_latency.py``. On the CPU the
+ranks are threads of this process. The bare loop does only what a sound collective requires there (see
+docs/backends/xla.md). Both are functional, on device tensors, alternate, and are timed on every replica. Then
+eight collectives in flight are compared with eight one after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_FLIGHT = 8
 
 
 class Bare:
-    """The loop by hand; one lock, so that the first replica compiles and the others find it compiled."""
+    """The loop by hand. Under one lock, the first replica compiles, and the others reuse the result."""
 
     lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class Bare:
 
 
 async def timed(step: Callable[[], object], together: threading.Barrier) -> float:
-    """Seconds; what is awaited is awaited in a loop that runs already."""
+    """Return the seconds of ``step``; if it returns an awaitable, that is awaited in the running loop."""
     together.wait()
     start = perf_counter()
     done = step()
@@ -64,7 +64,7 @@ async def timed(step: Callable[[], object], together: threading.Barrier) -> floa
 async def compare(
     ways: dict[str, Callable[[], object]], rounds: int, together: threading.Barrier
 ) -> dict[str, float]:
-    """The median of each way in milliseconds, the ways taken in turn."""
+    """Return the median of each way in milliseconds; the ways alternate."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 5):
         for name, step in ways.items():
