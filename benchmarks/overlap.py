@@ -325,7 +325,7 @@ def run_rank(rounds: int) -> None:
         print(json.dumps(found))
     ac.finalize()
     sys.stdout.flush()
-    os._exit(0)  # skips Horovod's rendezvous threads, if any, which need not be waited for
+    os._exit(0)  # Horovod's rendezvous, if any, has nothing left to wait for
 
 
 PLACES: dict[str, inplaces.Place] = {

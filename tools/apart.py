@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""pytest on each file in a process of its own, with a time limit: one that aborts takes no other along.
+"""Run pytest on each file in a separate process, with a time limit, so that an abort affects no other file.
 
     python tools/apart.py [--limit SECONDS] [--jobs N] [PYTEST ARGUMENTS] FILES...
 
-Prints a line for each file that passed and all of those that did not; a file in which nothing is found to
-run has not passed. What failed runs once more when nothing else does, for a crowded machine can miss a
-deadline; ends with 1 if a file failed twice. With ``ASYNCCOLL_TEST_ONCE=1`` nothing runs twice.
+Prints one line for each file that passed, and the whole output of each that did not. A file in which pytest
+collects nothing has not passed. Files that failed run once more, one at a time, because a crowded machine can
+miss a deadline; the exit code is 1 if a file failed twice. With ``ASYNCCOLL_TEST_ONCE=1`` nothing runs twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTHING_COLLECTED = 5
 
 
 def run(command: list[str], limit: float) -> tuple[str, str]:
-    """Run one file; what it printed, and how it ended if it did not pass."""
+    """Run one file. Returns its output and, if it did not pass, how it ended."""
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -40,7 +40,7 @@ def run(command: list[str], limit: float) -> tuple[str, str]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of it; its children, too, must not outlive us."""
+    """Kill the process, if it is still running, and its children, which must not outlive us either."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def report(files: list[str], pytest: list[str], limit: float, jobs: int) -> dict[str, str]:
-    """Run some files and say how each ended; those that did not pass, with how."""
+    """Run the files and print how each ended. Returns those that did not pass, and how they ended."""
     failed = {}
     with ThreadPoolExecutor(jobs) as pool:
         results = pool.map(lambda file: run([*pytest, file], limit), files)
@@ -79,7 +79,7 @@ def report(files: list[str], pytest: list[str], limit: float, jobs: int) -> dict
 
 
 def last_line(printed: str) -> str:
-    """What pytest says in the end."""
+    """Return pytest's summary line."""
     return printed.strip().rpartition("\n")[2]
 
 

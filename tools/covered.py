@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Coverage of asynccoll over all ranks, threads, backends and simulated worlds of a run of the tests.
+"""Measure the coverage of asynccoll over all ranks, threads, backends and simulated worlds of the tests.
 
-    python tools/covered.py run COMMAND...   run it, every Python process in it measured
-    python tools/covered.py report           merge what all runs left, print it by module, hold it to bounds
-    python tools/covered.py clean            forget what earlier runs left
+    python tools/covered.py run COMMAND...   run it, and measure every Python process that it starts
+    python tools/covered.py report           merge the data of all runs, print it by package, check the bounds
+    python tools/covered.py clean            delete the data of earlier runs
 
-Each process leaves a file of its own in ``build/coverage``. What is measured and what is left out, with
-reasons, stands in ``pyproject.toml`` (``[tool.coverage]``).
+Each process writes its own file in ``build/coverage``. ``pyproject.toml`` (``[tool.coverage]``) lists what is
+measured and what is excluded, with reasons.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from envbuild import ROOT, Environment
 
 ENVIRONMENT = Environment("coverage", groups=("coverage",), download="0.3 MB", constraints="coverage.txt")
 DATA = ROOT / "build" / "coverage"
-#: What `report` fails below, in percent, of what needs no GPU or TPU.
+#: `report` fails below these percentages of the code that needs no GPU or TPU.
 LINES, BRANCHES = 97.0, 92.0
 
 
 def _coverage() -> tuple[Path, Path]:
-    """The interpreter that coverage is installed for, and the directory that it is importable from."""
+    """Return the interpreter for which coverage is installed, and the directory to import it from."""
     python = envbuild.ensure(ENVIRONMENT)
     (packages,) = python.parent.parent.glob("lib/python*/site-packages")
     return python, packages
 
 
 def run(command: list[str]) -> int:
-    """Run ``command`` so that each Python process below it writes what it reached into ``DATA``."""
+    """Run ``command`` so that each Python process that it starts writes its coverage into ``DATA``."""
     _, packages = _coverage()
     DATA.mkdir(parents=True, exist_ok=True)
-    # envs.py, which the targets run in, sets PYTHONPATH, and appends this to it.
+    # envs.py, which the make targets use, sets PYTHONPATH and appends this to it.
     measuring = os.pathsep.join([str(ROOT / "tools" / "measuring"), str(packages)])
     variables = {
         "ASYNCCOLL_MEASURING": measuring,
@@ -50,14 +50,14 @@ def run(command: list[str]) -> int:
 
 
 def _in_percent(summary: dict[str, int]) -> tuple[float, float]:
-    """Covered lines and covered branches; 100 of what has none."""
+    """Return the percentages of covered lines and branches; 100 if there are none."""
     lines = 100 * summary["covered_lines"] / (summary["num_statements"] or 1)
     branches = 100 * summary["covered_branches"] / (summary["num_branches"] or 1)
     return (lines if summary["num_statements"] else 100.0), (branches if summary["num_branches"] else 100.0)
 
 
 def report() -> int:
-    """Print a row for each package and each file that is below the bounds; 1 if the whole is."""
+    """Print a row per package and per file below the bounds. Returns 1 if the total is below them."""
     python, _ = _coverage()
     tool = [str(python), "-m", "coverage"]
     where = os.environ | {"COVERAGE_FILE": str(DATA / "merged")}

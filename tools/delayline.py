@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A link that takes its time: packets between two network namespaces, handed over after a fixed delay.
+"""A link with a delay: forwards packets between two network namespaces after a fixed time.
 
     python tools/delayline.py PID_A PID_B SECONDS
 
-PID_A and PID_B are processes in the two namespaces. Each gets a TUN device ``eth0`` (down, without an
-address). This program says ``ready``, and from the first line of its standard input until that ends carries
-what goes in at one end to the other. netem does this in the kernel, but is not in every one. ``netns.py``
-starts it.
+PID_A and PID_B are processes in the two namespaces. Each namespace gets a TUN device ``eth0`` (down, without
+an address). This program prints ``ready``. From the first line on its standard input until end of file, it
+forwards packets from each end to the other. netem does this in the kernel, but not every kernel has it.
+``netns.py`` starts this program.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 from time import monotonic
 
 INTERFACE = b"eth0"
-#: The largest packet: the fewer there are, the less this program has to do.
+#: The largest packet. Larger packets mean fewer of them, and so less work for this program.
 MTU = 65_000
 _CLONE_NEWNET, _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x1000
 
 
 def open_end(pid: int) -> int:
-    """A TUN device in the namespace of ``pid``; this thread stays there."""
+    """Open a TUN device in the namespace of ``pid``. The calling thread stays in that namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/proc/{pid}/ns/net").open() as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
@@ -39,7 +39,7 @@ def open_end(pid: int) -> int:
 
 
 def carry(first: int, second: int, delay: float) -> None:
-    """Hand packets over, each ``delay`` seconds after it came, until the standard input ends."""
+    """Forward packets, each ``delay`` seconds after its arrival, until the standard input ends."""
     other = {first: second, second: first}
     told = sys.stdin.fileno()
     under_way: deque[tuple[float, int, bytes]] = deque()

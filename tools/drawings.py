@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts.md into docs/images: ``make drawings``.
 
-Plain SVG: boxes, arrows and text on a light card of their own, so that a page may be white or dark. The same
-code draws the same file, and needs no package.
+Plain SVG: boxes, arrows and text on a light background card, so that the page may be white or dark. The
+output is deterministic, and needs no package.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from pathlib import Path
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WIDTH = 760
 INK, QUIET, LINE, CARD = "#222222", "#5a5f66", "#9aa0a6", "#f8f8f5"
-#: Of Okabe and Ito, lightened: text on them stays dark.
+#: The palette of Okabe and Ito, lightened, since the text on them is dark.
 BLUE, GREEN, ORANGE, GREY = "#9ccbe8", "#8fd4bb", "#f3c987", "#e3e3df"
 FONT, CODE = "Helvetica, Arial, sans-serif", "ui-monospace, Menlo, Consolas, monospace"
 _SHAPE = f'<path d="M0 0L8 4L0 8z" fill="{QUIET}"/>'
 _AT = 'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"'
 ARROW = f'<defs><marker id="head" {_AT}>{_SHAPE}</marker></defs>'
-#: Of one character in text of that size, about: what is drawn must fit what it is written on.
+#: The approximate width of a character relative to the font size, to check that a text fits its box.
 _EM = 0.56
 
 
 class Drawing:
-    """A picture under way: what is drawn first lies below."""
+    """A picture being drawn; later parts cover earlier ones."""
 
     def __init__(self, height: int, says: str) -> None:
-        """``says``: what it shows, for those who cannot see it."""
+        """``says``: a description of the picture, for readers who cannot see it."""
         self._height = height
         self._says = says
         self._parts: list[str] = []
 
     def box(self, x: int, y: int, width: int, text: str, colour: str = GREY, height: int = 30) -> None:
-        """A box with a text in its middle."""
+        """Draw a box with centered text."""
         if len(text) * 13 * _EM > width:
             raise ValueError(f"{text!r} is too long for {width} px")
         where = f'x="{x}" y="{y}" width="{width}" height="{height}"'
@@ -45,7 +45,7 @@ class Drawing:
     def text(
         self, x: int, y: int, text: str, *, anchor: str = "start", size: int = 13, colour: str = QUIET
     ) -> None:
-        """One line of text; ``anchor`` says which of its ends is at ``x``. In backquotes: as code."""
+        """Draw one line of text; ``anchor`` says which part of it is at ``x``. In backquotes: as code."""
         code = text.startswith("`")
         family = f' font-family="{CODE}"' if code else ""
         self._parts.append(
@@ -56,14 +56,14 @@ class Drawing:
     def line(
         self, x: int, y: int, to_x: int, to_y: int, *, arrow: bool = False, dashed: bool = False
     ) -> None:
-        """A line, perhaps with a head at its end."""
+        """Draw a line, with ``arrow`` one that ends in an arrowhead."""
         head = ' marker-end="url(#head)"' if arrow else ""
         dashes = ' stroke-dasharray="4 4"' if dashed else ""
         stroke = f'stroke="{QUIET}" stroke-width="1.3" fill="none"{head}{dashes}'
         self._parts.append(f'<path d="M{x} {y}L{to_x} {to_y}" {stroke}/>')
 
     def svg(self) -> str:
-        """The file."""
+        """Return the contents of the SVG file."""
         size = f'viewBox="0 0 {WIDTH} {self._height}" width="{WIDTH}"'
         title = f"<title>{html.escape(self._says)}</title>"
         card = f'<rect width="{WIDTH}" height="{self._height}" rx="8" fill="{CARD}"/>'

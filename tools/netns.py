@@ -3,13 +3,13 @@
 
     python tools/netns.py [--rate 1gbit] COMMAND
 
-runs COMMAND through the shell on both, with HOST_RANK=0 or 1 and MASTER_ADDR in its environment; the exit
-code is the first that is not 0. As a library: ``with Hosts(rate="1gbit") as hosts: hosts.start(0, ...)``.
+runs COMMAND through the shell on both, with HOST_RANK=0 or 1 and MASTER_ADDR in its environment. The exit
+code is the first one other than 0. As a library: ``with Hosts(rate="1gbit") as hosts: hosts.start(0, ...)``.
 
-Each host has its own network, host name, process numbers and /etc/hosts, which as on Debian tells the
-host's own name a loopback address. It lives in a process of ours, without a name in the system: when that
-process ends, however it does, the kernel kills every process of the host and takes the link away.
-Needs root, Linux, and the programs ip, tc, unshare and nsenter.
+Each host has its own network, host name, process ids and /etc/hosts, which, as on Debian, maps the host's own
+name to a loopback address. The namespaces are anonymous and held by a process of ours: when that process
+ends, for whatever reason, the kernel kills every process of the host and removes the link. Needs root, Linux,
+and the programs ip, tc, unshare and nsenter.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import delayline
 
 NAMES = ("hosta", "hostb")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-#: What each host calls its end of the link.
+#: The name of each host's end of the link.
 INTERFACE = "eth0"
-#: The queue of a link with a rate.
+#: tc's parameters for the queue of a link with a rate.
 QUEUE = ("burst", "256kb", "latency", "50ms")
 
 #: The first process of a host: it waits for its standard input to end.
@@ -43,10 +43,10 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 
 
 class Hosts:
-    """Two hosts with a link, from the start of the block to its end."""
+    """A context manager: two hosts with a link, for the duration of the block."""
 
     def __init__(self, *, rate: str | None = None, delay: float = 0.0) -> None:
-        """``rate`` is what the link carries, ``delay`` the seconds that a packet takes (`delayline.py`)."""
+        """``rate``: the link's bandwidth; ``delay``: the seconds that a packet takes (`delayline.py`)."""
         self._rate = rate
         self._delay = delay
         self._processes: list[subprocess.Popen[str]] = []
@@ -80,19 +80,19 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """End both hosts with all that runs there."""
+        """End both hosts and everything that runs on them."""
         for process in self._processes:
-            process.kill()  # its child, the host's first process, is killed with it
+            process.kill()  # kills its child, the host's first process, as well
             process.communicate()
         self._processes.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def command(self, host: int, *line: str) -> list[str]:
-        """The command line that runs ``line`` on a host."""
+        """Return the command line that runs ``line`` on a host."""
         return [*self._enter(host), *line]
 
     def start(self, host: int, *line: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a program on a host; what it says is captured."""
+        """Start a program on a host, with its output captured."""
         return subprocess.Popen(
             self.command(host, *line),
             env=dict(env) if env is not None else None,
@@ -103,22 +103,22 @@ class Hosts:
         )
 
     def run(self, host: int, *line: str) -> str:
-        """What a program that succeeds says on a host."""
+        """Run a program on a host, and return its output. A failure raises OSError."""
         return _run(*self.command(host, *line))
 
     def limit(self, rate: str) -> None:
-        """Let both directions of the link carry ``rate`` (as tc writes it: ``1gbit``) and no more."""
+        """Limit both directions of the link to ``rate`` (in tc's notation: ``1gbit``)."""
         for host in range(len(NAMES)):
             shape = ["tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, *QUEUE]
             self.run(host, *shape)
 
     def lift(self) -> None:
-        """Take the limit away."""
+        """Remove the limit."""
         for host in range(len(NAMES)):
             self.run(host, "tc", "qdisc", "del", "dev", INTERFACE, "root")
 
     def cut(self) -> None:
-        """Take the link down: packets are lost without a word, as with a pulled cable."""
+        """Take the link down: packets are lost silently, as with a pulled cable."""
         self.run(0, "ip", "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
@@ -127,7 +127,7 @@ class Hosts:
         self._await_link()
 
     def _connect(self) -> subprocess.Popen[str] | None:
-        """Give both hosts their interface; the program that is the link, if one is."""
+        """Give both hosts their interface. Returns the program that forwards packets, if there is one."""
         first, second = map(str, self._pids)
         if not self._delay:
             ends = [INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns"]
@@ -140,7 +140,7 @@ class Hosts:
         return started
 
     def _await_ready(self, line: list[str]) -> subprocess.Popen[str]:
-        """Start a program that lives as long as the hosts do, and return when it says that it is ready."""
+        """Start a program that runs as long as the hosts do, and wait until it prints ``ready``."""
         process = subprocess.Popen(
             line,
             env={**os.environ, "PATH": _PATH},
@@ -157,7 +157,7 @@ class Hosts:
         return process
 
     def _await_link(self) -> None:
-        """Return when both ends have seen each other, which takes them a moment."""
+        """Wait until both ends of the link are up, which takes a moment."""
         deadline = time.monotonic() + _LINK_SECONDS
         for host in range(len(NAMES)):
             while " UP " not in self.run(host, "ip", "-brief", "link", "show", INTERFACE):
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
             running.append(subprocess.Popen(line, env={**os.environ, **place}))
         while any(one.poll() is None for one in running):
             if any(one.returncode for one in running if one.returncode is not None):
-                break  # the other may wait for it for ever
+                break  # the other may otherwise wait for it forever
             time.sleep(0.1)
         return next((one.returncode for one in running if one.returncode), 0)
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The table of what ran on which backend, from what the tests recorded.
+"""Print the table of which tests ran on which backend, from the records of the tests.
 
     python tools/ran.py DIRECTORY
 
-The records are those of ``tests/records.py``. A test that ran once more counts as what came of it in the end;
-backends of which there is no record are listed as not run.
+``tests/records.py`` writes the records. A test that was rerun counts with its last outcome; backends without
+any record are listed as not run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 OUTCOMES = ("passed", "failed", "skipped")
-#: In the order of the table, and how each comes to run.
+#: The backends in the order of the table, and how to run the tests on each.
 BACKENDS = {
     "gloo": "make test",
     "gloo, old torch": "make xla",
@@ -31,7 +31,7 @@ BACKENDS = {
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Each test's last record, and the seconds of all of them."""
+    """Return each test's last record, with the seconds of all its runs."""
     files = sorted(directory.glob("*"), key=lambda path: path.stat().st_mtime_ns)
     tests: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -46,7 +46,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def table(tests: list[dict[str, Any]]) -> str:
-    """What came of them, by backend, why some were skipped, and which passed the second time only."""
+    """Format the outcomes by backend, why tests were skipped, and which passed only the second time."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     seconds: Counter[str] = Counter()
     reasons: Counter[str] = Counter()

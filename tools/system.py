@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The Debian packages that some tests need, installed where this runs as root.
+"""Install the Debian packages that some tests need, if run as root.
 
-    python tools/system.py            install what is missing; say what, and what it is for
-    python tools/system.py --check    only say what is missing
+    python tools/system.py            install the missing packages, and print what each is for
+    python tools/system.py --check    only print what is missing
 
-Without root, or without apt-get, nothing is installed: the tests that need these programs then skip
-and say how to get them. The standard library is all this needs.
+Without root, or without apt-get, nothing is installed: the tests that need these programs then skip and say
+how to get them. This script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-#: Debian's packages start services when they are installed; the tests start their own.
+#: Keeps Debian's packages from starting services when they are installed; the tests start their own.
 _QUIET = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
 _LIMIT_S = 600
-#: Somebody else may be installing something.
+#: Waits if another process is installing packages.
 _APT = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120")
 
 
 @dataclass(frozen=True)
 class Package:
-    """One package, the programs that tell whether it is here, and what the tests do with it."""
+    """One package, the programs that show whether it is installed, and what the tests use it for."""
 
     name: str
     programs: tuple[str, ...]
@@ -42,27 +42,27 @@ PACKAGES = (
     Package("chromium", ("chromium",), "a browser without a window, in which the page of a trace is opened"),
 )
 
-#: Where the daemons are, which is not on everybody's path.
+#: Includes the directories of daemons, which are not on every user's path.
 SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def say(text: str) -> None:
-    """Tell the person something."""
+    """Print a message for the user."""
     print(f"system: {text}", file=sys.stderr, flush=True)
 
 
 def missing() -> list[Package]:
-    """The packages of which a program is not here."""
+    """Return the packages that lack a program here."""
     return [one for one in PACKAGES if not all(shutil.which(name, path=SEARCH) for name in one.programs)]
 
 
 def command(packages: list[Package]) -> str:
-    """What a person types to get ``packages``."""
+    """Return the command with which a user installs ``packages``."""
     return f"apt-get install {' '.join(one.name for one in packages)}"
 
 
 def main(arguments: list[str]) -> int:
-    """Install what is missing, if that can be done; the tests tell of what is still missing then."""
+    """Install what is missing, if possible; the tests report what is still missing afterwards."""
     packages = missing()
     if not packages:
         return 0
@@ -80,14 +80,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _install(packages: list[Package]) -> str:
-    """Install; why not, if that fails. Fresh machines have no package lists yet, so these come second."""
+    """Install the packages. Returns why that failed, if it did.
+
+    Fresh machines have no package lists yet, so a failed installation is retried after an update.
+    """
     names = [one.name for one in packages]
     line = [*_APT, "install", "-y", "--no-install-recommends", *names]
     return _run(line) and (_run([*_APT, "update"]) or _run(line))
 
 
 def _run(line: list[str]) -> str:
-    """What a command says if it fails; nothing if it succeeds."""
+    """Run a command. Returns its error output if it fails, else an empty string."""
     try:
         done = subprocess.run(
             line,

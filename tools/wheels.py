@@ -1,7 +1,7 @@
-"""The package as a user gets it: a wheel built from the checkout, unpacked beside an environment.
+"""The package as a user gets it: a wheel built from the checkout, unpacked next to an environment.
 
-The directory is named by a hash of the sources, so an unchanged checkout builds nothing, and two
-checkouts that share one environment never overwrite each other's package.
+The directory is named by a hash of the sources. An unchanged checkout therefore builds nothing, and two
+checkouts that share an environment never overwrite each other's package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STALE_AFTER_S = 2 * 86400
 
 
 def ensure(python: Path) -> Path:
-    """The directory to put on the path: this checkout's wheel, unpacked."""
+    """Return the directory to put on the path: this checkout's wheel, unpacked."""
     home = python.parent.parent / "wheels"
     site = home / _source_hash()
     if not site.is_dir():
@@ -32,7 +32,7 @@ def ensure(python: Path) -> Path:
 
 
 def empty_directory(python: Path) -> Path:
-    """A directory to start from where no checkout can be imported by accident."""
+    """Return an empty directory to start from, where no checkout can be imported by accident."""
     path = python.parent.parent / "empty"
     path.mkdir(exist_ok=True)
     return path
@@ -49,7 +49,7 @@ def _source_hash() -> str:
 
 
 def _build(python: Path, site: Path) -> None:
-    """Build and unpack in a temporary place, then move it in one step."""
+    """Build and unpack in a temporary directory, then move the result into place atomically."""
     site.parent.mkdir(exist_ok=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-qq"]
     with tempfile.TemporaryDirectory(dir=site.parent, prefix=".building-") as scratch:
@@ -62,7 +62,7 @@ def _build(python: Path, site: Path) -> None:
         try:
             unpacked.rename(site)
         except OSError:
-            if not site.is_dir():  # else another process made the same one meanwhile
+            if not site.is_dir():  # otherwise another process has made the same one meanwhile
                 raise
     say(f"built {wheel.name} from the checkout")
 

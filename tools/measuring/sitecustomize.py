@@ -1,7 +1,7 @@
-"""Start measuring coverage in every process of a test run: `tools/covered.py` puts this on PYTHONPATH.
+"""Start coverage measurement in every process of a test run: `tools/covered.py` puts this on PYTHONPATH.
 
-Ranks are processes that tests, launchers, mpiexec and horovodrun start, so that no test runner sees them;
-each interpreter imports this module before anything of its program.
+Ranks are processes started by tests, launchers, mpiexec and horovodrun, out of a test runner's reach; but
+each interpreter imports this module before its program.
 """
 
 import _thread
@@ -16,7 +16,7 @@ _start = _thread.start_new_thread
 def _traced(
     function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object] | None = None
 ) -> int:
-    """Start a thread that is measured: simulated ranks are threads of which ``threading`` does not know."""
+    """Start a thread that is measured, since simulated ranks are threads that ``threading`` does not know."""
 
     def run() -> None:
         sys.settrace(threading.gettrace())
@@ -25,7 +25,7 @@ def _traced(
     return _start(run, ())
 
 
-with contextlib.suppress(ImportError):  # an interpreter that is not that of the tests, as of a tool
+with contextlib.suppress(ImportError):  # not the tests' interpreter, but e.g. a tool's
     import coverage
 
     coverage.process_startup()
