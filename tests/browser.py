@@ -1,8 +1,7 @@
-"""A real browser without a window: Debian's chromium, told what to do through a pipe.
+"""A real headless browser: Debian's chromium, controlled through a pipe.
 
-One browser shows one page after the other: ``open`` loads a file, ``run`` evaluates JavaScript in it,
-``move`` puts the pointer somewhere, ``shot`` is a picture. What the page logs as an error, or throws, is
-kept in ``errors``.
+A browser shows one page at a time: ``open`` loads a file, ``run`` evaluates JavaScript in it, ``move`` moves
+the pointer, ``shot`` takes a screenshot. Errors that the page logs or throws are kept in ``errors``.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ LIMIT_S = patient(30)
 
 
 class Browser:
-    """One chromium with one page. Messages are JSON, each ended by a zero byte."""
+    """One chromium with one page. Messages are JSON, each terminated by a zero byte."""
 
     def __init__(self, directory: str) -> None:
-        ours, theirs = os.pipe(), os.pipe()  # what it reads (3), and what it writes (4)
+        ours, theirs = os.pipe(), os.pipe()  # the descriptors it reads from (3) and writes to (4)
         program = [which("chromium"), *_FLAGS, f"--user-data-dir={directory}", "about:blank"]
 
-        # A shell puts them where chromium looks for them.
+        # A shell moves them to the descriptors that chromium expects.
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}', "bash", *program],
             pass_fds=(ours[0], theirs[1]),
@@ -61,7 +60,7 @@ class Browser:
         self._events: list[dict[str, Any]] = []
 
     def open(self, path: Path) -> None:
-        """Load a file, and wait until it is there; nothing is known any more of the page before."""
+        """Load a file, wait until it is loaded, and forget the errors of the previous page."""
         if self._session is None:
             targets = self._ask("Target.getTargets")["targetInfos"]
             (target,) = (one for one in targets if one["type"] == "page")
@@ -83,21 +82,21 @@ class Browser:
         return loads and (about["name"], about["loaderId"]) == ("load", loader)
 
     def run(self, script: str) -> Any:
-        """What an expression is, as JSON."""
+        """Return the value of an expression, as JSON."""
         done = self._ask("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     def move(self, x: float, y: float) -> None:
-        """The pointer."""
+        """Move the pointer."""
         self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def wheel(self, x: float, y: float, by: float) -> None:
-        """With Ctrl held."""
+        """Turn the wheel with Ctrl held."""
         self._ask("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by, modifiers=2)
 
     def shot(self, path: Path) -> Path:
-        """A picture of what is seen."""
+        """Take a screenshot of the visible part."""
         path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
         return path
 
@@ -147,7 +146,7 @@ class Browser:
 
 @contextlib.contextmanager
 def started() -> Iterator[Browser]:
-    """A browser of one's own."""
+    """Start a browser for the duration of the block."""
     need("chromium")
     with tempfile.TemporaryDirectory(prefix="asynccoll-browser-", ignore_cleanup_errors=True) as directory:
         browser = Browser(directory)

@@ -1,14 +1,15 @@
-"""The cases that ``make test`` runs; ``make nightly`` runs all of them, and so does pytest by itself.
+"""Selects the cases that ``make test`` runs; ``make nightly`` and plain pytest run all of them.
 
-By day, so that it takes no hour:
+By day, to keep it well below an hour:
 
-- with one, three or four ranks one waits on asyncio: how one waits has nothing to do with their number;
-- gloo does each thing in three numbers of ranks and ways to wait, memory in two, others in one, which differ
-  from test to test; and nothing with five ranks, but for memory;
-- what depends little on either has two ranks and asyncio on all backends but gloo;
-- a test marked ``nightly`` is left out: another one of the day goes the same way through the library.
+- worlds of one, three or four ranks wait only on asyncio, because the way of waiting does not depend on the
+  number of ranks;
+- gloo runs each test in three combinations of world size and way of waiting, memory in two, the others in
+  one; which ones differs from test to test. Only gloo and memory run with five ranks;
+- tests that hardly depend on either run with two ranks on asyncio on all backends but gloo;
+- tests marked ``nightly`` are left out: another test takes the same path through the library by day.
 
-Which cases these are depends on nothing but their names.
+The selection depends only on the names of the cases.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DEPEND_LITTLE = {"test_coalescing", "test_composed", "test_empties", "test_fusi
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Those of ``items`` that wait for the night."""
+    """Return those of ``items`` that only run by night."""
     if ONLY == "all":
         return set()
     assert ONLY == "day", f"ASYNCCOLL_TEST_CASES={ONLY}: expected all or day"
@@ -55,7 +56,7 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _world(item: pytest.Item) -> tuple[str, int]:
-    """The backend and the number of ranks; two ranks where the case says nothing, or more than that."""
+    """Return the backend and the number of ranks: two if the case names no world."""
     match _value(item, _WORLDS, None):
         case (str(backend), int(size)):
             return backend, size
@@ -63,7 +64,10 @@ def _world(item: pytest.Item) -> tuple[str, int]:
 
 
 def _some_of(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Three on gloo and two on memory, which are always there, else one: others than on another backend."""
+    """Return three cases on gloo, two on memory (both are always available), else one.
+
+    Backends get different cases.
+    """
     cases = sorted(cases, key=lambda case: case.nodeid)
     turn = crc32(cases[0].nodeid.encode()) % len(cases)
     backend, _ = _world(cases[0])
@@ -71,14 +75,14 @@ def _some_of(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _but_for_world_and_way(item: pytest.Item) -> str:
-    """What the test is called, and the other values that it is given."""
+    """Return the test's name and its other parameters."""
     values = _values(item)
     rest = {name: repr(value) for name, value in values.items() if name not in _WORLDS | _WAYS}
     return f"{item.nodeid.partition('[')[0]} {sorted(rest.items())}"
 
 
 def _value(item: pytest.Item, fixtures: set[str], otherwise: Any) -> Any:
-    """The value of the one of ``fixtures`` that this case has."""
+    """Return the value of whichever of ``fixtures`` this case uses."""
     return next((value for name, value in _values(item).items() if name in fixtures), otherwise)
 
 

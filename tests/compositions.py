@@ -1,8 +1,8 @@
-"""Programs that combine what `asynccoll` offers, as plain values: which task calls what, inside which blocks.
+"""Programs that combine the features of `asynccoll`, as plain values: which task calls what, in which blocks.
 
-A `Program` says everything that a run needs: it can be written down as JSON, compared, made smaller and
-run again. `compositions_drawn` draws them, `compositions_run` runs one on a rank, `compositions_expected`
-says what each rank must get, and `compositions_reduced` looks for the smallest that still fails.
+A `Program` contains everything that a run needs: it can be written as JSON, compared, reduced and run again.
+`compositions_drawn` draws programs, `compositions_run` runs one on a rank, `compositions_expected` computes
+what each rank must get, and `compositions_reduced` looks for the smallest program that still fails.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-#: What a block can put a task's torch into.
+#: The torch modes that a block can enter.
 MODES = ("no_grad", "inference", "autocast", "default device")
 SHORTEST_REST_SECONDS = 1e-4
-#: So many shortest rests outlast what looks after waiting calls, which sleeps after a second without any.
+#: This many shortest rests outlast the watchdog, which goes to sleep after a second without waiting calls.
 LONG_RESTS = 12_000
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: what it is given, in which form, inside which blocks, and how it is waited for."""
+    """One collective: its payload, its form, the blocks around it, and how it is waited for."""
 
     operation: str = "all_reduce"
     payload: str = "tensor"
@@ -29,29 +29,30 @@ class Call:
     dtype: str = "float32"
     op: str = "sum"
     layout: str = "contiguous"
-    #: Along which results are joined, or inputs cut.
+    #: The dimension along which results are joined, or inputs split.
     dim: int = 0
-    #: Neighbours that are coalesced share one block.
+    #: Adjacent coalesced calls share one block.
     coalesced: bool = False
-    #: From the outermost block to the innermost.
+    #: The blocks around the call, outermost first.
     around: tuple[str, ...] = ()
     wait: str = "now"
-    #: A mode that the waiter has entered and the call has not.
+    #: A mode that the waiter has entered but the call has not.
     waited_in: str = ""
-    #: How often the task lets others run, before the call and after it.
+    #: How often the task yields to others, before the call and after it.
     pauses: int = 0
-    #: For how many shortest rests it sleeps before the call, or several times as long (``rest_seconds``).
+    #: How long the task sleeps before the call, in shortest rests; some ranks longer (``rest_seconds``).
     rests: int = 0
-    #: Whether the root makes it only once all others have got what their threads wait for. None waits there.
+    #: Whether the root makes the call only once the threads of all others have their results; none waits
+    #: there.
     told: bool = False
-    #: Global ranks; none are the world.
+    #: Global ranks; empty means the world.
     group: tuple[int, ...] = ()
-    #: Position in the group of the root, of who is cancelled, of who passes something wrong.
+    #: The group rank of the root, of the rank that is cancelled, or of the one that passes something invalid.
     root: int = 0
     seed: int = 0
 
     def rest_seconds(self, rank: int) -> float:
-        """For how long this rank rests before the call: others rest for a time of their own."""
+        """Return how long this rank rests before the call, which differs between ranks."""
         longer = 3.0 if self.rests < LONG_RESTS else 1.4
         return self.rests * SHORTEST_REST_SECONDS * longer ** ((rank + self.seed) % 4)
 
@@ -66,12 +67,12 @@ class Call:
 
     @property
     def detached_first(self) -> bool:
-        """Of two calls in place, whether nobody waits for the first any more when the second is made."""
+        """Whether the first of two in-place calls is detached before the second is made."""
         return self.form == "in place twice" and bool(self.seed % 2)
 
     @property
     def one_sided(self) -> bool:
-        """Whether only some of the ranks may refuse it, or it may take along those in flight behind it."""
+        """Whether only some of the ranks may refuse it, or later calls in flight may fail with it."""
         return (
             self.payload == "wrong on one"
             or self.payload.startswith("differing")
@@ -83,7 +84,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Task:
-    """Calls one after the other, inside blocks of their own."""
+    """Calls made one after the other, and the blocks around them."""
 
     calls: tuple[Call, ...]
     around: tuple[str, ...] = ()
@@ -91,33 +92,33 @@ class Task:
 
 @dataclass(frozen=True)
 class Program:
-    """Tasks that overlap, and how they are started."""
+    """Concurrent tasks, and how they are started."""
 
     ranks: int
     tasks: tuple[Task, ...]
     start: str = "alone"
-    #: Modes that the starting task has entered, and left before its children run.
+    #: Modes that the starting task has entered, but leaves before its children run.
     inherited: tuple[str, ...] = ()
-    #: Whether odd ranks start the tasks the other way round.
+    #: Whether odd ranks start the tasks in reverse order.
     turned: bool = False
     loop: str = "asyncio"
 
     @property
     def calls(self) -> list[Call]:
-        """All of them."""
+        """The calls of all tasks."""
         return [call for task in self.tasks for call in task.calls]
 
     @property
     def one_sided(self) -> bool:
-        """Whether a call is refused by some ranks only: later ones may then fail with it, on any rank."""
+        """Whether a call may be refused by some ranks only: later ones may then fail with it, on any rank."""
         return any(call.one_sided for call in self.calls)
 
     def to_json(self) -> str:
-        """What `from_json` reads; what is as ever is left out."""
+        """Return JSON for `from_json`, without the fields that have their default value."""
         return json.dumps(_told(self))
 
     def script(self) -> str:
-        """A script for ``asynccoll run -n RANKS``, with ``tests`` on PYTHONPATH."""
+        """Return a script for ``asynccoll run -n RANKS``, with ``tests`` on PYTHONPATH."""
         return (
             f"# {self.ranks} ranks: PYTHONPATH=tests python -m asynccoll run -n {self.ranks} this_file.py\n"
             f"from compositions_run import main\n\nmain('''{self.to_json()}''')\n"
@@ -125,7 +126,7 @@ class Program:
 
 
 def from_json(text: str) -> Program:
-    """The program that `Program.to_json` wrote."""
+    """Return the program that `Program.to_json` wrote."""
     said = json.loads(text)
     tasks = tuple(
         Task(tuple(Call(**_tuples(call)) for call in task.pop("calls")), **_tuples(task))

@@ -1,4 +1,4 @@
-"""Makes a call of a `compositions.Program`: in its form, with what it is told beside its payload."""
+"""Makes a call of a `compositions.Program`, in its form and with its keyword arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compositions_waited import TIMEOUTS
 
 
 def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
-    """The work of the call; on this lane where the context does not say which."""
+    """Make the call, and return its work; on ``lane``, if given, instead of the context's."""
     keywords = _keywords(call, record, ranks)
     if lane is not None:
         keywords["lane"] = lane
@@ -33,7 +33,7 @@ def issue(call: Call, record: Record, ranks: int, lane: str | None) -> Any:
     if call.form == "in place twice":
         first = function(x, **keywords)
         if call.detached_first:
-            first.detach()  # each rank sees for itself whether it is over when the second is made
+            first.detach()  # ranks may disagree about whether it is complete when the second is made
     try:
         work = function(x, **keywords)
     finally:
@@ -48,12 +48,12 @@ def _permute(pairs: Any, x: Any, **keywords: Any) -> Any:
     return ac.permute(x, pairs, **keywords)
 
 
-#: The tags of messages, by seed: most have the same one.
+#: The tags of messages, by seed: most are the same.
 _TAGS = (0, 0, 0, 0, 1, 2)
 
 
 def _ring(call: Call, record: Record, members: tuple[int, ...], x: Any, **keywords: Any) -> Any:
-    """Each rank of the group sends to the next, and hears from the one before; some hear first."""
+    """Send to the next rank of the group, and receive from the previous one; some ranks receive first."""
     place = members.index(record.rank)
     following, before = members[(place + 1) % len(members)], members[place - 1]
     keywords |= {"tag": _TAGS[call.seed % len(_TAGS)]}
@@ -75,7 +75,7 @@ def _ring(call: Call, record: Record, members: tuple[int, ...], x: Any, **keywor
 
 
 def _refused(send: Callable[..., object], **keywords: Any) -> None:
-    """Send what cannot be sent, of which the receiver is told."""
+    """Send something that cannot be sent; the receiver learns of the refusal."""
     try:
         send(**keywords)
     except expected.REFUSED:
@@ -95,7 +95,7 @@ def _boxed(value: Any) -> tuple[Any]:
 
 
 def _keywords(call: Call, record: Record, ranks: int) -> dict[str, Any]:
-    """What the call is told beside its payload."""
+    """Return the keyword arguments of the call."""
     members = call.group or tuple(range(ranks))
     said: dict[str, Any] = {}
     if call.group:

@@ -1,4 +1,4 @@
-"""Compares what came of a call of a `compositions.Program` with what must come of it."""
+"""Compares the outcome of a call of a `compositions.Program` with the expected one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import asynccoll as ac
 import compositions_expected as expected
 import oracle
 
-#: Notes down what sort of thing is wrong, and what is wrong.
+#: Records the kind of a complaint, and its text.
 Complain = Callable[[str, str], None]
 
 
 @dataclass
 class Record:
-    """A call that was made, and what came of it."""
+    """A call that was made, and its outcome."""
 
     label: str
     case: expected.Case
@@ -27,17 +27,17 @@ class Record:
     rank: int = 0
     recorded: bool = False
     work: Any = None
-    #: Of a message, the work of what this rank sends, if that is waited for, too.
+    #: For a message: the work of this rank's send, if it is waited for, too.
     sent: Any = None
     result: Any = None
-    #: value, wrong, raised, or nothing where nobody waited.
+    #: value, wrong or raised; empty if nothing has waited.
     outcome: str = ""
-    #: The thread that waits for it from the beginning, if there is one.
+    #: The thread that has waited for it from the start, if any.
     waiter: Any = None
 
 
 def raised(complain: Complain, record: Record, error: Exception) -> None:
-    """The call, or waiting for it, raised this."""
+    """Record that the call, or waiting for it, raised ``error``; complain if it was not expected."""
     record.outcome = "raised"
     allowed = (*record.case.must_raise, *record.case.may_raise)
     if not isinstance(error, allowed):
@@ -46,7 +46,7 @@ def raised(complain: Complain, record: Record, error: Exception) -> None:
 
 
 def compare(complain: Complain, record: Record, when: str) -> None:
-    """Look whether the result is what it must be, and was."""
+    """Complain unless the result is the expected one, also if it has changed since it was first compared."""
     case, result = record.case, record.result
     if case.must_raise:
         complain("not raised", f"{record.label}: no error, but {result!r}")
@@ -91,14 +91,14 @@ def _compare_recording(complain: Complain, record: Record, result: Any, when: st
 
 
 def backward(complain: Complain, record: Record) -> None:
-    """Look whether the gradient is there, or its want is told."""
+    """Run backward; complain unless the gradients are right, or it raises where there are none."""
     case = record.case
     if record.outcome != "value" or not record.recorded:
         return
     result = record.result[0] if case.call.form == "mapped" else record.result
     results = [y for y in expected.leaves(result) if y.is_floating_point()]
     if not results or not all(y.requires_grad for y in results):
-        return  # complained of already
+        return  # already complained about
     weights = case.weights or [torch.ones_like(y) for y in results]
     floating = [weight for weight in weights if weight.is_floating_point()]
     loss = expected.weighted(results, floating)
@@ -110,7 +110,7 @@ def backward(complain: Complain, record: Record) -> None:
         return
     except Exception as error:
         if case.call.wait == "deadline" and isinstance(error, ac.CollectiveTimeoutError):
-            return  # the gradient's call has that deadline, too
+            return  # the collective in backward has the same deadline
         complain("gradient", f"{record.label}: backward: {traceback.format_exc(limit=-6)}")
         return
     if not expected.has_gradient(case.call):
@@ -119,7 +119,7 @@ def backward(complain: Complain, record: Record) -> None:
     for x, want in zip(case.inputs, case.gradients, strict=True):
         rtol = max(case.rtol, 4 * oracle.epsilon(want.dtype))
         if x.grad is not None and torch.allclose(x.grad, want, rtol=0.0, atol=rtol):
-            continue  # a sum of shares that comes to nothing may be nothing, or the rounding of one
+            continue  # shares that cancel out may sum to zero, or to a rounding error
         try:
             oracle.same(x.grad, want, value=True, rtol=rtol)
         except AssertionError as error:
@@ -127,7 +127,7 @@ def backward(complain: Complain, record: Record) -> None:
 
 
 def unchanged(complain: Complain, record: Record) -> None:
-    """Look whether the input is what it was."""
+    """Complain if the call has changed its input."""
     call = record.case.call
     if call.form.startswith("in place") or call.payload == "overwritten":
         return
@@ -138,7 +138,7 @@ def unchanged(complain: Complain, record: Record) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Without what autograd knows."""
+    """Return the value with all tensors detached."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return oracle.tree_map(lambda found: _plain(found[0]), [value]) if _is_tree(value) else value

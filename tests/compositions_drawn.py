@@ -1,4 +1,4 @@
-"""Draws `compositions.Program`s: any combination that has a meaning, and some that must be refused."""
+"""Draws `compositions.Program`s: any combination that is valid, and some that must be refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLOATS = ("float32", "float64", "bfloat16")
 _DTYPES = (*_FLOATS, "float16", "int32", "int64", "uint8", "int16", "bool", "complex64")
 _ALONG = ("all_gather", "gather", "reduce_scatter")
 
-#: What each payload can be passed to, and in which forms.
+#: The operations to which each payload can be passed.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "tensor": _TENSORS,
     "tracked": _TENSORS,
@@ -61,25 +61,25 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "differing": ("all_reduce",),
     "differing splits": ("all_to_all",),
 }
-#: Of which bursts are made: small calls, such as are larger than a slot of simulated memory, and messages; of
-#: one kind, or of any.
+#: The payloads of bursts: small ones, ones larger than a slot of simulated memory, and messages. A burst has
+#: one of these kinds, or any.
 _KINDS_IN_BURSTS = (
     ("tensor", "tensor", "number", "nothing", "uneven"),
     ("long", "long", "long uneven", "long uneven"),
     ("message", "message object", "long message"),
 )
 _IN_BURSTS = (*_KINDS_IN_BURSTS, sum(_KINDS_IN_BURSTS, ()), sum(_KINDS_IN_BURSTS, ()))
-#: Plain ones are drawn more often than those with a name of their own.
+#: Common payloads are drawn more often than special ones.
 _PAYLOADS = (
     *("tensor", "tracked", "tree", "tree of tensors") * 3,
     *(one for one in OPERATIONS if not one.startswith(("long", "differing"))),
 )
-#: Drawn for simulated worlds only, of which there are more, and where no process is hurt by them.
+#: Drawn for simulated worlds only, which are more numerous, and where these cannot harm a process.
 _SIMULATED = ("refused message", "overwritten")
 _BLOCKS = [*MODES, "scope", "scope", "lane", "closed lane", "shared lane", "shared scope"]
-#: What several threads may enter: a scope object belongs to the tasks of one.
+#: The blocks that several threads may enter: a scope object belongs to the tasks of one thread.
 _BLOCKS_IN_THREADS = [block for block in _BLOCKS if block != "shared scope"]
-#: In which one call is made, in a task of its own.
+#: Blocks that run one call in a separate task.
 _CHILDREN = ["child", "isolated"]
 _WAITS = [
     *("now", "now", "later", "twice", "both", "thread", "result", "host", "dropped"),
@@ -87,7 +87,7 @@ _WAITS = [
     *("plain thread", "threads", "two futures", "concurrent", "exception", "cut short", "deadline"),
     *("gathered", "gathered"),
 ]
-#: Those that a plain thread has.
+#: The ways of waiting in a plain thread.
 _WAITS_IN_THREADS = [
     *("now", "now", "later", "twice", "both", "thread", "result", "dropped", "callback", "late", "threads"),
     *("concurrent", "exception", "cut short", "deadline", "gathered"),
@@ -134,7 +134,7 @@ def _reductions(payload: str, dtype: str, form: str) -> list[str]:
 
 @st.composite
 def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str, simulated: bool) -> Call:
-    """One call of a task of such a program, with one of these payloads."""
+    """Draw one call of a task of such a program, with one of these payloads."""
     payload = draw(st.sampled_from(payloads))
     known = OPERATIONS[payload]
     operation = draw(st.sampled_from([*known, *known[:1] * (len(known) // 2)]))
@@ -175,7 +175,7 @@ def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str,
     if call.wait == "scope cancelled" and call.coalesced:
         call = replace(call, wait="twice")
     if call.wait == "deadline" and (call.coalesced or "message" in payload or tracked):
-        # Backward has the deadline of its call: it would have to be gone through again, too.
+        # Backward inherits the deadline of its call, so it would have to be repeated as well.
         call = replace(call, wait="cut short")
     if call.wait.endswith("cancelled") and (size == 1 or call.refusable):
         call = replace(call, wait="later")
@@ -190,7 +190,7 @@ def calls(draw: Any, ranks: int, start: str, payloads: Sequence[str], loop: str,
 
 @st.composite
 def _arounds(draw: Any, threaded: bool, closes: bool) -> tuple[str, ...]:
-    """``closes``: all ranks make the call, and so may close its lane after it."""
+    """Draw the blocks around a call. ``closes``: all ranks make it, so they may close its lane afterwards."""
     known = _BLOCKS_IN_THREADS if threaded else _BLOCKS
     known = known if closes else [block for block in known if block != "closed lane"]
     blocks = draw(st.lists(st.sampled_from(known), max_size=2))
@@ -208,9 +208,9 @@ def _groups(ranks: int) -> list[tuple[int, ...]]:
 
 @st.composite
 def programs(draw: Any, ranks: int, messages: bool = True, simulated: bool = False) -> Program:
-    """A program of two to eight calls by one to three tasks; messages between two ranks among them.
+    """Draw a program of two to eight calls by one to three tasks; ``messages``: also point-to-point ones.
 
-    ``simulated``: in some of them the ranks do something else for some seconds, which take no time there.
+    ``simulated``: in some programs the ranks pause for seconds, which take no real time there.
     """
     loop = draw(st.sampled_from(["asyncio", "asyncio", "asyncio", "trio", "trio", "none"]))
     starts = ["alone", "threads"]
@@ -223,7 +223,7 @@ def programs(draw: Any, ranks: int, messages: bool = True, simulated: bool = Fal
     held = start in ("alone", "task group", "threads")
     known = _BLOCKS_IN_THREADS if start == "threads" or loop == "none" else _BLOCKS
     blocks = [block for block in known if block != "closed lane" and (held or block not in MODES)]
-    # Half of the programs have nothing that is refused, and so must be over as soon as messages are.
+    # Half of the programs contain nothing that is refused, and so must end as soon as their messages have.
     calm = draw(st.booleans())
     payloads = [one for one in _PAYLOADS if messages or "message" not in one]
     payloads = [one for one in payloads if simulated or one not in _SIMULATED]
@@ -255,10 +255,10 @@ def programs(draw: Any, ranks: int, messages: bool = True, simulated: bool = Fal
 
 
 def bursts(chance: random.Random, ranks: int) -> Program:
-    """A program of many calls in a row on one lane, or on a few, which the ranks make at times of their own.
+    """Draw a program of many consecutive calls on one lane or a few, which the ranks make at different times.
 
-    Threads wait for some of them from the beginning; or one rank makes a call only once the threads of all
-    others have got theirs, and none waits there meanwhile.
+    Threads wait for some of them from the start; or one rank makes a call only once the threads of all others
+    have their results, while nothing waits on that rank.
     """
     loop = chance.choice(["asyncio", "trio", "none", "none"])
     start = chance.choice(["alone", "alone", "threads", "threads" if loop == "none" else "lanes"])
@@ -270,7 +270,7 @@ def bursts(chance: random.Random, ranks: int) -> Program:
     return Program(ranks, tuple(tasks), start, turned=chance.random() < 0.5, loop=loop)
 
 
-#: How calls of one burst are waited for.
+#: The ways of waiting in one burst.
 _BURST_WAITS = (
     ("threaded",),
     ("threaded", "later"),
@@ -285,7 +285,7 @@ _BURST_WAITS = (
 def _burst(
     chance: random.Random, ranks: int, payloads: Sequence[str], count: int, closed: bool
 ) -> tuple[Call, ...]:
-    """So many calls, of few kinds; those at the beginning may be over before the others are made."""
+    """Draw ``count`` calls of few kinds; the first ones may be complete before the others are made."""
     few = [_small(chance, chance.choice(payloads), ranks) for _ in range(chance.randint(1, 4))]
     waits = [wait for wait in chance.choice(_BURST_WAITS) if not closed or wait != "dropped"]
     resting = chance.choice([0.0, 0.1, 0.4])
@@ -336,7 +336,7 @@ def _small(chance: random.Random, payload: str, ranks: int) -> Call:
 
 
 def _in_a_row(calls: list[Call]) -> list[Call]:
-    """Nobody waits before the last is made, so that they meet in the queue of their lane, or of two."""
+    """Return the calls without waiting before the last, so that they queue on their lane, or on two."""
     return [
         replace(
             call,
@@ -351,13 +351,13 @@ def _in_a_row(calls: list[Call]) -> list[Call]:
 
 
 def _resting(task: Task, number: int) -> Task:
-    """The same, but ranks rest for long before that call."""
+    """Return the same task, but with a long rest of the ranks before that call."""
     calls = [replace(call, rests=LONG_RESTS * (place == number)) for place, call in enumerate(task.calls)]
     return replace(task, calls=tuple(calls))
 
 
 def _calmer(task: Task) -> Task:
-    """What one rank refuses may fail the next calls of others: none that only its result can tell from it."""
+    """Remove what only its result can tell: where one rank refuses a call, later ones may fail on others."""
     calls = tuple(
         replace(
             call,
@@ -370,7 +370,7 @@ def _calmer(task: Task) -> Task:
 
 
 def _on_the_world(task: Task) -> Task:
-    """The two tasks that must not: on the very same lane, where the second is refused each call."""
+    """Put a task on the world's lane: two tasks must not share it, so the second task's calls are refused."""
     plain = [
         replace(
             call,

@@ -1,7 +1,7 @@
-"""What each rank puts into a call of a `compositions.Program`, and what it must get out of it.
+"""Computes the inputs of each rank for a call of a `compositions.Program`, and the expected results.
 
-All of it follows from the program, the rank and plain torch in one process: values, gradients, whether
-autograd records the result, and where an error is due.
+All of it follows from the program, the rank, and plain torch in one process: values, gradients, whether
+autograd records the result, and where an error is expected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import asynccoll as ac
 import oracle
 from compositions import Call
 
-#: Operations that have a gradient, for these reductions.
+#: The operations that have a gradient, and the reductions for which they do.
 DIFFERENTIABLE = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "permute"}
 LINEAR = frozenset({"sum", "avg"})
-#: What may be said of something that has no meaning, and what its peers hear.
+#: The errors that an unsupported call may raise.
 REFUSED = (ac.PayloadTypeError, ac.InvalidArgumentError, ac.UnsupportedOpError)
-#: Reduces where each rank's share of it would not fit the dtype's range if summed up first.
+#: The average of such values fits the range of float16, but their sum does not.
 LARGE = 40_000.0
-#: Rows of what is long, for each rank.
+#: Rows per rank in a long payload.
 _LONG = 12
 
 
 class Key:
-    """A key without an order, and without a name that other ranks could know."""
+    """A key that has no order, and no name that other ranks could know."""
 
     def __deepcopy__(self, memo: object) -> Key:
         return self
@@ -45,29 +45,29 @@ _KEYS: dict[str, list[Any]] = {
 
 @dataclass
 class Case:
-    """One call as one rank makes it."""
+    """A call as one rank makes it."""
 
     call: Call
-    #: What is passed: on this rank, and (before anything else happened to it) on all.
+    #: The input of this rank.
     x: Any
     out: Any
     want: Any
-    #: What is raised instead on this rank: always, or if it is not as wanted.
+    #: What the call must raise on this rank, or may raise instead of returning the expected result.
     must_raise: tuple[type[Exception], ...]
     may_raise: tuple[type[Exception], ...]
     rtol: float
-    #: The weights of this rank's loss, and the gradient of all ranks' losses together.
+    #: The weights of this rank's loss, and the gradients of the sum of all ranks' losses.
     weights: list[Tensor]
     gradients: list[Tensor]
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors that autograd records."""
+        """The input tensors that require gradients."""
         return [leaf for leaf in leaves(self.x) if leaf.requires_grad]
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """The tensors of a tree, from left to right, by key where there is one."""
+    """Return the tensors of a tree from left to right, and of dicts in the order of their keys."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -114,17 +114,17 @@ def _tree(call: Call, rank: int, size: int) -> Any:
 
 
 def _long(call: Call, rank: int, size: int) -> Tensor:
-    """More than a slot of memory that simulated ranks share."""
+    """Return a tensor larger than a slot of the memory that simulated ranks share."""
     return oracle.counting(rank, (_LONG * size, 3), oracle.DTYPES[call.dtype], call.seed)
 
 
 def _more(call: Call, rank: int) -> int:
-    """How many rows more than few this rank has of what is long on the root alone."""
+    """Return how many more rows the root has if the payload is long on the root only."""
     return 4 * _LONG * (call.payload == "long uneven" and rank == call.root)
 
 
 def _splits(call: Call, rank: int, size: int) -> list[int]:
-    """How many rows this rank sends to each."""
+    """Return how many rows this rank sends to each rank."""
     few = [(rank + 2 * other + call.seed) % 3 for other in range(size)]
     few[(rank + 1) % size] += _more(call, rank)
     return few
@@ -135,13 +135,13 @@ def _few(call: Call, rank: int) -> int:
 
 
 def _uneven(call: Call, rank: int, size: int) -> Tensor:
-    """As many rows as only this rank knows."""
+    """Return a tensor whose number of rows only this rank knows."""
     rows = sum(_splits(call, rank, size)) if call.operation == "all_to_all" else _few(call, rank)
     return oracle.counting(rank, (rows, 2), oracle.DTYPES[call.dtype], call.seed)
 
 
 def splits(call: Call, rank: int, size: int) -> tuple[list[int], list[int] | None]:
-    """What ``all_to_all`` is told: how many rows go to each, and (not always) how many come."""
+    """Return the arguments of ``all_to_all``: rows to send to each rank, and sometimes rows to receive."""
     coming = [_splits(call, other, size)[rank] for other in range(size)]
     if call.payload == "differing splits":
         coming[rank - 1] += rank == call.root
@@ -191,7 +191,7 @@ _MAKERS: dict[str, Callable[[Call, int, int], Any]] = {
 
 
 def made(call: Call, rank: int, size: int) -> Any:
-    """What the rank of the group at this position has for the call."""
+    """Return the payload of the rank at this position of the group."""
     kind = call.payload.removesuffix(", None elsewhere")
     return _MAKERS[kind](call, rank, size)
 
@@ -217,7 +217,7 @@ def _joined(call: Call, xs: list[Any]) -> Any:
 
 
 def _leaf(call: Call, xs: list[Any]) -> list[Any]:
-    """What each rank gets of one leaf, by what each puts in."""
+    """Return each rank's result for one leaf, given the inputs of all."""
     size, root = len(xs), call.root
     match call.operation:
         case "all_reduce":
@@ -246,7 +246,7 @@ def _leaf(call: Call, xs: list[Any]) -> list[Any]:
 
 
 def model(call: Call, xs: list[Any]) -> list[Any]:
-    """What each rank gets, by what each puts in: one process that has it all."""
+    """Return each rank's result, given the inputs of all, computed in one process."""
     size = len(xs)
     if "object" in call.operation:
         if call.operation == "all_gather_object":
@@ -267,7 +267,7 @@ def model(call: Call, xs: list[Any]) -> list[Any]:
 
 
 def _gradients(call: Call, size: int) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """By rank: the weights of its loss, and the gradients of the sum of all losses."""
+    """Return, by rank, the weights of its loss, and the gradients of the sum of all losses."""
     xs = [made(call, rank, size) for rank in range(size)]
     results = model(call, xs)
     weights = [
@@ -293,12 +293,12 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 def tracked(call: Call) -> bool:
-    """Whether the input asks for gradients."""
+    """Whether the input requires gradients."""
     return call.payload.startswith("tracked")
 
 
 def has_gradient(call: Call) -> bool:
-    """Whether there is one for what autograd records; else backward raises."""
+    """Whether the call has a gradient if autograd records it; otherwise backward raises."""
     if call.form in ("out", "in place", "safe"):
         return False
     return call.operation in DIFFERENTIABLE and (
@@ -309,7 +309,7 @@ def has_gradient(call: Call) -> bool:
 def _errors(
     call: Call, rank: int, size: int
 ) -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
-    """What must be raised on this rank, and what may be instead of the value."""
+    """Return what the call must raise on this rank, and what it may raise instead of returning a value."""
     kind = call.payload
     if kind.startswith("differing"):
         return (ac.CollectiveMismatchError,), (ac.PeerRefusedError,)
@@ -339,23 +339,23 @@ def _out(call: Call, x: Any, want: Any) -> Any:
 
 
 def _refused(call: Call, x: Any) -> tuple[Any, Any]:
-    """What is no payload, or ``out=`` that does not fit; else it is the reduction that has no meaning."""
+    """Return an unsupported payload, or an ``out=`` that does not fit; else the reduction is undefined."""
     return [(x, None), ({1, 2}, None), (x, torch.ones(5))][call.seed % 3]
 
 
 class Whole(NamedTuple):
-    """What all ranks must get out of a call, by rank."""
+    """The expected results of a call on all ranks, by rank."""
 
     want: list[Any]
     weights: list[list[Tensor]]
     gradients: list[list[Tensor]]
 
 
-# Simulated in one process, the same program is run in many orders, by all ranks. What comes of this is only
-# compared with; inputs are made anew.
+# In a simulation, all ranks run the same program in one process in many orders, so results are cached. They
+# are only compared with; inputs are made afresh.
 @functools.lru_cache(256)
 def whole(call: Call, size: int) -> Whole:
-    """Let one process that has it all make the call."""
+    """Compute the call for all ranks in this process."""
     xs = [
         oracle.tree_map(lambda found: _detached(found[0]), [made(call, each, size)]) for each in range(size)
     ]
@@ -368,7 +368,7 @@ def whole(call: Call, size: int) -> Whole:
 
 
 def case(call: Call, rank: int, size: int) -> Case:
-    """The call as the rank at this position of a group of so many makes it."""
+    """Return the call as made by the rank at this position of a group of ``size``."""
     must_raise, may_raise = _errors(call, rank, size)
     x, out = made(call, rank, size), None
     want: Any = None
@@ -379,7 +379,7 @@ def case(call: Call, rank: int, size: int) -> Case:
     if call.payload.endswith("None elsewhere") and rank != call.root:
         x = None
     if (call.operation == "scatter" or call.form == "safe") and rank != call.root:
-        x = None  # only the root knows what it is, and whether autograd records it
+        x = None  # only the root knows the value, and whether autograd records it
     if must_raise == REFUSED:
         x, out = _refused(call, x)
     exact = call.op != "avg" and call.form not in ("scaled", "compressed")
@@ -404,7 +404,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def weighted(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """This rank's loss."""
+    """Return this rank's loss."""
     loss = torch.zeros((), dtype=torch.float64)
     for y, weight in zip(results, weights, strict=True):
         if y.requires_grad:

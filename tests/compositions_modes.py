@@ -1,4 +1,4 @@
-"""What a block puts a task's torch into, as a value to compare with."""
+"""The torch modes of a task, as a value to compare with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEVICE = torch.device("meta")
 
 
 class Modes(NamedTuple):
-    """What torch does differently, for this task."""
+    """The torch modes that a task may have changed."""
 
     grad: bool = True
     inferring: bool = False
@@ -20,7 +20,7 @@ class Modes(NamedTuple):
 
 
 def modes_now() -> Modes:
-    """As torch says."""
+    """Return the modes that torch is in now."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -29,7 +29,7 @@ def modes_now() -> Modes:
     )
 
 
-#: How each is entered, and what it makes of those before.
+#: How to enter each mode, and how it changes the modes before.
 ENTER: dict[str, tuple[Callable[[], Any], Callable[[Modes], Modes]]] = {
     "no_grad": (torch.no_grad, lambda modes: modes._replace(grad=False)),
     "inference": (torch.inference_mode, lambda modes: modes._replace(grad=False, inferring=True)),

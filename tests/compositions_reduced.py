@@ -1,4 +1,4 @@
-"""Looks for the smallest `compositions.Program` that still fails, for as long as it may."""
+"""Looks for the smallest `compositions.Program` that still fails, within a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from compositions import Call, Program, Task
 from compositions_drawn import OPERATIONS
 
-#: In the order in which they are made plain.
+#: The fields in the order in which they are reset to their defaults.
 _PLAIN = (
     *("coalesced", "told", "wait", "waited_in", "rests", "pauses", "group"),
     *("layout", "dim", "form", "op", "dtype", "seed", "root"),
@@ -20,7 +20,7 @@ _DEFAULT = Call()
 
 
 def reduced(program: Program, fails: Callable[[Program], bool], seconds: float) -> Program:
-    """The smallest that was found in so many seconds."""
+    """Return the smallest failing program found in ``seconds``."""
     deadline = time.monotonic() + seconds
     tried = {program}
     while True:
@@ -37,7 +37,7 @@ def reduced(program: Program, fails: Callable[[Program], bool], seconds: float) 
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, those with much less first."""
+    """Yield programs that are simpler in one respect, the much smaller ones first."""
     if len(program.tasks) > 1 and program.start != "crossed":
         for index in range(len(program.tasks)):
             yield replace(program, tasks=_without(program.tasks, index))
@@ -73,7 +73,7 @@ def _smaller_calls(call: Call) -> Iterator[Call]:
 
 
 def _plainer(value: Any, names: tuple[str, ...], default: Any) -> Iterator[Any]:
-    """With one of these as it is by default."""
+    """Yield copies with one of these fields reset to its default."""
     for field in dataclasses.fields(value):
         if field.name in names and getattr(value, field.name) != getattr(default, field.name):
             yield replace(value, **{field.name: getattr(default, field.name)})

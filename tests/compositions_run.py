@@ -1,7 +1,7 @@
-"""Runs a `compositions.Program` on one rank, and says what was not as it must be.
+"""Runs a `compositions.Program` on one rank, and reports what was wrong.
 
-Nothing is raised for what is wrong: it is noted down, so that the other ranks find their peers. What is
-compared right after the wait is compared again when the program is over.
+Faults are recorded rather than raised, so that the other ranks do not lose a peer. Results are compared right
+after the wait, and again at the end of the program.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from patience import patient
 from ranks import Place, Rank
 from worlds import THREADED
 
-#: What a rank says of a call that was not made: its own, or a peer's.
+#: What a rank raises for a call that was not made: its own, or a peer's.
 REFUSALS = (*expected.REFUSED, ac.PeerRefusedError)
-#: What a task is cancelled by.
+#: The exceptions that cancel a task.
 CANCELLED: tuple[type[BaseException], ...] = (asyncio.CancelledError,)
 with contextlib.suppress(ImportError):
     import trio
 
     CANCELLED = (*CANCELLED, trio.Cancelled)
-#: A program takes milliseconds; but a peer's refusal is looked for once a second.
+#: A program takes milliseconds, but peers' refusals are checked for only once a second.
 HANG_SECONDS = 10.0
 REFUSAL_SECONDS = 3.0
-#: How calls are waited for of which a task issues more before it waits.
+#: The ways of waiting in which a task issues further calls before it waits.
 _LATER = ("later", "dropped", "gathered", "threaded")
 
 
 @dataclass
 class State:
-    """A task, and what its modes and its lane have to be."""
+    """A task, and the modes and the lane that it must be in."""
 
     name: str
     ways: Ways
     modes: Modes = field(default_factory=Modes)
     lanes: list[str] = field(default_factory=lambda: ["default"])
-    #: The works of each open scope.
+    #: The works issued in each open scope.
     scopes: list[list[Any]] = field(default_factory=list)
     later: list[tuple[Call, Record]] = field(default_factory=list)
 
     def child(self, name: str) -> State:
-        """A task inside, on this lane of its own."""
+        """Return the state of a child task, on its own lane."""
         return replace(self, name=f"{self.name}/{name}", lanes=[f"{self.lanes[-1]}/{name}"])
 
 
@@ -75,10 +75,10 @@ class Run:
     """One program on one rank."""
 
     def __init__(self, me: Rank, program: Program, hurt: tuple[type[Exception], ...] = ()) -> None:
-        """``hurt``: what may be raised where a rank dies or is cancelled; what is given must be right."""
+        """``hurt``: what calls may raise because a rank dies or is cancelled; any results must be right."""
         self.hurt = hurt
         self.ways: Ways = Threaded() if program.loop == "none" else Looped(program.loop)
-        #: What was raised here that may be.
+        #: The exceptions that calls have raised here.
         self.told: list[Exception] = []
         self.me = me
         self.program = program
@@ -86,9 +86,10 @@ class Run:
         self.records: dict[tuple[int, int], Record] = {}
         self.shared = ac.lane("shared")
         self.shared_scope = ac.scope()
-        #: For two tasks on one lane: the second waits for the first to begin, the first for its end.
+        #: For two tasks on one lane: the second waits until the first has begun, the first until it has
+        #: ended.
         self.begun, self.ended = anyio.Event(), anyio.Event()
-        #: The lanes on which this rank has called, by their groups.
+        #: The lanes on which this rank has made calls, with their groups.
         self.used: set[tuple[tuple[int, ...], str]] = {((), "default")}
         for task_index, task in enumerate(program.tasks):
             for coalesced, calls in groupby(enumerate(task.calls), lambda pair: pair[1].coalesced):
@@ -116,7 +117,7 @@ class Run:
         raised(self.complain, record, error)
 
     def _is_told(self, error: BaseException) -> bool:
-        """Whether it is only of a rank that is hurt."""
+        """Whether the error only says that a rank died or was cancelled."""
         return bool(self.hurt) and all(isinstance(one, (*self.hurt, *CANCELLED)) for one in leaves(error))
 
     def complain(self, kind: str, text: str) -> None:
@@ -125,7 +126,7 @@ class Run:
     # The tasks
 
     async def whole(self) -> list[str]:
-        """Run it, look at all of it again, and see that the lanes are in step; in a task."""
+        """Run the program in a task, compare all results again, and check that the lanes are in step."""
         refusable = sum(call.refusable for call in self.program.calls)
         seconds = patient(HANG_SECONDS + REFUSAL_SECONDS * refusable)
         with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else seconds) as limit:
@@ -136,7 +137,7 @@ class Run:
         return self.complaints
 
     def blocking(self) -> list[str]:
-        """The same in a plain thread."""
+        """Do the same in a plain thread."""
         driven(self._whole())
         return self.complaints
 
@@ -196,7 +197,7 @@ class Run:
             await self._task(State(f"t{index}", ways or self.ways, lanes=[f"own{index}"]), index, task)
 
     def _begin_thread(self) -> Callable[..., None]:
-        """What a plain thread runs: without a context it is no rank's where ranks are threads themselves."""
+        """Return what a plain thread runs. If ranks are threads, only a copied context gives it a rank."""
         if self.me.backend in THREADED:
             return partial(contextvars.copy_context().run, self._in_thread)
         return self._in_thread
@@ -204,7 +205,7 @@ class Run:
     def _in_thread(self, index: int, task: Task, errors: list[Exception]) -> None:
         try:
             driven(self._on_own_lane(index, task, Threaded()))
-        except Exception as error:  # for whoever waits for the thread
+        except Exception as error:  # raised by the code that waits for the thread
             errors.append(error)
 
     async def _task(self, state: State, index: int, task: Task) -> None:
@@ -287,7 +288,7 @@ class Run:
         try:
             async with state.ways.scoped(block):
                 yield
-        except REFUSALS:  # of a call that nobody else waited for
+        except REFUSALS:  # by a call that only the scope waited for
             if not any(call.refusable for call in self.program.calls):
                 raise
         state.scopes.pop()
@@ -313,7 +314,7 @@ class Run:
             stack.enter_context(self._lane(state, own, ac.lane(own)))
 
     def _check(self, state: State, where: str) -> None:
-        """The task is in the modes, and on the lane, that it has entered."""
+        """Complain unless the task is in the modes, and on the lane, that it has entered."""
         now = modes_now()
         if now != state.modes:
             self.complain("modes", f"{state.name} {where}: {now}, not {state.modes}")
@@ -329,7 +330,7 @@ class Run:
 
     async def _call(self, state: State, index: int, number: int, call: Call) -> None:
         record = self.records.get((index, number))
-        # Modes that no task keeps to itself are held over the call alone.
+        # Without isolation between tasks, modes are entered around the call only.
         ours = self.program.start not in ("lanes", "crossed")
         brief = [name for name in call.around if name in MODES and not ours]
 
@@ -347,7 +348,7 @@ class Run:
     async def _inside(
         self, state: State, around: list[str], body: Callable[[State], Awaitable[None]]
     ) -> None:
-        """``body`` in these blocks, and from a child on in a task of its own."""
+        """Run ``body`` in these blocks; what is inside a child block runs in a separate task."""
         async with contextlib.AsyncExitStack() as stack:
             for place, name in enumerate(around):
                 inner = around[place + 1 :]
@@ -398,7 +399,7 @@ class Run:
 
     def _issue(self, state: State, call: Call, record: Record) -> Any:
         self.used.add((call.group, self._lane_of(state)))
-        # The shared lane is entered by others, too, and is nobody's to issue on.
+        # Other tasks enter the shared lane, too, so no task may issue on it.
         lane = self._lane_of(state) if state.lanes[-1] == "shared" else None
         return issue(call, record, self.program.ranks, lane)
 
@@ -412,14 +413,14 @@ class Run:
         return members[call.root % len(members)] == self.me.rank
 
     async def _wait_for_the_cancelled(self, call: Call, record: Record) -> None:
-        """Where a waiter is cancelled its peers call only then: the work cannot have been done."""
+        """If a waiter is cancelled, let its peers call only afterwards, so the work cannot complete early."""
         if not call.wait.endswith("cancelled") or call.coalesced:
             return
         if not self._is_root(call):
             await self.ways.until(lambda: self.me.shown(self._sign(record)))
 
     def _wait_by_thread(self, call: Call, record: Record, following: Sequence[Call]) -> None:
-        """Have a thread wait for it, unless this rank waits elsewhere until it is told."""
+        """Have a thread wait for the work, unless this rank must not wait before a ``told`` call."""
         elsewhere = any(one.told and self._is_root(one) for one in following)
         if call.wait == "threaded" and not record.outcome and not elsewhere:
             sign = f"{self._sign(record)} got by {self.me.rank}"
@@ -427,7 +428,10 @@ class Run:
             record.waiter = Waiter(works, lambda: self.me.show(sign))
 
     async def _wait_to_be_told(self, state: State, call: Call) -> None:
-        """Of all others that their threads have got what they wait for: they need nobody to wait here."""
+        """Before a ``told`` call of the root, wait until the threads of all other ranks have their results.
+
+        They must get these although nothing waits here.
+        """
         if not call.told or not self._is_root(call):
             return
         before = [self._sign(record) for one, record in state.later if one.wait == "threaded"]
@@ -459,7 +463,7 @@ class Run:
         self.me.show(self._sign(record))
 
     async def _scope_cancelled(self, state: State, call: Call, record: Record) -> None:
-        """A task is cancelled in a scope, and again while it leaves it; only then the others call."""
+        """Cancel a task in a scope, and again while it leaves the scope; only then do the peers call."""
         issued = anyio.Event()
         refusals: list[Exception] = []
 
@@ -526,7 +530,7 @@ class Run:
                 self.me.show(self._sign(record))
         return await state.ways.result(call, record, self.complain)
 
-    # When all is over
+    # After the tasks
 
     async def _afterwards(self) -> None:
         for record in self.records.values():
@@ -541,7 +545,7 @@ class Run:
         await self._in_step()
 
     async def _all_well(self) -> bool:
-        """Whether no rank has complained: gradients travel, and where one has none the others would hang."""
+        """Whether no rank has complained: backward communicates, and would hang if a rank did not run it."""
         self.me.show(f"{'bad' if self.complaints else 'well'} {self.me.rank}")
         everybody = range(self.me.size)
         await self.ways.until(
@@ -550,7 +554,7 @@ class Run:
         return all(self.me.shown(f"well {rank}") for rank in everybody)
 
     async def _in_step(self) -> None:
-        """Each lane that was used gives the right numbers, once all that was refused is settled there."""
+        """Complain unless each lane that was used reduces correctly, once all refusals are settled there."""
         refusable = sum(call.refusable for call in self.program.calls)
         for group, name in sorted(self.used):
             for attempt in range(refusable + 1):
@@ -560,7 +564,7 @@ class Run:
                 self.complain("out of step", f"{name} of {group or 'all'}: refused after all refusals")
 
     async def _agreed(self, group: tuple[int, ...], name: str, attempt: int) -> bool:
-        """Whether all ranks got a result, which is compared."""
+        """Whether all ranks got a result, which is also compared."""
         members = group or tuple(range(self.me.size))
         sign = f"{name} {group} {attempt}".replace("/", " of ")
         try:
@@ -581,9 +585,9 @@ class Run:
 
 
 def run(me: Rank, text: str) -> list[str]:
-    """Run the program; what was wrong on this rank.
+    """Run the program. Returns what was wrong on this rank.
 
-    On a thread of its own, with which the modes end that tasks may have left behind.
+    It runs on a separate thread, whose end discards any modes that tasks have left behind.
     """
     program = from_json(text)
     for group in sorted({call.group for call in program.calls if call.group}):
@@ -601,7 +605,7 @@ def run(me: Rank, text: str) -> list[str]:
 
 
 def main(text: str) -> None:
-    """The program as a script, started by ``asynccoll run``."""
+    """Run the program as a script, started by ``asynccoll run``."""
     program = from_json(text)
     ac.initialize(timeout=20)
     place = Place(ac.backend(), ac.get_rank(), ac.get_world_size())

@@ -1,4 +1,4 @@
-"""Runs a `compositions.Program` on a world, and makes a report of one that fails."""
+"""Runs a `compositions.Program` on a world, and reports one that fails."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from compositions import Program
 from compositions_reduced import reduced
 from compositions_run import HANG_SECONDS, run
 
-#: What is found wrong in ranks that are still in step.
+#: The kinds of complaints after which the ranks are still in step.
 _IN_STEP = {"value", "changed", "gradient", "scope", "input", "out", "twice", "modes", "strides"}
 
 
 def has_messages(backend: str) -> bool:
-    """Whether one rank can send to another there."""
+    """Whether the backend has point-to-point messages."""
     lacks = ranks.GAPS.get(backend)
     return lacks is None or not lacks("send", (), {})
 
 
 def complaints(program: Program, backend: str) -> list[str]:
-    """What is wrong, by all ranks; a world whose ranks may be out of step is replaced."""
+    """Return the complaints of all ranks; a world whose ranks may be out of step is replaced."""
     world = worlds.world(backend, program.ranks)
     try:
         told = world.run(run, program.to_json(), timeout=2 * HANG_SECONDS)
@@ -33,12 +33,12 @@ def complaints(program: Program, backend: str) -> list[str]:
 
 
 def kinds(found: list[str]) -> set[str]:
-    """What sorts of things are wrong."""
+    """Return the kinds of these complaints."""
     return {one[1 : one.index("]")] for one in found}
 
 
 def report(program: Program, found: list[str], backend: str, seconds: float) -> str:
-    """The smallest program that has one of these faults, as a script, and what is wrong with it."""
+    """Return a script of the smallest program with one of these faults, and its complaints."""
     wanted = kinds(found)
     last = found
 

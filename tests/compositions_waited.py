@@ -1,6 +1,6 @@
-"""How a call of a `compositions.Program` is waited for: in a task of an event loop, or in a plain thread.
+"""Waits for a call of a `compositions.Program`, in a task of an event loop or in a plain thread.
 
-Both are used alike: what runs in a plain thread are coroutines that never suspend (``driven``).
+Both have the same interface: plain threads run coroutines that never suspend (``driven``).
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ __all__ = ["TIMEOUTS", "Looped", "Threaded", "Waiter", "Ways", "driven"]
 
 T = TypeVar("T")
 
-#: Of a call that is waited for until its time is over, again and again.
+#: Time limits of a call that is waited for again whenever its time limit has passed.
 TIMEOUTS = (1e-4, 1e-3, 2e-2)
-#: For so long, in all, it is waited for in turns: less than an operation's own time limit.
+#: The longest time limit of waiting for several works together: less than an operation's own.
 _LONGEST_SECONDS = 10.0
-#: So often it is looked again at once; then after pauses, from the shortest to the longest.
+#: How often a condition is checked without a pause; then the pauses double from the shortest to the longest.
 _LOOKS = 5
 _PAUSES = (1e-4, 2e-2)
 
 
 class Ways(Protocol):
-    """What depends on where one waits."""
+    """The ways of waiting, which depend on where one waits."""
 
     async def checkpoint(self) -> None:
         """Let others run."""
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Look again and again until it holds."""
+        """Poll until ``holds`` returns true."""
 
     async def rest(self, seconds: float) -> None:
-        """Do something else for so long."""
+        """Sleep for ``seconds``."""
 
     async def got(self, work: Any) -> Any:
-        """The result."""
+        """Wait for ``work``, and return its result."""
 
     def scoped(self, scope: ac.scope) -> AbstractAsyncContextManager[Any]:
-        """Inside of it."""
+        """Enter ``scope`` for the duration of the block."""
 
     async def result(self, call: Call, record: Record, complain: Complain) -> Any:
-        """The result, waited for as the call says."""
+        """Wait as the call says, and return the result."""
 
     async def results(self, call: Call, records: Sequence[Record]) -> None:
-        """Wait for all of them, together; who asks afterwards finds each done."""
+        """Wait for all of them together; afterwards each is done."""
 
 
 def driven(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What it returns; it has nothing to suspend for."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -68,7 +68,7 @@ def driven(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Looped:
-    """In a task of asyncio's or trio's."""
+    """Waits in a task of asyncio or trio."""
 
     def __init__(self, loop: str) -> None:
         self._asyncio = loop == "asyncio"
@@ -122,7 +122,7 @@ class Looped:
                 return waiters[0].outcome()
             case "threads":
                 waiters = [Waiter([work]), Waiter([work])]
-                with contextlib.suppress(Exception):  # it comes again, below
+                with contextlib.suppress(Exception):  # raised again below
                     await work
                 for one in waiters:
                     await self.until(one.ended)
@@ -132,7 +132,7 @@ class Looped:
                     return await work
             case "deadline":
                 pause, longest = _PAUSES
-                while not work.done():  # a lane that is given up says so by this error, too
+                while not work.done():  # a lane that was given up raises the same error
                     with contextlib.suppress(ac.CollectiveTimeoutError):
                         return await work
                     await anyio.sleep(pause)
@@ -142,7 +142,7 @@ class Looped:
         return await work
 
     async def _twice(self, work: Any) -> list[Any]:
-        """Two tasks wait for it."""
+        """Wait for ``work`` in two tasks, and return both results."""
         results: list[Any] = []
         errors: list[Exception] = []
 
@@ -161,7 +161,7 @@ class Looped:
 
     async def results(self, call: Call, records: Sequence[Record]) -> None:
         works = [record.work for record in records]
-        with contextlib.suppress(Exception):  # each of them is asked for its own
+        with contextlib.suppress(Exception):  # each work is asked for its own error later
             match call.seed % 3:
                 case 0:
                     await ac.wait_all(works)
@@ -174,7 +174,7 @@ class Looped:
 
 
 class Threaded:
-    """In a plain thread."""
+    """Waits in a plain thread."""
 
     async def checkpoint(self) -> None:
         host.give_way()
@@ -238,7 +238,7 @@ class Threaded:
 
 
 def _waited(work: Any, *seconds: float) -> Any:
-    """The result; who presses Ctrl-C meanwhile thinks better of it."""
+    """Wait for the result, ignoring Ctrl-C."""
     while True:
         try:
             return work.wait(*seconds)
@@ -247,13 +247,13 @@ def _waited(work: Any, *seconds: float) -> Any:
 
 
 def _turned(records: Sequence[Record]) -> list[Any]:
-    """Their works: on even ranks from the last to the first, so that ranks wait on different lanes."""
+    """Return their works, on even ranks in reverse, so that ranks wait on different lanes at a time."""
     works = [record.work for record in records]
     return works if records[0].rank % 2 else works[::-1]
 
 
 async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, work: Any) -> None:
-    """Until it is done, without having been waited for: by asking, or by being told."""
+    """Poll or use a callback or a future until it is done, instead of waiting for it."""
     match call.wait:
         case "result" | "exception":
             await until(work.done)
@@ -275,9 +275,9 @@ async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, wor
 
 
 async def _all_completed(works: Sequence[Any], seconds: float) -> None:
-    """One by one; where that takes longer than so many seconds, all of them again, for twice as long.
+    """Wait for the works one by one; after a timeout, start over with twice the timeout.
 
-    Not for ever: who has no store left is told by deadlines alone that a peer has given up.
+    Not forever: a rank that has lost its store learns only by deadlines that a peer has given up.
     """
     while seconds < _LONGEST_SECONDS:
         try:
@@ -290,14 +290,14 @@ async def _all_completed(works: Sequence[Any], seconds: float) -> None:
 
 
 def _one(complain: Complain, record: Record, results: Sequence[Any]) -> Any:
-    """What all waiters have got is one object."""
+    """Complain unless all waiters got the same object, and return it."""
     if any(one is not results[0] for one in results):
         complain("twice", f"{record.label}: {len(results)} waiters have got different objects")
     return results[0]
 
 
 class Waiter:
-    """A plain thread that waits for works, and calls ``then`` once it has the result, that of the first."""
+    """A plain thread that waits for works, then calls ``then``; its result is the first work's."""
 
     def __init__(self, works: Sequence[Any], then: Callable[[], object] = bool) -> None:
         self._then = then

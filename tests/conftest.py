@@ -1,4 +1,4 @@
-"""Fixtures: worlds by backend and size, ways to wait, and a clock no test outlives."""
+"""Fixtures: worlds by backend and size, ways to wait, and a time limit for each test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from patience import patient
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("ASYNCCOLL_STALL_WARNING", "0")  # tests wait for what never comes
-os.environ.setdefault("ASYNCCOLL_DUMPS", "off")  # and fail on purpose
+os.environ.setdefault("ASYNCCOLL_STALL_WARNING", "0")  # tests wait for operations that never complete
+os.environ.setdefault("ASYNCCOLL_DUMPS", "off")  # tests fail on purpose
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -25,10 +25,10 @@ import records
 import worlds
 from asynccoll.runtime import state
 
-#: Seconds after which a test is stopped where it stands.
+#: Seconds after which a test is interrupted.
 TEST_SECONDS = patient(150)
 
-#: Every run the same examples; a hang is not hunted down to its smallest form.
+# The same examples in every run; failing ones are not shrunk, since that would repeat a hang many times.
 settings.register_profile(
     "fixed",
     derandomize=True,
@@ -47,7 +47,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Ctrl-C reach the programs under test where a shell started us in the background."""
+    """Let Ctrl-C reach the programs under test even if a shell started us in the background."""
     records.register(config)
     forked.listen()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that hangs in this process fails where it stands."""
+    """Fail a test that hangs in this process, at the line where it hangs."""
 
     def stop(_signum: int, _frame: FrameType | None) -> None:
         told = f"{request.node.nodeid} not done in {TEST_SECONDS:.0f} s"
@@ -71,27 +71,27 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def _as_never_initialized() -> Iterator[None]:
-    """A test that has finalized a world of this process leaves it as it was found."""
+    """After a test that finalized a world of this process, restore the initial state."""
     yield
     state.process.left = None
 
 
 @pytest.fixture(autouse=True)
 def _unused_worlds_stand_still() -> Iterator[None]:
-    """What a test leaves behind takes no processor time from the next."""
+    """Keep worlds that a test leaves behind from taking processor time from the next test."""
     yield
     worlds.quieten()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _crowded_worlds_end() -> Iterator[None]:
-    """What a file leaves behind takes no processor time from those after it."""
+    """Keep worlds that a file leaves behind from taking processor time from later files."""
     yield
     worlds.retire()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what waits for the night, and what needs ranks that are processes where they are threads."""
+    """Deselect nightly tests, and tests of ranks as processes on backends whose ranks are threads."""
     out = by_day.left_out(items)
     out |= {item for item in items if item.get_closest_marker("processes") and _on_threads(item)}
     if out:
@@ -111,14 +111,14 @@ def _on_threads(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _close_worlds() -> Iterator[None]:
-    """No rank outlives the session."""
+    """Let no rank outlive the session."""
     yield
     worlds.close_all()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., jobs.Job]]:
-    """Starts ``asynccoll`` in a fresh directory; whatever is left at the end is killed."""
+    """Starts ``asynccoll`` in a fresh directory; jobs still running at the end are killed."""
     with jobs.starting(tmp_path) as start:
         yield start
 
@@ -134,7 +134,7 @@ def _world_fixture(sizes: list[int]) -> list[object]:
         pytest.param(
             (backend, size),
             id=f"{backend}-{size}",
-            # An odd number of ranks is one case more; the inner loop does with an even one.
+            # An odd number of ranks is a separate case; the inner loop makes do with an even one.
             marks=[pytest.mark.slow] if size == 3 else [],
         )
         for backend in worlds.BACKENDS

@@ -1,7 +1,8 @@
-"""The same seed is the same simulation: drawn programs, with faults, in two processes at once.
+"""Checks that the same seed gives the same simulation: drawn programs, with faults, in two processes.
 
-``python tests/determined.py COUNT [SEED]``: each process has another hash seed, and is load for the other.
-Fails at the first program whose digests differ. With ``--digests COUNT SEED`` it is one of the two.
+``python tests/determined.py COUNT [SEED]`` runs the two processes concurrently, with different hash seeds, so
+each is also load for the other. It fails at the first program whose digests differ. With
+``--digests COUNT SEED`` it is one of the two processes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TOLD_EVERY = 500
 
 
 def digests(count: int, first: int) -> Iterator[str]:
-    """Of so many programs, from this seed on, each in an order of its own, and what that is."""
+    """Yield the digest and the order of each of ``count`` programs, drawn from this seed on."""
     warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)
     for number, program in enumerate(islice(_programs(first), count)):
         order = Order(number, program)
@@ -47,7 +48,7 @@ def _programs(seed: int) -> Iterator[Program]:
 
 
 def differing(count: int, first: int) -> tuple[int, list[str]]:
-    """How many were compared, and what two processes said of the first that differs."""
+    """Return how many digests were compared, and the two lines of the first program that differs."""
     here = Path(__file__)
     search = os.pathsep.join([str(Path(ac.__file__).parent.parent), str(here.parent)])
     command = [sys.executable, str(here), "--digests", str(count), str(first)]
@@ -78,7 +79,7 @@ def differing(count: int, first: int) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Compare them; or be one of those that are compared."""
+    """Compare two processes, or be one of them."""
     if sys.argv[1] == "--digests":
         for line in digests(int(sys.argv[2]), int(sys.argv[3])):
             print(line, flush=True)

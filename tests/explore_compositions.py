@@ -1,9 +1,9 @@
-"""Draws programs for as long as it is told, and tells what it found and how many there were.
+"""Draws programs for a given time, and reports how many there were and what was found.
 
 ``python tests/explore_compositions.py SECONDS [RANKS,RANKS...]``; the backend is that of the tests
-(``ASYNCCOLL_TEST_BACKENDS``), the seed is drawn and said (``SEED`` repeats one). ``AVOID`` names words of
-programs that are left out, separated by commas: faults that are known; ``STOP`` is a pattern of what is
-looked for, and enough.
+(``ASYNCCOLL_TEST_BACKENDS``); the seed is random and printed (``SEED`` repeats one). ``AVOID`` lists words,
+separated by commas: programs that contain one are skipped, e.g. because of known faults. ``STOP`` is a
+pattern: the exploration ends once a fault matches it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from compositions import Program
 from compositions_drawn import programs
 from compositions_tried import complaints, has_messages, kinds, report
 
-#: Seconds for making one smaller that failed in a way that is new.
+#: Seconds for reducing a program that failed in a new way.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 STOP = os.environ.get("STOP", "")
 AVOID = [word for word in os.environ.get("AVOID", "").split(",") if word]
 
 
 class Exploration:
-    """What was drawn so far, and what was found."""
+    """The programs drawn so far, and the faults found."""
 
     def __init__(self, seconds: float) -> None:
         self.begun = time.monotonic()
@@ -84,7 +84,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Explore, and fail if something was found."""
+    """Explore, and return 1 if something was found."""
     seconds, *sizes = sys.argv[1:]
     ranks = [int(size) for size in sizes[0].split(",")] if sizes else [2, 2, 3, 1, 5, 2, 3, 4]
     number = int(os.environ.get("SEED", random.randrange(2**32)))
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def _round(exploration: Exploration, size: int, number: int) -> None:
-    """A hundred programs on so many ranks."""
+    """Try a hundred programs on ``size`` ranks."""
 
     @seed(number)
     @settings(

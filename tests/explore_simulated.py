@@ -1,12 +1,12 @@
-"""Draws programs and orders for as long as it is told, in simulated worlds, and tells what it found.
+"""Draws programs and orders for simulated worlds, for a given time, and reports what was found.
 
-``python tests/explore_simulated.py SECONDS [RANKS,RANKS...]``; the seed is drawn and said (``SEED`` repeats
-one). ``SCHEDULES`` orders of each program are tried, on the transports in ``TRANSPORTS`` in turn, every third
-with a fault of those in ``FAULTS``, every fourth in two worlds one after the other, some without warnings.
-``STATEMENTS`` are modules before whose statements others may go on, too; ``each``: every eighth with one of
-ours. ``JOBS`` processes do it at once. What is found is made smaller, and said as a script that replays it.
-``STATE`` is a file in which stands how far it is, and from which it goes on; ``MOST`` ends it after so many
-schedules.
+``python tests/explore_simulated.py SECONDS [RANKS,RANKS...]``; the seed is random and printed (``SEED``
+repeats one). ``SCHEDULES`` orders of each program are tried, on the transports in ``TRANSPORTS`` in turn:
+every third with a fault from ``FAULTS``, every fourth in two consecutive worlds, some without warnings.
+``STATEMENTS`` lists modules before whose statements the scheduler may switch threads, too; ``each``: every
+eighth order does so in one of ours. ``JOBS`` processes explore concurrently. A failing program is reduced,
+and printed as a script that replays it. ``STATE`` is a file that records the progress, from which a later run
+resumes; ``MOST`` ends the exploration after so many schedules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FAULTS = tuple(
     os.environ.get("FAULTS", "kill,silence,stop,stall,delay,cancel,interrupt,store,collect,fail").split(",")
 )
 STATEMENTS = tuple(name for name in os.environ.get("STATEMENTS", "").split(",") if name)
-#: Those of ours in which threads meet, and what memory several ranks read.
+#: Our modules in which threads interact, or which access memory that several ranks read.
 _OURS = tuple(
     f"asynccoll.{name}"
     for name in (
@@ -52,23 +52,24 @@ _OURS = tuple(
         "world.context", "world.group",
     )
 )  # fmt: skip
-#: Whether ranks are on several nodes in some orders.
+#: Whether some orders spread the ranks over several nodes.
 SPREAD = True
-#: Seconds for making one smaller that failed.
+#: Seconds for reducing a program that failed.
 REDUCING_SECONDS = float(os.environ.get("REDUCING", "60"))
 REAL_SECONDS = patient(60)
 _TOLD_EVERY_SECONDS = 60.0
-#: When a fault strikes: after the world was joined, and before most programs are over.
+#: When a fault strikes: after the ranks have joined, and before most programs have ended.
 _STRIKES_SECONDS = (1e-3, 8e-3)
-#: Programs of one seed. Of more, most would be made of those before: half as many calls are different ones.
+#: Programs per seed. Most of any further ones would be variations of earlier ones, with half as many new
+#: calls.
 _EACH_SEED = 12
-#: Of so many seeds one draws bursts, fewer programs, since they are longer.
+#: One in so many seeds draws bursts: fewer programs, since they are longer.
 _BURSTS_EVERY = 4
 _BURSTS_EACH_SEED = 4
 _MESSAGES = {one for one in OPERATIONS if "message" in one}
 _DIFFERING = {one for one in OPERATIONS if one.startswith("differing")}
-#: What the backends that a transport stands for do not carry: messages; of nccl all that gloo, which is
-#: beside it, does; and calls that differ, where nothing but the memory of the ranks notices it.
+#: The payloads that the backend of a transport cannot carry: messages; for nccl, everything that gloo carries in
+#: its place; and differing calls, except on the transport on which the ranks' shared memory reveals them.
 _NOT_CARRIED = {
     "gloo": _DIFFERING,
     "mpi": _DIFFERING,
@@ -81,7 +82,7 @@ _NOT_CARRIED = {
 
 @dataclass(frozen=True)
 class Order:
-    """In what order a program runs, where, and what goes wrong: all by a number."""
+    """The schedule, the transport and the faults of a program's run, all derived from a number."""
 
     number: int
     program: Program
@@ -94,22 +95,22 @@ class Order:
     def faults(self) -> tuple[Fault, ...]:
         if self.number % 3 != 1 or not any(FAULTS):
             return ()
-        # On nccl the host has nothing to wait for, and of a peer that is silent it hears nothing, as in life.
+        # On nccl the host waits for nothing, so it does not notice a silent peer, as on real nccl.
         kinds = [kind for kind in FAULTS if self.transport != "nccl" or kind != "silence"]
-        if self.program.loop == "none":  # there is no task that could be cancelled
+        if self.program.loop == "none":  # there is no task to cancel
             kinds = [kind for kind in kinds if kind != "cancel"]
         if not kinds:
             return ()
         chance = random.Random(self.number)
         found = drawn_faults(*kinds)(chance, self.program.ranks)
-        if self.number // 3 % 2:  # not when a call is made: while it is waited for, or in between
+        if self.number // 3 % 2:  # not at a call, but while it is waited for or between calls
             least, most = _STRIKES_SECONDS
             found = [replace(one, after_call=None, at=chance.uniform(least, most)) for one in found]
         return tuple(found)
 
     @property
     def nodes(self) -> int:
-        """Each rank on a node of its own, two on each, or all on one."""
+        """The number of nodes: one per rank, one per two ranks, or one in all."""
         every = self.program.ranks
         if not SPREAD or any(call.payload in _DIFFERING for call in self.program.calls):
             return 1
@@ -117,7 +118,7 @@ class Order:
 
     @property
     def statements(self) -> tuple[str, ...]:
-        """In every eighth order one of ours in turn, where ``STATEMENTS`` says so."""
+        """The modules to switch threads in; for ``STATEMENTS=each``, one of ours in every eighth order."""
         if STATEMENTS != ("each",):
             return STATEMENTS
         return (_OURS[self.number // 8 % len(_OURS)],) if self.number % 8 == 6 else ()
@@ -137,20 +138,20 @@ class Order:
         }
 
     def run(self) -> tuple[list[str], Report]:
-        """What is wrong, and what became of the simulation."""
+        """Run the program. Returns what was wrong, and the report of the simulation."""
         program = self.program
-        if self.transport == "nccl":  # who waits for a device holds its thread: nobody is cancelled meanwhile
+        if self.transport == "nccl":  # waiting for a device blocks the thread, so no cancellation can arrive
             program = unwaited(program)
         return complaints(program, self.number, **self.options)
 
 
 def is_carried(program: Program, transport: str) -> bool:
-    """Whether all of the program can be run there."""
+    """Whether ``transport`` can carry the whole program."""
     return _NOT_CARRIED.get(transport, set()).isdisjoint(call.payload for call in program.calls)
 
 
 def wrong(program: Program, number: int) -> list[str]:
-    """What is wrong with the program, which its transport carries, in the order of this number."""
+    """Return what is wrong with the program in the order of this number, whose transport can carry it."""
     order = Order(number, program)
     try:
         found, _ = order.run()
@@ -160,12 +161,12 @@ def wrong(program: Program, number: int) -> list[str]:
 
 
 class Exploration:
-    """What was tried so far, and what was found."""
+    """The schedules tried so far, and the faults found."""
 
     def __init__(
         self, seconds: float, most: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """For so long by ``clock``, and so many schedules."""
+        """Explore for ``seconds`` by ``clock``, and at most ``most`` schedules."""
         self._clock = clock
         self.begun = self._told = clock()
         self.deadline = self.begun + seconds
@@ -178,23 +179,23 @@ class Exploration:
         return bool(self.found) or self.schedules >= self._most or self._clock() > self.deadline
 
     def keep(self, state: Path, number: int) -> None:
-        """Note down how far it is: a round begins, with the seed ``number``."""
+        """Record the progress at the beginning of a round with the seed ``number``."""
         beside = state.with_suffix(".new")
         kept = {"programs": self.programs, "schedules": self.schedules, "number": number}
         beside.write_text(json.dumps(kept | {"seconds": self._clock() - self.begun}))
-        beside.replace(state)  # at once, or not at all: it may be ended at any moment
+        beside.replace(state)  # atomically, since this process may be killed at any moment
 
     def resume(self, state: Path) -> int:
-        """Go on from what was noted down there; the next seed."""
+        """Resume from the progress recorded in ``state``. Returns the next seed."""
         kept: dict[str, Any] = json.loads(state.read_text())
         self.programs, self.schedules = kept["programs"], kept["schedules"]
         self.begun -= kept["seconds"]
         return int(kept["number"])
 
     def explore(self, ranks: Sequence[int], number: int, state: Path | None = None) -> None:
-        """Programs on these many ranks in turn, a dozen from each seed, of which the first is ``number``.
+        """Try a dozen programs of each seed from ``number`` on, on each of these numbers of ranks in turn.
 
-        How far it is stands in ``state`` after each seed, if there is such a file to be.
+        The progress is recorded in ``state`` after each seed, if that is given.
         """
         while not self.over:
             for size in ranks:
@@ -207,7 +208,7 @@ class Exploration:
                     print(f"{self}; to go on from here: SEED={number}", flush=True)
 
     def round(self, size: int, number: int) -> None:
-        """At most a dozen programs on so many ranks, drawn from this seed."""
+        """Try at most a dozen programs on ``size`` ranks, drawn from this seed."""
         for program in drawn(size, number):
             self.look_at(program)
 
@@ -223,7 +224,7 @@ class Exploration:
             if self.over:
                 return
             if not is_carried(program, Order(number, program).transport):
-                continue  # nothing is tried, and nothing counted
+                continue  # not tried, and not counted
             self.schedules += 1
             if found := wrong(program, number):
                 self.found = found
@@ -239,7 +240,7 @@ class Exploration:
 
 
 def main() -> int:
-    """Explore, and fail if something was found."""
+    """Explore, and return 1 if something was found."""
     warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)
     seconds, *sizes = sys.argv[1:]
     jobs = int(os.environ.get("JOBS", "1"))
@@ -261,7 +262,7 @@ def main() -> int:
 
 
 def _at_once(jobs: int, number: int) -> int:
-    """So many of these, each with seeds of its own; what they found."""
+    """Run ``jobs`` explorations concurrently, each with its own seeds. Returns 1 if one found something."""
     seeds = [str(number + 1_000_000 * job) for job in range(jobs)]
     command = [sys.executable, *sys.argv]
     running = [subprocess.Popen(command, env=os.environ | {"JOBS": "1", "SEED": one}) for one in seeds]
@@ -269,7 +270,7 @@ def _at_once(jobs: int, number: int) -> int:
 
 
 def drawn(size: int, number: int, *, in_bursts: bool | None = None) -> list[Program]:
-    """At most a dozen programs on so many ranks, each once, from this seed; bursts of some, unless said."""
+    """Return at most a dozen distinct programs on ``size`` ranks, or bursts (by default, some seeds')."""
     if number % _BURSTS_EVERY == 0 if in_bursts is None else in_bursts:
         chance = random.Random(f"{size} {number}")
         return [bursts(chance, size) for _ in range(_BURSTS_EACH_SEED)]

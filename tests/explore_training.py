@@ -1,8 +1,8 @@
-"""Draws training programs for as long as it is told, and tells what it found and how many there were.
+"""Draws training programs for a given time, and reports how many there were and what was found.
 
 ``python tests/explore_training.py SECONDS [RANKS,RANKS...]``; the backend is that of the tests
-(``ASYNCCOLL_TEST_BACKENDS``), the seed is drawn and said (``SEED`` repeats one). With ``STOP=1`` the first
-that is found is enough, and with ``SIMULATED=1`` each is trained in a simulated world, in another order.
+(``ASYNCCOLL_TEST_BACKENDS``); the seed is random and printed (``SEED`` repeats one). ``STOP=1`` stops at the
+first fault, and ``SIMULATED=1`` trains each in a simulated world, in a different order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from asynccoll.testing import PCT, RandomWalk, simulate
 from programs import Program, drawn, same_as_alone
 from simulated import SimulatedRank
 
-#: What a simulated world has not got.
+#: Helpers that need torch's own process group, which a simulated world lacks.
 _WITH_TORCHS_GROUP = {"auto_model", "ddp_hook"}
 
 
 class Exploration:
-    """What was drawn so far, and what was found."""
+    """The programs drawn so far, and the faults found."""
 
     def __init__(self, seconds: float) -> None:
         self.begun = time.monotonic()
@@ -84,7 +84,7 @@ class Exploration:
 
 
 def explore(exploration: Exploration, ranks: list[int], number: int) -> None:
-    """Twenty programs on each number of ranks in turn, from this seed on, until it is over."""
+    """Try twenty programs on each number of ranks in turn, from this seed on, until the time is up."""
     while not exploration.over:
         for size in ranks:
             for _ in range(20):
