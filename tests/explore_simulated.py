@@ -68,8 +68,8 @@ _BURSTS_EVERY = 4
 _BURSTS_EACH_SEED = 4
 _MESSAGES = {one for one in OPERATIONS if "message" in one}
 _DIFFERING = {one for one in OPERATIONS if one.startswith("differing")}
-#: The payloads that the backend of a transport cannot carry: messages; for nccl, everything that gloo carries in
-#: its place; and differing calls, except on the transport on which the ranks' shared memory reveals them.
+#: The payloads that the backend of a transport cannot carry: messages; for nccl, everything that gloo carries
+#: in its place; and differing calls, which only the shared memory of the ranks reveals.
 _NOT_CARRIED = {
     "gloo": _DIFFERING,
     "mpi": _DIFFERING,

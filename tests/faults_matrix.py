@@ -1,7 +1,7 @@
-"""What goes wrong, in which call, on which backend, however one waits: as data, with what others are told.
+"""The fault matrix, as data: faults, calls, backends and ways of waiting, with the errors that peers get.
 
-Each cell is tried in fresh processes (`test_faults_matrix.py`): the other ranks raise the error that stands
-here, which names rank 1, within the time. A backend is a row of `PLACES`, a fault one of `FAULTS`.
+Each cell is tried in fresh processes (`test_faults_matrix.py`): the other ranks must raise the error given
+here, which names rank 1, within the given time. A backend is a row of `PLACES`, a fault a row of `FAULTS`.
 Run as a program, it prints the table of docs/faults.md.
 """
 
@@ -25,18 +25,18 @@ import asynccoll as ac
 from ranks import Rank
 from worlds import THREADED
 
-#: After which a call that waits in vain gives up, and how much later at most its waiter must have been told.
+#: The timeout of a call that never completes, and how long after it the waiter must have its error, at most.
 TIMEOUT_S = 1.5
 TOLD_S = 1.0
-#: What is told before it is over has more time, on a machine that is busy.
+#: The timeout where an error is expected earlier: ample, since the machine may be busy.
 AMPLE_S = 20.0
-#: Until a rank that is gone is missed: its connections end, or somebody asks after a second.
+#: How soon the loss of a rank must be noticed: its connections close, or it is checked after a second.
 LOST_S = 3.0
 CULPRIT = 1
 
-#: What a call can be of: elements, dtype, reduction, root, a key of a tree, rows for each rank, characters.
+#: The default arguments: elements, dtype, reduction, root, a key of a tree, rows per rank, characters.
 USUAL = {"n": 4, "dtype": torch.float32, "op": "sum", "root": 0, "key": "b", "rows": 2, "text": 1}
-#: A text that does not fit into what is left to a rank that is short of memory.
+#: A text that does not fit into the bytes left to a rank that is short of memory.
 LONG, SHORT_OF_BYTES = {"text": 96 << 20}, 64 << 20
 
 
@@ -44,7 +44,7 @@ def _ones(said: dict[str, Any], times: int = 1) -> torch.Tensor:
     return torch.ones(said["n"] * times, dtype=said["dtype"])
 
 
-#: By name: the call, of a payload as ``USUAL`` says, and which of its words it has.
+#: By name: the call, with the arguments in ``USUAL``, and the names of those that it uses.
 OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "all_reduce": (
         lambda size, said, **more: ac.all_reduce(_ones(said), op=said["op"], **more),
@@ -83,8 +83,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 WAYS = ("asyncio", "trio", "blocking")
 
-#: Where it is tried: the backend's name, what `initialize` is told, and whether each rank is told
-#: that it is on a host of its own.
+#: The places to try it: the backend's name, the options of `initialize`, and whether each rank is told
+#: that it is on a separate host.
 PLACES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "memory": ("gloo", {"memory": True}, False),
     "gloo": ("gloo", {"memory": False}, False),
@@ -99,13 +99,13 @@ Heard = tuple[str, tuple[int, ...], float, str]
 
 
 def call(me: Rank, operation: str, *, lane: str = "tried", timeout: float = TIMEOUT_S, **other: Any) -> Any:
-    """The call of a cell, begun; ``other``: what is not as usual."""
+    """Start the call of a cell; ``other``: arguments that differ from the usual ones."""
     made, _ = OPERATIONS[operation]
     return made(me.size, {**USUAL, **other}, lane=lane, timeout=timeout)
 
 
 async def hear(me: Rank, work: Callable[[], Any]) -> Heard:
-    """What becomes of it, and when."""
+    """Make the call and wait for it. Returns the error, its ranks, the seconds, and its text."""
     start = time.monotonic()
     try:
         begun = work()
@@ -164,7 +164,7 @@ async def _is_in_native_code(me: Rank, _operation: str) -> None:
     import ctypes
 
     while not me.shown("0 has heard"):
-        ctypes.PyDLL(None).usleep(200_000)  # with the interpreter's lock held, for most of the time
+        ctypes.PyDLL(None).usleep(200_000)  # holds the GIL most of the time
 
 
 async def _calls_another_lane(me: Rank, operation: str) -> Heard:
@@ -184,7 +184,7 @@ async def _is_interrupted(me: Rank, _operation: str) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:  # as it leaves the program: `finalize` sees it on its way
+    except KeyboardInterrupt:  # as if it left the program: `finalize` sees the exception
         ac.finalize(abort=True)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -198,7 +198,7 @@ async def _calls_once_more(me: Rank, operation: str) -> Heard:
 
 
 async def _forks(me: Rank, operation: str) -> Heard:
-    """A child that inherits the world must not use it, and does it no harm."""
+    """Fork: the child that inherits the world must not use it, and does not harm it."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -213,7 +213,7 @@ async def _forks(me: Rank, operation: str) -> Heard:
 
 
 async def _has_a_deadline(me: Rank, operation: str) -> Heard:
-    """It gives up waiting, before the others come; they are none the worse for it, nor is the call."""
+    """Time out before the others call; neither they nor the call itself are affected."""
     work = call(me, operation, timeout=0.3)
     heard = await hear(me, lambda: work)
     me.show("1 gave up")
@@ -222,7 +222,7 @@ async def _has_a_deadline(me: Rank, operation: str) -> Heard:
 
 
 async def _is_cancelled(me: Rank, operation: str) -> None:
-    """Who waits is called off; the call goes on, and the others have its result."""
+    """Stop waiting; the call stays in flight, and the others get its result."""
     work = call(me, operation)
     with contextlib.suppress(ac.CollectiveTimeoutError):
         work.wait(0.05)
@@ -250,15 +250,15 @@ async def _calls_another_operation(me: Rank, operation: str) -> Heard:
 
 
 async def _has_no_memory(me: Rank, operation: str) -> Heard:
-    """Its own text is short; there is no room for what arrives."""
+    """Send a short text, but have too little memory for those of the others."""
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[5]) * resource.getpagesize()
-    # Not RLIMIT_AS, of which threads reserve much.
+    # Not RLIMIT_AS, because threads reserve much address space.
     with _limited(resource.RLIMIT_DATA, used + SHORT_OF_BYTES):
         return await hear(me, lambda: call(me, operation, timeout=AMPLE_S))
 
 
-# What befalls the others besides
+# Further conditions on the other ranks
 
 
 @contextlib.contextmanager
@@ -286,10 +286,11 @@ def _without_descriptors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """``does``: rank 1, instead of the call. ``error``: what the others are told, within ``seconds``.
+    """``does``: what rank 1 does instead of the call. ``error``: what the others get, within ``seconds``.
 
-    ``own``: what rank 1 hears itself, None if nothing. ``word``: it is about such calls only. ``names``:
-    whether the error's ``ranks`` say who it was. ``after``: the others wait for that sign before they call.
+    ``own``: what rank 1 itself gets, None if nothing. ``word``: an argument that calls must use to be tried.
+    ``names``: whether the error's ``ranks`` name rank 1. ``after``: a sign that the others wait for before
+    they call.
     """
 
     does: Callable[[Rank, str], Awaitable[Any]]
@@ -343,7 +344,7 @@ FAULTS: dict[str, Fault] = {
         of_process=True,
     ),
 }
-#: Calls that differ: by what of them does.
+#: Differing calls, by what differs.
 DIFFERENT = {
     "operation": (_calls_another_operation, ""),
     "order": (_calls_in_other_order, ""),
@@ -363,7 +364,7 @@ for _what, (_does, _word) in DIFFERENT.items():
 
 @dataclass(frozen=True)
 class Cell:
-    """One of them all."""
+    """One cell of the matrix."""
 
     fault: str
     operation: str
@@ -376,9 +377,9 @@ class Cell:
 
 
 def cells(places: tuple[str, ...] = tuple(PLACES)) -> Iterator[Cell]:
-    """Every fault on each of ``places``; operations, ways of waiting and sizes in pairs.
+    """Yield every fault on each of ``places``, with operations, ways of waiting and sizes in pairs.
 
-    On one place a fault is tried in every other operation, on the next in those between.
+    In one place a fault is tried in every other operation, in the next place in the remaining ones.
     """
     for (at, place), (number, (name, fault)) in itertools.product(
         enumerate(PLACES), enumerate(FAULTS.items())
@@ -397,7 +398,7 @@ def cells(places: tuple[str, ...] = tuple(PLACES)) -> Iterator[Cell]:
 
 
 def some(of: list[Cell], most: int) -> list[Cell]:
-    """So many: of each fault in turn, each time in another operation and way."""
+    """Return at most ``most`` cells: each fault in turn, each time with another operation and way."""
     by_fault: dict[str, list[Cell]] = {}
     for one in of:
         by_fault.setdefault(one.fault, []).append(one)
@@ -411,13 +412,13 @@ def some(of: list[Cell], most: int) -> list[Cell]:
 
 
 def may_have_sent(one: Cell) -> bool:
-    """Whether rank 1 may be done before the others call: on MPI a root is, once it has sent."""
+    """Whether rank 1 may complete before the others call, as a root on MPI does once it has sent."""
     fault = FAULTS[one.fault]
     return (one.operation, fault.word) == ("broadcast", "root") and not fault.options and "mpi" in one.place
 
 
 async def cell(me: Rank, name: str, operation: str) -> Any:
-    """The cell, on one rank: what it has heard."""
+    """Run the cell on one rank. Returns what the rank got."""
     pids = await me.get(ac.all_gather_object(os.getpid()))
     await me.get(call(me, operation))  # its lane is open on all ranks
     fault = FAULTS[name]
@@ -441,12 +442,12 @@ async def cell(me: Rank, name: str, operation: str) -> Any:
 
 
 def told(error: str) -> str:
-    """As the table has it."""
+    """Format an error for the table."""
     return f"`{error}`" if error else "nothing"
 
 
 def table() -> str:
-    """The table of docs/faults.md."""
+    """Return the table of docs/faults.md."""
     made = list(cells())
     lines = [
         f"| rank 1 | the others get | within | rank 1 gets | operations | {' | '.join(PLACES)} |",

@@ -1,4 +1,4 @@
-"""What becomes of calls that differ where nobody compares them: on gloo, without memory and `check="full"`.
+"""Outcomes of differing calls that are not compared: on gloo, without shared memory and `check="full"`.
 
 Run as a program, it tries each in fresh processes, and prints the table of docs/faults.md.
 """
@@ -15,7 +15,7 @@ from ranks import Rank
 
 
 async def differs(me: Rank, operation: str, what: str) -> tuple[str, bool]:
-    """The error, or whether the result is that of ranks that all call as usual."""
+    """Return the error, and whether the result is that of ranks that all make the same call."""
     expected = await me.get(call(me, operation))
     if me.rank == CULPRIT:
         does, _ = DIFFERENT[what]
@@ -41,7 +41,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def outcome(operation: str, what: str, size: int) -> str:
-    """In words, of all ranks."""
+    """Return the outcome over all ranks, in words."""
     with worlds.fresh("gloo", size, memory=False) as world:
         try:
             results = world.run(differs, operation, what, dies=range(size), timeout=8)

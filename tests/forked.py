@@ -1,4 +1,4 @@
-"""Where the forked children of this process stand, once a test hangs: nobody else knows them."""
+"""Stack traces of this process's forked children, for a test that hangs: nothing else knows the children."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import time
 from pathlib import Path
 
 _ASKS = signal.SIGUSR1
-#: What faulthandler writes once for each process.
+#: A string that faulthandler writes once per process.
 _ONCE = "Current thread"
 _file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # children that are forked write to it, too
 
 
 def listen() -> None:
-    """Have children that are forked from now on write down where they stand, when they are asked."""
+    """Make children that are forked from now on write their stacks when asked by a signal."""
     faulthandler.register(_ASKS, file=_file, all_threads=True)
 
 
 def stacks(seconds: float = 2.0) -> str:
-    """What they have written, of all that do within so many seconds; "" without any."""
+    """Return the stacks that the children write within ``seconds``; "" without children."""
     begun = os.fstat(_file.fileno()).st_size
     asked = [pid for pid in _children() if _listens(pid)]
     for pid in asked:
         os.kill(pid, _ASKS)
     until = time.monotonic() + seconds
     while (told := _written(begun)).count(_ONCE) < len(asked) and time.monotonic() < until:
-        time.sleep(0.01)  # nobody says when a child has written
+        time.sleep(0.01)  # there is no notification when a child has written
     return told
 
 
@@ -43,7 +43,7 @@ def _children() -> list[int]:
 
 
 def _listens(pid: int) -> bool:
-    """Whether it is a fork of this process: in another program the signal would be the end."""
+    """Whether it is a fork of this process: the signal would kill any other program."""
     try:
         told = Path(f"/proc/{pid}/status").read_text()
     except OSError:

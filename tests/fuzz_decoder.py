@@ -1,8 +1,9 @@
-"""Bytes that nobody encoded, thrown at the decoder of objects: `python tests/fuzz_decoder.py SECONDS [SEED]`.
+"""Fuzz the decoder of objects with arbitrary bytes: `python tests/fuzz_decoder.py SECONDS [SEED]`.
 
-Messages are mutated, spliced and kept when they reach a line of the decoder that none has reached before.
-Each must decode to a value or to a `CollectiveError`; run no code, open nothing, import nothing (an audit
-hook looks); and take memory in proportion to its length. What does not is printed, and ends the run.
+Messages are mutated and spliced, and kept if they reach a line of the decoder that no earlier one reached.
+Each must decode to a value or raise `CollectiveError`. It must not run code, open or import anything (an
+audit hook checks), and may use memory only in proportion to its length. A violation ends the run, and is
+printed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from asynccoll.errors import CollectiveError
 from asynccoll.payload.safecodec import decode, encode
 
-#: Of a message of n bytes: the objects of Python are larger than what says them.
+#: The bytes that a message may take: a constant, and per byte, as Python's objects exceed their encoding.
 MOST_BYTES = (1 << 20, 400)
 FORBIDDEN = (
     "exec",
@@ -93,7 +94,7 @@ def _mutated(drawn: random.Random, messages: list[bytes]) -> bytes:
 
 
 def _tried(raw: bytes) -> None:
-    """Decode it; raises ``AssertionError`` for what must not be."""
+    """Decode ``raw``; raise ``AssertionError`` if the decoder does something forbidden."""
     global _inside
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
@@ -109,14 +110,14 @@ def _tried(raw: bytes) -> None:
 
 
 def fuzz(seconds: float, seed: int) -> tuple[int, int]:
-    """How many messages were tried, and how many kept."""
+    """Fuzz for ``seconds``. Returns how many messages were tried, and how many kept."""
     global _new
     drawn = random.Random(seed)
     messages = []
     for value in SEEDS:
         try:
             messages.append(bytes(encode(value)))
-        except Exception as error:  # refused where it would be sent
+        except Exception as error:  # already refused by the sender
             print(f"not a seed: {value!r}: {error}", file=sys.stderr)
     tracemalloc.start()
     for raw in messages:

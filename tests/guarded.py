@@ -1,7 +1,7 @@
-"""Ranks under a launcher (mpiexec, horovodrun): started, looked after and told from it.
+"""Ranks under a launcher (mpiexec, horovodrun), started and watched separately from it.
 
-Each rank runs under a shell that writes down its process and how it ended, and that the launcher sees
-in its place: the end of one rank is then the test's to judge, not the launcher's to clean up after.
+Each rank runs under a shell, which records the rank's process id and exit code. The launcher only sees the
+shell, so that the test, not the launcher, decides what the end of a rank means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ while [ $code != 0 ] && [ -e "$directory" ] && kill -0 $PPID; do sleep 0.1; done
 
 
 class LaunchedRank:
-    """One rank as ``subprocess.Popen`` would show it, though a launcher is its parent."""
+    """One rank with the interface of ``subprocess.Popen``, although its parent is not this process."""
 
     def __init__(self, directory: Path, rank: int, launcher: subprocess.Popen[bytes]) -> None:
         self._directory = directory
@@ -48,7 +48,7 @@ class LaunchedRank:
         return int(self._directory.joinpath(f"pid-{self._rank}").read_text())
 
     def poll(self) -> int | None:
-        """The rank's exit code as Popen counts it, once it has ended."""
+        """Return the rank's exit code, in Popen's convention, once it has ended."""
         if self.returncode is None:
             ended = self._launcher.poll()
             with contextlib.suppress(FileNotFoundError):
@@ -79,7 +79,7 @@ class LaunchedRank:
 
 
 class LastLaunchedRank(LaunchedRank):
-    """The rank that answers for the launcher, too: it is waited for and killed last."""
+    """The rank that also stands for the launcher: it is waited for and killed last."""
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout or patient(60))
@@ -91,14 +91,17 @@ class LastLaunchedRank(LaunchedRank):
     def kill(self) -> None:
         super().kill()
         if self._launcher.poll() is None:
-            self._launcher.terminate()  # it ends the shells around the ranks
+            self._launcher.terminate()  # ends the shells around the ranks
             self._launcher.wait(patient(10))
 
 
 def start(
     world: World, address: str, launch: Callable[[list[str]], list[str]], environ: dict[str, str]
 ) -> list[Any]:
-    """All ranks by the command line that `launch` makes; what they and it say goes to stderr-0, -1, ..."""
+    """Start all ranks by the command line that `launch` makes.
+
+    The output of each rank goes to stderr-0, -1, ..., the launcher's to stderr-0.
+    """
     from worlds import _Process
 
     for rank in range(world.size):

@@ -1,4 +1,4 @@
-"""ignite's handlers over one training, on the real ``ignite.distributed`` or on ours; what they found.
+"""Runs ignite's handlers in one training, on the real ``ignite.distributed`` or on ours, for comparison.
 
 The function runs on the ranks of a test world; ``ignite_on_sync`` chooses the module.
 """
@@ -15,7 +15,7 @@ from ignite_on_sync import CLASSES, batches, choose
 
 
 def handlers(me: Any, aliased: bool) -> dict[str, Any]:
-    """Schedulers, finders, stores and savers; the training goes on from what was saved."""
+    """Train with schedulers, finders, stores and savers, and resume from a checkpoint."""
     choose(me, aliased)
     import ignite.distributed as idist
     from ignite.engine import Engine, Events
@@ -115,7 +115,7 @@ def handlers(me: Any, aliased: bool) -> dict[str, Any]:
         first = torch.load(Path(directory, "checkpoint_1.pt"), weights_only=False)
         Checkpoint.load_objects(saved, first)
         found["as after the first"] = (trainer.state.epoch, accuracy.compute())
-        trainer.run(data, max_epochs=3, epoch_length=3)  # epochs two and three once more
+        trainer.run(data, max_epochs=3, epoch_length=3)  # repeats epochs two and three
         idist.barrier()
     found["history"] = history
     found["steps timed"] = timer.step_count

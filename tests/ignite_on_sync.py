@@ -1,6 +1,6 @@
 """ignite's metrics and handlers, on the real ``ignite.distributed`` or on ``asynccoll.sync`` in its place.
 
-The functions run on the ranks of a test world, or (``serially``) in one process on everybody's data.
+The functions run on the ranks of a test world, or (``serially``) in one process on the data of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def alias() -> None:
 
 
 def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What this rank sees: scores for four classes, and the class."""
+    """Return the batches of this rank: scores for four classes, and the class."""
     generator = torch.Generator().manual_seed(100 + rank)
     return [
         (
@@ -41,7 +41,7 @@ def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def make_metrics() -> dict[str, tuple[Any, Any]]:
-    """Each metric, and what it is fed from (scores, class)."""
+    """Return each metric, and the function that makes its input from (scores, class)."""
     from ignite import metrics as im
     from ignite.metrics import regression as reg
 
@@ -90,10 +90,10 @@ def make_metrics() -> dict[str, tuple[Any, Any]]:
 
 
 def compute(feeds: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> dict[str, Any]:
-    """Every metric over the batches of these ranks."""
+    """Compute every metric over the batches of these ranks."""
     found = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of scikit-learn and torch, to ignite
+        warnings.simplefilter("ignore")  # by scikit-learn and torch, because of ignite's calls
         for name, (metric, feed) in make_metrics().items():
             metric.reset()
             for rank_batches in feeds:
@@ -104,13 +104,13 @@ def compute(feeds: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> dict[str, A
 
 
 def metrics(me: Any, aliased: bool) -> dict[str, Any]:
-    """What the ranks compute together."""
+    """Compute the metrics over all ranks."""
     choose(me, aliased)
     return compute([batches(me.rank)])
 
 
 def choose(me: Any, aliased: bool) -> None:
-    """In this world it is the one or the other; both know the local rank."""
+    """Use one or the other module in this world, and tell it the local rank."""
     if aliased and "ignite" not in sys.modules:
         alias()
     import ignite.distributed as idist
@@ -123,7 +123,7 @@ def choose(me: Any, aliased: bool) -> None:
 
 
 def training(me: Any, aliased: bool, epochs: int = 4) -> dict[str, Any]:
-    """A small model trained with ignite's engine, handlers and auto helpers; what came of it."""
+    """Train a small model with ignite's engine, handlers and auto helpers. Returns the outcome."""
     choose(me, aliased)
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer

@@ -1,4 +1,4 @@
-"""``asynccoll`` as a command line: processes that are started, signalled and looked for in tests."""
+"""``asynccoll`` as a command line: starts, signals and finds its processes for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import asynccoll
 from patience import patient
 
-#: Seconds after which a job is killed; a test that sees to its end itself has to be sooner.
+#: Seconds after which a job is killed; a test that ends a job itself must do so earlier.
 LIMIT_S = patient(60)
 
 INHERITED = re.compile(r"^(PET_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|GLOO_|OMP_)|^(RANK|WORLD_SIZE)$")
@@ -27,10 +27,10 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes i
 
 
 class Job:
-    """A command line of ours in a session of its own, whose every process can be found again."""
+    """A command line of ours in a separate session, all of whose processes can be found."""
 
     def __init__(self, directory, *arguments, python=(sys.executable,), apart=True, **variables):
-        """Not ``apart``: in this session, so that this process is the shell that could continue it."""
+        """``apart=False``: it runs in this session, where this process acts as a shell with job control."""
         self.token = uuid.uuid4().hex
         environ = {k: v for k, v in os.environ.items() if not INHERITED.search(k)}
         here = str(Path(asynccoll.__file__).parent.parent)
@@ -62,13 +62,13 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
     def lines(self, count):
-        """The next lines that ranks print, to say that they are where a test wants them."""
+        """Return the next lines that ranks print, with which they say that they have got that far."""
         found = [self.process.stdout.readline().strip() for _ in range(count)]
         assert all(found), f"ended early: {found} {self.wait()}"
         return sorted(found)
 
     def wait(self):
-        """The exit code, the rest of standard output, and all of standard error."""
+        """Wait for the end. Returns the exit code, the rest of stdout, and all of stderr."""
         if self._ended is None:
             output = self.process.stdout.read()
             self._reader.join()
@@ -79,7 +79,7 @@ class Job:
         return self._ended
 
     def left(self):
-        """Processes of this job that still are."""
+        """Return the processes of this job that still exist."""
         token = f"ASYNCCOLL_TEST_TOKEN={self.token}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
@@ -91,7 +91,7 @@ class Job:
 
 @contextlib.contextmanager
 def starting(directory: Path) -> Iterator[Callable[..., Job]]:
-    """Starts ``asynccoll`` in a fresh directory; whatever is left at the end is killed."""
+    """Yield a function that starts ``asynccoll`` in a directory; jobs still running at the end are killed."""
     jobs = []
 
     def start(*arguments, **options):
@@ -107,7 +107,7 @@ def starting(directory: Path) -> Iterator[Callable[..., Job]]:
 
 
 def writing(directory: Path) -> Callable[..., str]:
-    """Writes a script of the given text and returns its name."""
+    """Return a function that writes a script of the given text and returns its name."""
 
     def write(text, name="program.py"):
         path = directory / name

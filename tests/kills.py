@@ -1,7 +1,7 @@
-"""Kill a rank at a random moment, again and again: what the others are told, how soon, and what is left.
+"""Kill a rank at a random moment, repeatedly: which error the survivors get, how soon, and what is leaked.
 
 ``python tests/kills.py 1000 [SEED]`` prints one line of figures, and a line for each kill that went wrong.
-Ranks are forked from this process, which has imported everything and started nothing.
+Ranks are forked from this process, which has imported everything but started nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from patience import patient
 
 __all__ = ["Kills", "kill_many"]
 
-#: Survivors that have said nothing for so long are taken for hanging.
+#: Survivors that have not reported for this long are considered hanging.
 HANG_SECONDS = 30.0
-#: Elements of what is reduced and gathered: one step, several in flight, many steps.
+#: Elements to reduce and gather: one step, several in flight, many steps.
 _SIZES = (1, 1000, 70_000, 400_000)
 
 
 @dataclass
 class Kills:
-    """What has come of some kills."""
+    """The outcome of a number of kills."""
 
-    #: from the kill to the error, of each survivor
+    #: the time from the kill to the error, for each survivor
     seconds: list[float] = field(default_factory=list)
-    #: what was not as it should be
+    #: descriptions of what went wrong
     wrong: list[str] = field(default_factory=list)
 
     def share_within(self, seconds: float) -> float:
@@ -81,7 +81,7 @@ def _kill_one(size: int, rng: random.Random, kills: Kills, name: str) -> None:
                 )
                 kills.wrong.append(f"{name}: the world of {size} did not come together{said}")
                 return
-            time.sleep(pause)  # the moment is drawn: nothing is waited for
+            time.sleep(pause)  # a random moment, not a wait for something
             start = time.monotonic()
             os.kill(ranks[victim][0], signal.SIGKILL)
             for rank, (pid, pipe) in enumerate(ranks):
@@ -113,14 +113,14 @@ def _judge(said: Any, victim: int, start: float, kills: Kills, name: str) -> Non
 
 
 def _last_words(pid: int, written: Path) -> str:
-    """What raised in a rank, or where all of its threads are; it is at its end then."""
+    """Return what a rank raised, or the stacks of its threads; ends the rank."""
     os.kill(pid, signal.SIGUSR1)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     return f"\n--- process {pid}:\n{written.read_text()}"
 
 
 def _read(pipe: int) -> Any:
-    """The next line that a rank says; None if it says none."""
+    """Return the next line that a rank reports; None if it reports none."""
     line = b""
     while not line.endswith(b"\n"):
         if not select.select([pipe], [], [], HANG_SECONDS)[0]:
@@ -133,7 +133,7 @@ def _read(pipe: int) -> Any:
 
 
 def _fork(rank: int, size: int, directory: Path, seed: int) -> tuple[int, int]:
-    """The number of the process that is this rank, and the pipe by which it speaks."""
+    """Fork a rank. Returns its process id, and the pipe by which it reports."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid:
@@ -155,7 +155,7 @@ def _be_rank(rank: int, size: int, meet: str, seed: int, pipe: int) -> None:
     def say(what: object) -> None:
         os.write(pipe, json.dumps(what).encode() + b"\n")
 
-    warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # what was in flight is dropped with the error
+    warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # the error drops operations in flight
     opened = _descriptors()
     ac.initialize("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=20)
     try:
@@ -168,13 +168,13 @@ def _be_rank(rank: int, size: int, meet: str, seed: int, pipe: int) -> None:
         }
         said["text"] = str(error)
     ac.finalize()
-    gc.collect()  # the error knew the frames in which lanes were used, and those the lanes
+    gc.collect()  # the error's traceback referenced the frames that used the lanes
     said["left"] = [what for what in _descriptors() - opened if "asynccoll" in what or "pidfd" in what]
     say(said)
 
 
 async def _work(rng: random.Random, ready: Any) -> None:
-    """Calls without end, the same on all ranks: several in flight, some with nobody who waits yet."""
+    """Make endless calls, the same on all ranks: several in flight, some not yet waited for."""
     await ac.barrier()
     ready()
     while True:
@@ -191,7 +191,7 @@ async def _work(rng: random.Random, ready: Any) -> None:
 
 
 def _around(x: torch.Tensor, tag: int) -> list[Any]:
-    """A message to the next rank, and one from the rank before."""
+    """Start a message to the next rank, and one from the previous rank."""
     rank, size = ac.get_rank(), ac.get_world_size()
     return [
         ac.send(x, dst=(rank + 1) % size, tag=tag),
@@ -200,17 +200,17 @@ def _around(x: torch.Tensor, tag: int) -> list[Any]:
 
 
 def _in_dev_shm() -> set[str]:
-    """What is in /dev/shm of ours or torch's: other programs of this machine use it, too."""
+    """Return our and torch's files in /dev/shm, which other programs on this machine use, too."""
     return {name for name in os.listdir("/dev/shm") if "asynccoll" in name or "torch" in name}
 
 
 def _descriptors() -> set[str]:
-    """What this process has open, by name."""
+    """Return the open descriptors of this process, with the names of their files."""
     found = set()
     for one in os.listdir("/proc/self/fd"):
         try:
             found.add(f"{one} {os.readlink(f'/proc/self/fd/{one}')}")
-        except OSError:  # that of the listing itself
+        except OSError:  # the descriptor of the listing itself
             continue
     return found
 

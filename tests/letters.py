@@ -1,4 +1,4 @@
-"""Messages between any ranks, begun on each in an order of its own, and what must come of them."""
+"""Messages between arbitrary ranks, started in a different order on each, and the expected results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import asynccoll as ac
 
 __all__ = ["SMALL", "Letter", "begun", "check", "drawn", "started"]
 
-#: Elements: none, what lies in a slot, and what needs many parts where slots are small.
+#: Elements: none, as many as fit into a slot, and many parts where slots are small.
 SMALL = (0, 1, 3, 16, 40, 300, 1500)
 
 
 class Letter(NamedTuple):
-    """A message, and its number among all."""
+    """A message, with its number among all messages."""
 
     number: int
     src: int
@@ -30,7 +30,7 @@ class Letter(NamedTuple):
 
 
 def drawn(seed: int, size: int, most: int = 14, counts: Sequence[int] = SMALL) -> list[Letter]:
-    """Messages between any two, of few tags and any of these sizes."""
+    """Draw messages between any two ranks, with few tags and any of these sizes."""
     chance = random.Random(seed)
     letters = []
     for number in range(chance.randint(1, most)):
@@ -40,9 +40,9 @@ def drawn(seed: int, size: int, most: int = 14, counts: Sequence[int] = SMALL) -
 
 
 def begun(letters: Iterable[Letter], rank: int, seed: int) -> list[tuple[Letter, Any]]:
-    """Of all that this rank sends and receives the works, begun in an order of its own.
+    """Start all messages that this rank sends or receives, in a random order. Returns their works.
 
-    Those of one pair and tag in theirs, or they would be other messages.
+    Messages of the same pair and tag keep their order, since the order is what identifies them.
     """
     chance = random.Random(f"{seed} {rank}")
     streams: dict[tuple[bool, int, int], list[Letter]] = {}

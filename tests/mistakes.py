@@ -1,4 +1,4 @@
-"""Mistakes that could have been made in the library: some thought of, and mechanical ones."""
+"""Mistakes that could be made in the library: hand-written ones and mechanical ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FILES = (
 
 
 class Mistake(NamedTuple):
-    """A file that has it, and what it is."""
+    """A mistake, and the file that contains it."""
 
     file: str
     what: str
@@ -59,7 +59,7 @@ class Mistake(NamedTuple):
 
 
 def _replaced(file: str, right: str, wrong: str, *more: str) -> Mistake:
-    """``more``: further pairs, where a thing is looked at in several places."""
+    """``more``: further pairs, for a condition that is checked in several places."""
     text = (LIBRARY / file).read_text()
     for old, new in zip((right, *more[::2]), (wrong, *more[1::2]), strict=True):
         if text.count(old) != 1:  # in another place it would be another mistake
@@ -179,7 +179,7 @@ _SEEDED = (
 
 
 def SEEDED() -> list[Mistake]:  # noqa: N802  # a table
-    """Those that were thought of."""
+    """Return the hand-written mistakes."""
     return [_replaced(*one) for one in _SEEDED]
 
 
@@ -227,7 +227,7 @@ _TRAINING = (
 
 
 def TRAINING() -> list[Mistake]:  # noqa: N802  # a table
-    """Those of training, which drawn trainings are to find."""
+    """Return the mistakes of training, which drawn trainings must find."""
     return [_replaced(*one) for one in _TRAINING]
 
 
@@ -235,7 +235,7 @@ def TRAINING() -> list[Mistake]:  # noqa: N802  # a table
 
 
 def mechanical(count: int, seed: int) -> list[Mistake]:
-    """So many, drawn from all there could be."""
+    """Return ``count`` mechanical mistakes, drawn from all possible ones."""
     found = [mistake for file in FILES for mistake in _all_of(file)]
     return random.Random(seed).sample(found, min(count, len(found)))  # it hides nothing
 
@@ -258,7 +258,7 @@ def _all_of(file: str) -> Iterator[Mistake]:
 
 
 def _with(file: str, text: str, node: ast.AST, kind: str, wrong: str) -> Mistake:
-    """The text with ``wrong`` in the place of ``node``."""
+    """Return the text with ``wrong`` in place of ``node``."""
     lines = text.splitlines(keepends=True)
     start, end = _place(lines, node)
     right = text[start:end]
@@ -280,7 +280,7 @@ def _forgotten_call(node: ast.AST) -> str | None:
 
 
 def _forgotten_note(node: ast.AST) -> str | None:
-    """What is set on an object is not."""
+    """Leave out an assignment to an attribute."""
     if isinstance(node, (ast.Assign, ast.AugAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if all(isinstance(target, ast.Attribute) for target in targets):
@@ -289,7 +289,7 @@ def _forgotten_note(node: ast.AST) -> str | None:
 
 
 def _one_less(node: ast.AST) -> str | None:
-    """The last of what is asked for together is not asked for."""
+    """Leave out the last operand of ``and`` or ``or``."""
     if isinstance(node, ast.BoolOp) and len(node.values) > 1:
         node.values = node.values[:-1]
         return f"({ast.unparse(node if len(node.values) > 1 else node.values[0])})"

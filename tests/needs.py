@@ -1,7 +1,7 @@
-"""What some tests need of the machine: programs from Debian, and leave to make network namespaces.
+"""Requirements of some tests on the machine: Debian programs, and permission to make network namespaces.
 
-Where a person runs the tests and it is not there, these tests skip and say how to get it. On CI, which
-runs as root and has installed it (`tools/system.py`), its absence is a failure.
+If a requirement is missing, the tests skip and say how to get it. On CI, which runs as root and has installed
+everything (`tools/system.py`), a missing requirement is a failure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import envbuild
 import system
 from envs import ENVIRONMENTS
 
-#: With the directories of the daemons, which are not on everybody's path.
+#: Includes the directories of daemons, which are not on every user's path.
 PATH = system.SEARCH
 
 
 def need(*names: str) -> None:
-    """Go on only with the Debian packages ``names``."""
+    """Skip or fail unless the Debian packages ``names`` are installed."""
     packages = [one for one in system.missing() if one.name in names]
     if packages:
         absent(
@@ -34,7 +34,7 @@ def need(*names: str) -> None:
 
 
 def need_package(name: str, backend: str, where: str) -> None:
-    """Go on only with a package of Python; where its backend is under test, its absence is an error."""
+    """Skip without a Python package; if its backend is under test, fail instead."""
     if under_test(backend):
         importlib.import_module(name)
     else:
@@ -42,7 +42,7 @@ def need_package(name: str, backend: str, where: str) -> None:
 
 
 def need_package_of(group: str, name: str) -> Any:
-    """A package of a group of requirements; in an environment that has the group its absence is an error."""
+    """Import a package of a group of requirements, or skip; fail if this environment has the group."""
     having = [row for row in ENVIRONMENTS.values() if group in row.groups]
     if any(envbuild.directory(row).name == Path(sys.prefix).name for row in having):
         return importlib.import_module(name)
@@ -51,7 +51,7 @@ def need_package_of(group: str, name: str) -> Any:
 
 
 def has_package(name: str, backend: str) -> bool:
-    """Whether it is there, without loading it; where its backend is under test, its absence is an error."""
+    """Whether a package is installed, without importing it; raise if it is missing but under test."""
     found = importlib.util.find_spec(name) is not None
     if not found and under_test(backend):
         raise ImportError(f"{name} is not there, in the environment that is to test {backend}")
@@ -64,20 +64,20 @@ def under_test(backend: str) -> bool:
 
 
 def need_root(purpose: str) -> None:
-    """Go on only as root."""
+    """Skip or fail unless run as root."""
     if os.geteuid() != 0:
         absent(f"{purpose} takes root", "sudo make test")
 
 
 def absent(what: str, cure: str) -> NoReturn:
-    """Skip, or fail on CI, where nothing may be absent."""
+    """Skip, or fail on CI, where nothing may be missing."""
     if os.environ.get("CI") and os.geteuid() == 0:
         pytest.fail(f"{what} ({cure})")
     pytest.skip(f"{what} ({cure})")
 
 
 def which(name: str) -> str:
-    """The path of a program that ``need`` has found."""
+    """Return the path of a program that ``need`` has found."""
     found = shutil.which(name, path=PATH)
     assert found is not None, f"{name} is nowhere on {PATH}"
     return found

@@ -1,9 +1,9 @@
-"""Ranks that are forked from a process which has imported everything: a world is there in no time.
+"""Ranks that are forked from a process that has already imported everything, so worlds start quickly.
 
-To import torch takes a rank two seconds of a processor, and a run of the tests starts hundreds of ranks. One
-such process for each rank, so that the ranks differ in the seed of their hashes as started ones do. Run as a
-script, this file is that process: it forks a rank for each line that asks for one, and says how it ended. A
-rank ends as a script does, at the end of this one.
+Importing torch takes two seconds of processor time per rank, and a run of the tests starts hundreds of ranks.
+There is one such process per rank number, so that ranks differ in their hash seeds, like separately started
+ones. Run as a script, this file is that process: it forks a rank for each line that asks for one, and reports
+how ranks ended. A rank ends like a script, at the end of this one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEPT: dict[int, Nurse] = {}
 
 
 class Nurse:
-    """The process that the ranks of this number are forked from."""
+    """The process from which the ranks of one number are forked."""
 
     def __init__(self) -> None:
         import worlds
@@ -36,7 +36,7 @@ class Nurse:
         )
 
     def ask(self, *question: Any) -> Any:
-        """One line there, one line back."""
+        """Send one line, and return the answer."""
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._popen.stdin.write(json.dumps(question) + "\n")
         self._popen.stdin.flush()
@@ -44,7 +44,7 @@ class Nurse:
 
 
 class Forked:
-    """As much of a ``subprocess.Popen`` as a world needs."""
+    """The part of ``subprocess.Popen``'s interface that a world needs."""
 
     def __init__(self, nurse: Nurse, arguments: list[str], output: str, environ: dict[str, str]) -> None:
         self._nurse = nurse
@@ -73,7 +73,7 @@ class Forked:
 
 
 def start(world: Any, address: str) -> list[Any]:
-    """One forked process per rank, with the environment that the test has now."""
+    """Fork one process per rank, with the test's current environment."""
     from worlds import _Process, rank_environment
 
     for rank in range(world.size):
@@ -105,7 +105,7 @@ def _ended(pid: int) -> int | None:
 
 
 def main() -> None:
-    """Import what the ranks will, then answer."""
+    """Import what the ranks need, then answer questions."""
     import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import trio  # noqa: F401

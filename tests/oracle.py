@@ -1,12 +1,12 @@
 """What every collective must return, in plain Python and NumPy.
 
-Each function takes what all the ranks put in, listed by rank, and returns what
-each of them gets out, listed by rank. Nothing here calls a collective or any
-code of `asynccoll`: inputs are made from (rank, shape, dtype, seed) alone, so
-that every rank can work out everybody's expectation for itself.
+Each function takes the inputs of all ranks, in rank order, and returns the result
+of each, in rank order. Nothing here calls a collective or any code of `asynccoll`:
+inputs are made from (rank, shape, dtype, seed) alone, so every rank can compute
+the expected results of all ranks by itself.
 
-Data that only moves is compared as bytes. Data that is reduced is made of
-small whole numbers, so that every order of adding gives the same exact result.
+Data that only moves is compared as bytes. Data to be reduced consists of small
+whole numbers, so every order of summation gives the same exact result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {"bool": torch.bool, **INTEGERS, **FLOATS, **CO
 
 OPS = ("sum", "avg", "product", "min", "max", "and", "or", "band", "bor", "bxor")
 
-#: The reductions that mean something, by kind of element.
+#: The reductions that are defined, by kind of element.
 MEANINGFUL = {
     "bool": {"sum", "product", "min", "max", "and", "or", "band", "bor", "bxor"},
     "integer": {"sum", "product", "min", "max", "and", "or", "band", "bor", "bxor"},
@@ -48,7 +48,7 @@ MEANINGFUL = {
 
 
 def kind(dtype: torch.dtype) -> str:
-    """Which row of `MEANINGFUL` a dtype reads."""
+    """Return the row of `MEANINGFUL` for a dtype."""
     if dtype is torch.bool:
         return "bool"
     if dtype in COMPLEX.values():
@@ -57,12 +57,12 @@ def kind(dtype: torch.dtype) -> str:
 
 
 def reductions(dtype: torch.dtype) -> list[str]:
-    """The reductions that have a meaning for tensors of this dtype."""
+    """Return the reductions that are defined for tensors of this dtype."""
     return [op for op in OPS if op in MEANINGFUL[kind(dtype)]]
 
 
 def refusals(dtype: torch.dtype) -> list[str]:
-    """The reductions that have none and are refused."""
+    """Return the reductions that are not defined for this dtype, and are refused."""
     return [op for op in OPS if op not in MEANINGFUL[kind(dtype)]]
 
 
@@ -70,12 +70,12 @@ def refusals(dtype: torch.dtype) -> list[str]:
 
 
 def seeded(*key: Any) -> random.Random:
-    """A source of numbers that is the same on every rank and in every run."""
+    """Return a random generator that is the same on every rank and in every run."""
     return random.Random(repr(key))
 
 
 def moving(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random bit patterns (NaN payloads, infinities and all): for what only moves."""
+    """Return random bit patterns, including NaN payloads and infinities, for data that only moves."""
     count = math.prod(shape)
     source = seeded("moving", rank, tuple(shape), str(dtype), seed)
     if dtype is torch.bool:
@@ -86,7 +86,7 @@ def moving(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -
 
 
 def counting(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Small whole numbers: sums and products over four ranks are exact in every dtype."""
+    """Return small whole numbers: sums and products over four ranks are exact in every dtype."""
     source = seeded("counting", rank, tuple(shape), str(dtype), seed)
     count = math.prod(shape)
     low, high = (0, 5) if str(dtype).startswith("torch.uint") else (-3, 3)
@@ -103,11 +103,11 @@ def counting(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0)
 
 
 def by_rank(make: Callable[..., Tensor], size: int, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """What each of `size` ranks puts in."""
+    """Return the inputs of `size` ranks."""
     return [make(rank, *args, **kwargs) for rank in range(size)]
 
 
-#: Ways to lay the same values out in memory.
+#: Ways to lay out the same values in memory.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": lambda x: x.t().contiguous().t(),
@@ -121,7 +121,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def to_bytes(x: Tensor) -> np.ndarray:
-    """The bytes of a tensor, one row of `itemsize` per element."""
+    """Return the bytes of a tensor, one row of `itemsize` per element."""
     if x.numel() == 0:
         return np.empty((*x.shape, x.dtype.itemsize), np.uint8)
     plain = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -130,7 +130,7 @@ def to_bytes(x: Tensor) -> np.ndarray:
 
 
 def from_bytes(raw: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The tensor whose `to_bytes` is `raw`."""
+    """Return the tensor whose `to_bytes` is `raw`."""
     shape = raw.shape[:-1]
     if raw.size == 0:
         return torch.empty(shape, dtype=dtype)
@@ -141,7 +141,7 @@ def from_bytes(raw: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
-    """The one tensor that `op` over all ranks' tensors gives."""
+    """Return `op` over the tensors of all ranks."""
     dtype = inputs[0].dtype
     row = kind(dtype)
     assert op in MEANINGFUL[row], f"{op} of {dtype} means nothing"
@@ -187,7 +187,7 @@ FLOAT_OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def reduced_number(values: Sequence[Any], op: str) -> Any:
-    """The one Python number that `op` over all ranks' numbers gives."""
+    """Return `op` over the Python numbers of all ranks."""
     if op in ("sum", "product") and type(values[0]) is bool:
         values = [int(one) for one in values]
     total: Any = functools.reduce(operator.add, values)
@@ -210,7 +210,7 @@ def reduced_number(values: Sequence[Any], op: str) -> Any:
 
 
 def all_reduce(inputs: Sequence[Tensor], op: str) -> list[Tensor]:
-    """Everybody gets the reduction."""
+    """All ranks get the reduction."""
     return [reduced(inputs, op)] * len(inputs)
 
 
@@ -220,12 +220,12 @@ def reduce(inputs: Sequence[Tensor], op: str, dst: int) -> list[Tensor | None]:
 
 
 def broadcast(inputs: Sequence[Any], src: int) -> list[Any]:
-    """Everybody gets what `src` put in."""
+    """All ranks get the input of `src`."""
     return [inputs[src]] * len(inputs)
 
 
 def concatenated(inputs: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The tensors one after the other along `dim`; 0-d tensors as a vector."""
+    """Concatenate the tensors along `dim`; 0-d tensors become a vector."""
     if inputs[0].dim() == 0:
         rows = np.stack([to_bytes(x) for x in inputs])
     else:
@@ -234,17 +234,17 @@ def concatenated(inputs: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def all_gather(inputs: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-    """Everybody gets all the tensors, one after the other along `dim`."""
+    """All ranks get all tensors, concatenated along `dim`."""
     return [concatenated(inputs, dim)] * len(inputs)
 
 
 def gather(inputs: Sequence[Tensor], dst: int, dim: int = 0) -> list[Tensor | None]:
-    """`dst` gets all the tensors along `dim`, the others None."""
+    """`dst` gets all tensors, concatenated along `dim`, the others None."""
     return [concatenated(inputs, dim) if rank == dst else None for rank in range(len(inputs))]
 
 
 def parts(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
-    """`x` in `size` equal parts along `dim`."""
+    """Split `x` into `size` equal parts along `dim`."""
     dim %= x.dim()
     return [from_bytes(raw, x.dtype) for raw in np.split(to_bytes(x), size, axis=dim)]
 
@@ -268,7 +268,7 @@ def all_to_all(inputs: Sequence[Tensor], splits: Sequence[Sequence[int]] | None 
 
 
 def permute(inputs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The destination of a pair gets the source's tensor; who receives nothing gets zeros."""
+    """The destination of a pair gets the source's tensor; ranks that receive nothing get zeros."""
     source = {b: a for a, b in pairs}
     return [
         inputs[source[rank]] if rank in source else torch.zeros_like(inputs[rank])
@@ -280,14 +280,14 @@ def permute(inputs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that later changes of the original do not reach."""
+    """Return a deep copy, which later changes of the original do not affect."""
     return copy.deepcopy(value)
 
 
 def same(got: Any, want: Any, *, where: str = "", value: bool = False, rtol: float = 0.0) -> None:
-    """Raise AssertionError unless `got` is `want`: same type, structure, dtype, shape and bits.
+    """Raise AssertionError unless `got` equals `want`: same type, structure, dtype, shape and bits.
 
-    `value=True` lets 0.0 be -0.0 and any NaN be any NaN; `rtol` lets floats be close.
+    `value=True` treats 0.0 and -0.0, and all NaNs, as equal; `rtol` is a tolerance for floats.
     """
     at = f" at {where}" if where else ""
     if isinstance(want, Tensor):
@@ -359,7 +359,7 @@ def _short(x: Tensor) -> str:
 
 
 def epsilon(dtype: torch.dtype) -> float:
-    """One rounding of this dtype: how far an average may be off."""
+    """Return the rounding error of this dtype, by which an average may be off."""
     return float(torch.finfo(dtype).eps)
 
 
@@ -367,7 +367,7 @@ def epsilon(dtype: torch.dtype) -> float:
 
 
 def tree_map(fn: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
-    """The tree whose every leaf is `fn` of that leaf in all the trees, by rank."""
+    """Return the tree whose leaves are `fn` of the list of corresponding leaves in all trees."""
     first = trees[0]
     if first is None:
         return None
@@ -384,12 +384,12 @@ def tree_map(fn: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
 
 
 def reduced_leaf(leaves: list[Any], op: str) -> Any:
-    """The reduction of one leaf of a tree over all ranks."""
+    """Return the reduction of one leaf of a tree over all ranks."""
     if isinstance(leaves[0], Tensor):
         return reduced(leaves, op)
     return reduced_number(leaves, op)
 
 
 def gathered_leaf(leaves: list[Any], dim: int = 0) -> Any:
-    """A tensor leaf is concatenated over the ranks, any other becomes the list of all."""
+    """Concatenate a tensor leaf over the ranks; return any other leaf as a list of all."""
     return concatenated(leaves, dim) if isinstance(leaves[0], Tensor) else leaves

@@ -1,4 +1,4 @@
-"""What the tests of overlap share: small models alike on every rank, and what they should come to."""
+"""Shared by the tests of overlap: small models that are the same on every rank, and the expected results."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Several buckets even for models as small as these.
+#: Small enough for several buckets even with these small models.
 SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 100}
 
 
 class Heads(nn.Module):
-    """A trunk and three heads, of which a forward uses those it is told to."""
+    """A trunk and three heads; a forward uses only the heads that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Heads(nn.Module):
 
 
 def alike(model: nn.Module) -> nn.Module:
-    """The same numbers on every rank, also where ranks share torch's generator."""
+    """Set the same parameters on every rank, even where ranks share torch's generator."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
@@ -52,14 +52,14 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def close(got: Tensor | None, want: Tensor | None) -> bool:
-    """The same, to the rounding of a sum in another order."""
+    """Whether the tensors are equal, up to the rounding of a sum in another order."""
     if got is None or want is None:
         return got is want
     return got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def averages(model: nn.Module, size: int, backward: Callable[[nn.Module, int], None]) -> list[Any]:
-    """The mean over ranks of the gradients, computed here alone; None where nobody has one."""
+    """Return the mean over ranks of the gradients, computed locally; None where no rank has one."""
     by_rank = []
     for rank in range(size):
         twin = copy.deepcopy(model)

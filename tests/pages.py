@@ -1,4 +1,4 @@
-"""The blocks of code on the pages of the documentation, and why the tests do not run some of them."""
+"""The code blocks on the pages of the documentation, and why the tests do not run some of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One block, and the comment that stands right before it."""
+    """One block, and the comment right before it."""
 
     path: Path
     heading: str
@@ -31,17 +31,17 @@ class Block:
 
     @property
     def page(self) -> str:
-        """Its path in the documentation, or beside it."""
+        """The path of its page in docs, or in the repository if the page is not in docs."""
         return self.path.relative_to(DOCS if DOCS in self.path.parents else ROOT).as_posix()
 
     @property
     def name(self) -> str:
-        """Where a reader finds it."""
+        """The page and line of the block."""
         return f"{self.page}:{self.line}"
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """Those of a page that are in one of these languages, in their order."""
+    """Return a page's blocks in any of these languages, in their order."""
     text, heading = page.read_text(), ""
     found = []
     for match in _BLOCK.finditer(text):

@@ -1,6 +1,6 @@
-"""The same call on ``ignite.distributed`` and on ``asynccoll.sync``, on the same inputs, compared.
+"""Compares the same call on ``ignite.distributed`` and on ``asynccoll.sync``, with the same inputs.
 
-Used inside the ranks of a test world: both work on the same torch default group there.
+It runs inside the ranks of a test world, where both use the same torch default group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import oracle
 
 
 class Outcome:
-    """What a call gave or raised, and what it left of its arguments."""
+    """What a call returned or raised, and its arguments afterwards."""
 
     def __init__(self, idist: Any, call: Any, args: tuple[Any, ...]) -> None:
         self.args = copy.deepcopy(args)
@@ -30,16 +30,16 @@ class Outcome:
         told = [str(one.message) for one in heard if one.category is UserWarning]
         self.warned = [
             text for text in told if not text.startswith("Using a non-tuple")
-        ]  # of torch, to ignite
+        ]  # by torch, because of ignite's code
 
     @property
     def aliased(self) -> list[bool]:
-        """Which arguments the result is."""
+        """For each argument, whether the result is that argument."""
         return [self.result is arg and isinstance(arg, torch.Tensor) for arg in self.args]
 
 
 def modules() -> tuple[Any, Any]:
-    """ignite's module and ours."""
+    """Return ignite's module and ours."""
     import ignite.distributed as theirs
 
     import asynccoll.sync as ours
@@ -48,14 +48,14 @@ def modules() -> tuple[Any, Any]:
 
 
 def told(me: Any) -> None:
-    """Both know the local rank, as a launcher would have said: else ignite warns, in its first call."""
+    """Tell both modules the local rank, as a launcher would: otherwise ignite warns in its first call."""
     for idist in modules():
         idist.set_local_rank(me.rank)
         idist.sync()
 
 
 def compare(me: Any, label: str, call: Any, *args: Any, fails: bool = False, texts: bool = True) -> None:
-    """``call(idist, *args)`` has the same result with both; with ``fails``, the same error."""
+    """Check that ``call(idist, *args)`` has the same result with both; with ``fails``, the same error."""
     theirs, ours = modules()
     with me.case(label):
         expected = Outcome(theirs, call, args)
@@ -77,7 +77,7 @@ def compare(me: Any, label: str, call: Any, *args: Any, fails: bool = False, tex
 
 
 def same(got: Any, expected: Any, where: str = "the result") -> None:
-    """Equal in type, value, shape, dtype and whether gradients are recorded."""
+    """Check that both are equal in type, value, shape, dtype and ``requires_grad``."""
     assert type(got) is type(expected), f"{where}: {got!r} is no {type(expected).__name__}: {expected!r}"
     if isinstance(expected, (list, tuple)):
         assert len(got) == len(expected), f"{where}: {got!r} != {expected!r}"

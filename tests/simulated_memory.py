@@ -1,4 +1,4 @@
-"""Calls that ranks of one host make through memory in simulated worlds, and what they must come to."""
+"""Calls through shared memory between simulated ranks of one host, and their expected results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ENGINE = tuple(
 
 
 def run(main: Callable[[int], Any], seed: int, **options: Any) -> Report:
-    """In memory, in an order of this seed."""
+    """Simulate ``main`` in memory, in the order of this seed."""
     schedule = PCT() if seed % 2 else RandomWalk()
     given = {"transport": "memory", "schedule": schedule, "real_seconds": 60.0} | options
     return simulate(main, seed=seed, **given)
 
 
 def expected(call: tuple[str, int], number: int, rank: int, size: int) -> list[float]:
-    """What this call, number so many, is to come to on a rank."""
+    """Return the expected result of call ``number`` on a rank."""
     name, count = call
     rows = [[float(100 * number + 10 * one + place % 7) for place in range(count)] for one in range(size)]
     if name == "all_reduce":
@@ -35,7 +35,7 @@ def expected(call: tuple[str, int], number: int, rank: int, size: int) -> list[f
 
 
 def started(call: tuple[str, int], number: int, rank: int) -> Any:
-    """Its work."""
+    """Make the call, and return its work."""
     name, count = call
     x = torch.tensor([float(100 * number + 10 * rank + place % 7) for place in range(count)])
     if name == "all_reduce":
@@ -46,7 +46,7 @@ def started(call: tuple[str, int], number: int, rank: int) -> Any:
 
 
 def drawn(seed: int, most: int = 12) -> list[tuple[str, int]]:
-    """Calls of one step and of many."""
+    """Draw calls of one step and of many."""
     chance = random.Random(seed)
     names = ("all_reduce", "broadcast", "all_gather")
     counts = (0, 1, 3, 16, 40, 200)
@@ -54,12 +54,12 @@ def drawn(seed: int, most: int = 12) -> list[tuple[str, int]]:
 
 
 def flat(value: torch.Tensor) -> list[float]:
-    """Its elements."""
+    """Return the elements of a tensor."""
     return [float(one) for one in value.reshape(-1)]
 
 
 def told(work: Any, tries: int = 1) -> list[float]:
-    """Its result, in one dimension; waiting is begun again after an interrupt."""
+    """Wait for the result, again after an interrupt, and flatten it."""
     for _ in range(tries):
         try:
             value = work.wait()
@@ -70,7 +70,7 @@ def told(work: Any, tries: int = 1) -> list[float]:
 
 
 def check(calls: Sequence[tuple[str, int]], got: Sequence[list[float]], rank: int, size: int) -> None:
-    """Whether all came to what they must."""
+    """Check that all calls have their expected results."""
     for number, (call, values) in enumerate(zip(calls, got, strict=True)):
         wanted = expected(call, number, rank, size)
         assert values == wanted, f"rank {rank}, call {number}, {call}: {values} for {wanted}"

@@ -1,11 +1,11 @@
-"""A real SLURM cluster of two nodes on this machine, all of it in one directory.
+"""A real SLURM cluster of two nodes on this machine, all in one directory.
 
-`Cluster` is for tests: `cluster.call("srun", "-N2", ...)`. Its daemons (Debian's munged, slurmctld and a
-slurmd for each node) belong to a keeper, which is this file run as a program. The keeper lives for as
-long as somebody holds the other end of its standard input, and adopts the orphans of its children, so it
-can kill every process of the cluster and its jobs also after the tests were interrupted or killed.
+Tests use `Cluster`: `cluster.call("srun", "-N2", ...)`. Its daemons (Debian's munged, slurmctld and a slurmd
+per node) are children of a keeper, which is this file run as a program. The keeper lives until its standard
+input is closed, and adopts the orphans of its children, so it can kill every process of the cluster and its
+jobs even after the tests were interrupted or killed.
 
-The nodes are named by addresses of the loopback interface: names that need no entry anywhere.
+The nodes are named by loopback addresses, which need no host name entry.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ NodeName={second} NodeHostname={host} NodeAddr={second} Port={second_port} CPUs=
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
-#: SLURM hands out GPUs by their device files, and any two will do: nothing opens them.
+#: SLURM assigns GPUs by their device files. Any two files will do, since nothing opens them.
 GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, what it said, and how long it took."""
+    """The exit code, output and duration of a command."""
 
     code: int
     out: str
@@ -87,7 +87,7 @@ class Cluster:
     def __init__(self, path: str) -> None:
         self._made = tempfile.mkdtemp(prefix="asynccoll-slurm-")
         self.directory = Path(self._made)
-        self.directory.chmod(0o711)  # munged wants its socket to be within everybody's reach
+        self.directory.chmod(0o711)  # munged requires that all users can reach its socket
         self._path = path
         self._log = self.directory.joinpath("keeper.log").open("wb")
         self._keeper = subprocess.Popen(
@@ -96,12 +96,12 @@ class Cluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            start_new_session=True,  # Ctrl-C is for the tests; the keeper sees their end
+            start_new_session=True,  # Ctrl-C must reach only the tests; the keeper notices their end
         )
         self._await_ready()
 
     def call(self, *line: str, timeout: float = 90.0, **variables: str) -> Ended:
-        """Run a command with the cluster's configuration; it has to be done in time."""
+        """Run a command with the cluster's configuration, with a time limit."""
         start = time.monotonic()
         done = subprocess.run(
             line,
@@ -115,7 +115,7 @@ class Cluster:
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 
     def start(self, *line: str, terminal: int | None = None) -> subprocess.Popen[bytes]:
-        """The same, not waited for; it can be sent signals, and given a terminal."""
+        """Start a command without waiting for it; it can be signalled, and given a terminal."""
         return subprocess.Popen(
             line,
             env=self._environment({}),
@@ -125,7 +125,7 @@ class Cluster:
         )
 
     def jobs(self) -> list[str]:
-        """The jobs that are queued or running."""
+        """Return the jobs that are queued or running."""
         return self.call("squeue", "-h", "-o", "%i %T").out.split("\n")[:-1]
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Cluster:
             self._log.close()
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Ours, with the package and the helpers under test, without a launcher's place."""
+        """Return our environment with the package under test and its helpers, without launcher variables."""
         theirs = ("SLURM_", "SBATCH_", "SQUEUE_", "GLOO_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
         search = [str(Path(asynccoll.__file__).parent.parent), str(Path(__file__).parent)]
@@ -168,7 +168,7 @@ class Cluster:
 
 
 def keep(directory: Path) -> None:
-    """Start the cluster, say so, and kill all of it when standard input ends."""
+    """Start the cluster, report that, and kill all of it when standard input ends."""
     processes.adopt_orphans()
     try:
         start(directory)
@@ -184,7 +184,7 @@ def keep(directory: Path) -> None:
 
 
 def start(directory: Path) -> None:
-    """Write the configuration and start the daemons, one after the other as each needs the last."""
+    """Write the configuration and start the daemons in order, as each needs the previous one."""
     directory.joinpath("state").mkdir()
     key = directory / "munge.key"
     key.touch(0o400)
@@ -205,7 +205,7 @@ def start(directory: Path) -> None:
 
 
 def configuration(directory: Path) -> str:
-    """slurm.conf, on ports that are free."""
+    """Return slurm.conf, with free ports."""
     port = free_ports(3, PORTS)
     return CONFIGURATION.format(
         directory=directory,
@@ -234,13 +234,13 @@ def daemon(directory: Path, name: str, line: list[str]) -> subprocess.Popen[byte
 
 
 def states() -> list[str]:
-    """What the controller thinks of each node."""
+    """Return the state of each node according to the controller."""
     done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], capture_output=True, text=True, check=False)
     return done.stdout.split()
 
 
 def until(true, running: list[subprocess.Popen[bytes]]) -> None:
-    """Return when ``true()``; look often, for the daemons tell nobody when they are ready."""
+    """Poll until ``true()``, since the daemons do not notify anyone when they are ready."""
     deadline = time.monotonic() + START_SECONDS
     while not true():
         ended = [one.args[3:] for one in running if one.poll() is not None]

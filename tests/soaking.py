@@ -1,4 +1,4 @@
-"""Collectives of all kinds on their way, and what each must give, for tests of many of them."""
+"""Collectives of all kinds in flight, with their expected results, for tests of many of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = (
 
 
 def begin(me: Rank, kind: str, base: torch.Tensor, root: int, lane: str, place: Any) -> tuple[Any, Any]:
-    """A collective on its way, and what it must give."""
+    """Start a collective. Returns its work, and the expected result."""
     every = [base + rank for rank in range(me.size)]
     x = every[me.rank].to(place)
     match kind:
@@ -55,7 +55,7 @@ def begin(me: Rank, kind: str, base: torch.Tensor, root: int, lane: str, place: 
 
 
 def check(me: Rank, flying: list[tuple[str, Any, Any]]) -> None:
-    """Everything on its way gives what it must."""
+    """Check that everything in flight gives its expected result."""
     for what, work, want in flying:
         with me.case(what):
             got = work.wait()

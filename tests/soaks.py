@@ -1,6 +1,6 @@
-"""Mixed calls by the million, with waits cut short at random: whether all results are right, and what grows.
+"""Millions of mixed calls, with waits cut short at random: whether all results are right, and what grows.
 
-``python tests/soaks.py 1000000 [SEED]`` prints a line for each world, and one for each result that is wrong.
+``python tests/soaks.py 1000000 [SEED]`` prints a line for each world, and one for each wrong result.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from soaking import KINDS, begin
 
 __all__ = ["Found", "Soaked", "mixed", "soak"]
 
-#: Elements for each rank: one or none, odd, below and beyond a slot, and, rarely, in many steps.
+#: Elements per rank: none, one, odd numbers, below and above a slot, and (rarely) many steps.
 _SIZES = (0, 1, 3, 64, 1001, 20_011)
 _LARGE = (70_001, 400_003)
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int16, torch.bfloat16)
-#: How often a rank looks at what it holds, which takes as long as many calls.
+#: How often a rank measures its resources, which takes as long as many calls.
 _SAMPLES, _LEAST_BETWEEN = 60, 1000
-#: And how often it is said how far a long run has come.
+#: How often the progress of a long run is printed.
 _TOLD_EVERY = 50_000
 _LANES = ("default", "other", "third")
 
 
 class Sample(NamedTuple):
-    """What a rank holds after so many calls."""
+    """The resources that a rank holds after so many calls."""
 
     calls: int
     resident_bytes: int
@@ -48,19 +48,19 @@ class Sample(NamedTuple):
     threads: int
 
 
-#: What a rank held, again and again, and which results were wrong.
+#: The samples of a rank, and its wrong results.
 Found = tuple[list[Sample], list[str]]
 
 
 @dataclass
 class Soaked:
-    """What has come of one world's calls."""
+    """The outcome of one world's calls."""
 
     samples: list[list[Sample]]
     wrong: list[str]
 
     def bytes_per_call(self) -> float:
-        """How the resident memory of a rank grows once it has settled: of that in which it grows most."""
+        """Return the growth of resident memory per call, once settled, on the rank where it grows most."""
         settled = [one[len(one) // 3 :] for one in self.samples]
         return max(
             float(np.polyfit([s.calls for s in one], [s.resident_bytes for s in one], 1)[0])
@@ -68,7 +68,7 @@ class Soaked:
         )
 
     def grown(self, what: str) -> int:
-        """How many descriptors, or threads, a rank has at the end more than once it had settled."""
+        """Return how many more descriptors, or threads, a rank has at the end than once it had settled."""
         return max(getattr(one[-1], what) - getattr(one[len(one) // 3], what) for one in self.samples)
 
     def __str__(self) -> str:
@@ -80,15 +80,15 @@ class Soaked:
 
 
 def soak(size: int, calls: int, seed: int, **options: Any) -> Soaked:
-    """So many calls of a world of ``size`` ranks; ``options`` are those of ``ac.testing.world``."""
+    """Make ``calls`` calls in a world of ``size`` ranks; ``options`` are those of ``ac.testing.world``."""
     with asynccoll.testing.world(size, **options) as ranks:
         found = ranks.run(mixed, calls, seed, timeout=60 + calls / 20)
     return Soaked([samples for samples, _ in found], [one for _, wrong in found for one in wrong])
 
 
 async def mixed(rank: int, calls: int, seed: int) -> Found:
-    """Of any kind, size and dtype, on three lanes; one after the other, or up to 24 in flight."""
-    warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # a wait that is cut short may be the last
+    """Make calls of any kind, size and dtype on three lanes, one by one or with up to 24 in flight."""
+    warnings.simplefilter("ignore", ac.UnawaitedWorkWarning)  # a wait that was cut short may not be repeated
     me: Any = SimpleNamespace(rank=rank, size=ac.get_world_size())
     order, own = random.Random(seed), random.Random(f"{seed} {rank}")
     samples, wrong = [_sample(0)], list[str]()
@@ -110,7 +110,7 @@ async def mixed(rank: int, calls: int, seed: int) -> Found:
 
 
 def _begun(me: Any, order: random.Random, turn: int) -> Iterator[tuple[str, Any, Any]]:
-    """The call of that turn, the same on every rank; and what it must give."""
+    """Start the call of that turn, the same on every rank, and yield its work and expected result."""
     kind, lane = order.choice((*KINDS, "message")), order.choice(_LANES)
     size = order.choice(_SIZES if order.random() < 0.99 else _LARGE) * me.size
     root, dtype, tag = order.randrange(me.size), order.choice(_DTYPES), order.randrange(3)
@@ -126,19 +126,19 @@ def _begun(me: Any, order: random.Random, turn: int) -> Iterator[tuple[str, Any,
 
 @cache
 def _base(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that are exact in each of the dtypes, also when they are added."""
+    """Return numbers that are exact in each of the dtypes, even when summed."""
     return torch.arange(size).remainder(5).to(dtype)
 
 
 def _around(me: Any, what: str, base: torch.Tensor, lane: str, tag: int) -> Iterator[tuple[str, Any, Any]]:
-    """A message to the next rank, and one from the rank before."""
+    """Start a message to the next rank, and one from the previous rank."""
     after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     yield what, ac.recv(torch.empty_like(base), src=before, tag=tag, lane=lane), base + before
     yield what, ac.send(base + me.rank, dst=after, tag=tag, lane=lane), None
 
 
 async def _wrong(what: str, work: Any, want: Any, own: random.Random) -> list[str]:
-    """Wait for it, now and then after a wait that is cut short; what is wrong with the result."""
+    """Wait for the work, sometimes after a wait that is cut short. Returns what is wrong with the result."""
     way = own.randrange(12)
     if way == 0:
         with anyio.CancelScope() as scope:
@@ -147,7 +147,7 @@ async def _wrong(what: str, work: Any, want: Any, own: random.Random) -> list[st
     elif way == 1:
         with anyio.move_on_after(own.random() * 1e-3):
             await work
-    elif way == 2 and own.random() < 0.1:  # telling who is late takes longer than all the rest
+    elif way == 2 and own.random() < 0.1:  # finding out which rank is late takes longer than everything else
         with suppress(ac.CollectiveTimeoutError):
             work.wait(timeout=0)
     elif way == 3:

@@ -1,4 +1,4 @@
-"""Functions that spawned ranks run: found by name, so they stand in a module of their own."""
+"""Functions that spawned ranks run, in a separate module because they are looked up by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import asynccoll as ac
 
 
 def tell(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> None:
-    """Write down where this rank finds itself, and what came with the call."""
+    """Write down the place of this rank, and the arguments of the call."""
     total = ac.all_reduce(ac.get_rank() + 1).wait()
     said = {
         "local": local_rank,
@@ -32,7 +32,7 @@ def tell(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> None:
 
 
 def tell_sync(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> None:
-    """The same, as a program sees it that was written for ignite."""
+    """Write down the same through the interface of ignite."""
     import asynccoll.sync as idist
 
     said = {
@@ -51,12 +51,12 @@ def tell_sync(local_rank: int, directory: str, *args: Any, **kwargs: Any) -> Non
 
 
 def told(directory: Path) -> list[Any]:
-    """What the ranks wrote, by rank."""
+    """Return what the ranks wrote, by rank."""
     return [eval(path.read_text()) for path in sorted(directory.iterdir())]
 
 
 def fail(local_rank: int, culprit: int) -> None:
-    """One rank raises; the others wait for it."""
+    """Raise on one rank; the others wait for it."""
     ac.all_reduce(1).wait()
     if local_rank == culprit:
         raise LookupError(f"of rank {local_rank}")
@@ -64,7 +64,7 @@ def fail(local_rank: int, culprit: int) -> None:
 
 
 def fail_while_others(local_rank: int, culprit: int, do: str, directory: str) -> None:
-    """One rank raises; the others exit, or wait for something else."""
+    """Raise on one rank; the others exit, or wait for something else."""
     if local_rank == culprit:
         raise LookupError(f"of rank {local_rank}")
     if do == "exit":
@@ -74,18 +74,18 @@ def fail_while_others(local_rank: int, culprit: int, do: str, directory: str) ->
 
 
 async def tell_awaited(local_rank: int, directory: str, **kwargs: Any) -> None:
-    """Write down what came of an awaited call."""
+    """Write down the result of an awaited call."""
     total = await ac.all_reduce(ac.get_rank() + 1)
     Path(directory, str(ac.get_rank())).write_text(repr((local_rank, ac.get_rank(), total, kwargs)))
 
 
 def leave_in_flight(local_rank: int) -> None:
-    """A call that no other rank makes."""
+    """Leave a call in flight that no other rank makes."""
     ac.all_reduce(torch.ones(1), lane=f"of {local_rank}").detach()
 
 
 async def fail_awaited(local_rank: int, culprit: int) -> None:
-    """One rank raises; the others wait for it."""
+    """Raise on one rank; the others wait for it."""
     await ac.all_reduce(1)
     if local_rank == culprit:
         raise LookupError(f"of rank {local_rank}")
@@ -93,7 +93,7 @@ async def fail_awaited(local_rank: int, culprit: int) -> None:
 
 
 def die(local_rank: int) -> None:
-    """One rank is killed."""
+    """Kill one rank."""
     ac.all_reduce(1).wait()
     if local_rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +101,7 @@ def die(local_rank: int) -> None:
 
 
 def linger(local_rank: int, directory: str) -> None:
-    """Say that this rank is there, then stay until told."""
+    """Signal that this rank has started, then stay until a file says to go."""
     Path(directory, f"here-{local_rank}").write_text(str(os.getpid()))
     while not Path(directory, "go").exists():
         time.sleep(0.01)

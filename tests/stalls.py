@@ -1,9 +1,9 @@
-"""Stalls drawn from a seed: one rank does not make a call, and every other is told who, what and where.
+"""Stalls drawn from a seed: one rank does not make a call, and all others must learn who, what and where.
 
-`python tests/stalls.py COUNT [SEED]` tries so many on 2 to 8 ranks, with `simulated` behind it in simulated
-worlds, each with another order of its threads; `test_stalls.py` tries a few of both. Who stalls,
-in which call of which lane, what it called last and on which line are drawn alike on every rank; what each
-waiter must be told is worked out from that alone. Then the call is made, and its result must be right.
+`python tests/stalls.py COUNT [SEED]` tries so many on 2 to 8 ranks; with a further argument `simulated`, in
+simulated worlds, each with a different order of its threads. `test_stalls.py` tries a few of both. Every rank
+draws the same culprit, call, lane, and last call with its line; what each waiter's error must say follows
+from that alone. Then the missing call is made, and its result must be right.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asynccoll.testing import PCT, RandomWalk, simulate
 from patience import patient
 from ranks import Rank
 
-#: How much later than its timeout a waiter is told, at most.
+#: How long after its timeout a waiter gets its error, at most.
 TOLD_S = 1.0
 LANES = ("gradients", "eval", "data")
 
-#: By name, as errors have it: a call in which every rank waits for every other, and the result it must give.
+#: By name, as in errors: a call in which every rank waits for every other, and its expected result.
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
     "all_reduce": (
         lambda me, **on: ac.all_reduce(torch.tensor([me.rank + 1.0]), **on),
@@ -52,7 +52,7 @@ def _plain(result: Any) -> Any:
 
 
 async def _arrived(me: Rank, work: Any) -> Any:
-    """Its result, however often its time is over: now nobody is missing."""
+    """Wait for the result, retrying after timeouts, now that no rank is missing."""
     deadline = host.monotonic() + patient(10)
     while True:
         try:
@@ -62,7 +62,7 @@ async def _arrived(me: Rank, work: Any) -> Any:
 
 
 async def stall(me: Rank, seeds: list[int]) -> list[float]:
-    """One after the other; how long after its timeout this rank was told of each, in seconds."""
+    """Run one stall after the other. Returns how long after each timeout this rank got its error."""
     made: Counter[str] = Counter()
     late = []
     for number, seed in enumerate(seeds):
@@ -111,8 +111,8 @@ async def stall(me: Rank, seeds: list[int]) -> list[float]:
 def run(
     count: int, seed: int, sizes: tuple[int, ...], places: tuple[str, ...] = ("memory", "gloo")
 ) -> list[float]:
-    """Try ``count``, dealt out to worlds of those sizes, in turn through memory and sockets."""
-    import stalls  # by which name the ranks import it, also where this is the program
+    """Try ``count`` stalls, distributed over worlds of these sizes, in turn through memory and sockets."""
+    import stalls  # the name by which the ranks import this module, even if it is the program
     import worlds
 
     drawn = random.Random(seed)
@@ -129,8 +129,8 @@ def run(
 
 
 def simulated(seed: int, stalls: int = 10) -> list[float]:
-    """So many in one world; its size, transport, nodes and loop are drawn, too."""
-    from compositions_waited import driven  # here: the ranks of real worlds need neither
+    """Try stalls in one simulated world, whose size, transport, nodes and loop are drawn, too."""
+    from compositions_waited import driven  # imported here, since the ranks of real worlds do not need it
     from simulated import SimulatedRank
 
     drawn = random.Random(seed)
@@ -163,7 +163,7 @@ def simulated(seed: int, stalls: int = 10) -> list[float]:
 
 
 def run_simulated(count: int, seed: int) -> list[float]:
-    """Try ``count``, ten in each world."""
+    """Try ``count`` stalls, ten in each world."""
     late: list[float] = []
     for number in range(count // 10):
         late += simulated(seed * 1_000_000 + number)

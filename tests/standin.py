@@ -1,10 +1,11 @@
-"""A device that is behind, without a device: what is launched on its streams runs when the test lets it.
+"""A fake device that lags behind the host: kernels on its streams run when the test lets them.
 
-It stands in for CUDA and nccl where the code under test meets them: ``torch.cuda``'s streams and events, and
-a native process group whose works are ordered by streams (gloo carries the bytes once the device gets there).
-Everything in between is real. What torch computes under ``Deferring`` is launched, too: computed at once, of
-whatever memory holds too early, and again when its turn comes. So who is not ordered after what it needs gets
-wrong numbers: of several streams that could go on, the device picks the user's before a communicator's.
+It stands in for CUDA and nccl where the code under test uses them: ``torch.cuda``'s streams and events, and a
+native process group whose works are ordered by streams (gloo carries the bytes once the device gets there).
+Everything in between is real. Computations of torch under ``Deferring`` are launched as kernels, too: they
+are computed immediately, from whatever the memory holds too early, and again when the kernel's turn comes.
+Code that is not ordered after its inputs therefore gets wrong numbers: if several streams can proceed, the
+device picks the user's before a communicator's.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ Kernel = Callable[[], bool]
 
 
 class Device:
-    """Streams, and a thread that runs what is on them while it is let."""
+    """Streams, and a thread that runs their kernels while the test lets it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.streams: list[Stream] = []
         self.default = Stream(self)
         self.failure: Exception | None = None
-        self.asked = 0  # how often the host asked whether something is done
-        self.closed: list[int] = []  # how many kernels each group that was closed still had
+        self.asked = 0  # how often the host has polled an event
+        self.closed: list[int] = []  # for each group that was shut down, how many kernels it still had
         self.capturing = False
         self._going = self._over = False
         self._go_after: int | None = None
@@ -51,23 +52,23 @@ class Device:
         return getattr(self._here, "stream", self.default)
 
     def go(self) -> None:
-        """Let it run."""
+        """Let the device run."""
         with self.changed:
             self._going = True
             self.changed.notify_all()
 
     def hold(self) -> None:
-        """It has come to here, and stands still from now on."""
+        """Let the device catch up, then stop it."""
         self.settle()
         with self.changed:
             self._going = False
 
     def go_once_asked(self, times: int) -> None:
-        """Let it run once the host has asked so many times whether something is done."""
+        """Let the device run once the host has polled events this many times."""
         self.asked, self._go_after = 0, times
 
     def settle(self) -> None:
-        """Let it run until nothing is left."""
+        """Let the device run until no kernel is left."""
         self.go()
         with self.changed:
             assert self.changed.wait_for(lambda: not self.behind, patient(10)), "the device hangs"
@@ -89,7 +90,7 @@ class Device:
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """As ``torch.cuda.stream``; what is computed inside is launched there, on any thread."""
+        """Like ``torch.cuda.stream``: launch computations in the block on this stream, on any thread."""
         before = self.current
         self._here.stream = stream
         try:
@@ -109,19 +110,19 @@ class Stream:
     """Kernels that run one after the other."""
 
     def __init__(self, device: Device, *, late: bool = False) -> None:
-        """``late``: of those that could go on, another one does."""
+        """``late``: the other streams that can proceed run first."""
         self._device = device
         self.kernels: deque[Kernel] = deque()
         device.streams.insert(len(device.streams) if late else 0, self)
 
     def launch(self, kernel: Kernel) -> None:
-        """``kernel`` says whether it has come to its end; it is asked again if not."""
+        """Queue ``kernel``, which returns whether it has completed; if not, it is called again."""
         with self._device.changed:
             self.kernels.append(kernel)
             self._device.changed.notify_all()
 
     def step(self) -> bool:
-        """Run the next kernel, as far as it goes; whether it came to its end."""
+        """Run the next kernel as far as possible. Returns whether it completed."""
         if not self.kernels or not self.kernels[0]():
             return False
         self.kernels.popleft()
@@ -134,7 +135,7 @@ class Stream:
 
 
 class Event:
-    """As ``torch.cuda.Event``."""
+    """Like ``torch.cuda.Event``."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -161,7 +162,7 @@ class Event:
 
 
 class Deferring(TorchDispatchMode):
-    """What is computed inside is launched on the device's current stream."""
+    """Launches computations in the block on the device's current stream."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class Deferring(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:  # the host reads it
+        if func is torch.ops.aten._local_scalar_dense.default:  # the host reads the value
             self._device.settle()
             return func(*args, **kwargs)
         schema = func._schema
@@ -193,14 +194,14 @@ def _copied(to: Any, of: Any) -> bool:
 
 
 def _uncounted(filled: Any, write: Callable[[], object]) -> bool:
-    """Torch counts a write when it is launched, not when the device comes to it."""
+    """Write without counting it: torch counts a write at its launch, not when the device executes it."""
     with torch.autograd._unsafe_preserve_version_counter(filled):
         write()
     return True
 
 
 class Group:
-    """A native group whose works are ordered by a stream of its own; their bytes go over gloo."""
+    """A native group whose works are ordered by its own stream; the bytes are sent over gloo."""
 
     def __init__(self, device: Device, gloo: Any) -> None:
         self._device = device
@@ -252,7 +253,7 @@ class Group:
 
 
 def _went_well(work: Any) -> bool:
-    """A kernel whose peer is lost waits for it until it is aborted."""
+    """Whether the work succeeded. A kernel whose peer is lost keeps waiting until it is aborted."""
     try:
         return bool(work.wait())
     except RuntimeError:
@@ -260,7 +261,7 @@ def _went_well(work: Any) -> bool:
 
 
 class GroupWork:
-    """As nccl's work: the host never waits for it."""
+    """Like nccl's work: the host never waits for it."""
 
     def __init__(self, device: Device, end: Event) -> None:
         self._device = device
@@ -276,7 +277,7 @@ class GroupWork:
 
 @contextlib.contextmanager
 def device() -> Iterator[Device]:
-    """The lanes that are opened inside are on such a device, and so is what torch computes."""
+    """Put the lanes that are opened in the block, and torch's computations, on such a device."""
     one = Device()
     backend: Any = runtime.current().backend
     open_real = backend.open
@@ -307,5 +308,5 @@ def device() -> Iterator[Device]:
             one.settle()
         finally:
             one.end()
-            for lane in lanes:  # which nobody can ask any more
+            for lane in lanes:  # their works can no longer be polled
                 lane._out.clear()

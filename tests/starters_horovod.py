@@ -1,4 +1,4 @@
-"""Ranks under horovodrun, with Horovod's own gloo as controller; or started by `horovod.run`, if so told."""
+"""Ranks under horovodrun, with Horovod's own gloo as controller, or started by `horovod.run` on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from worlds import World
 
 
-#: `horovod.run` of a function that runs the rank's program, as `horovodrun` does.
+#: Calls `horovod.run` with a function that runs the rank's program, as `horovodrun` does.
 _RUN = """
 import horovod, subprocess, sys
 
@@ -26,12 +26,12 @@ if __name__ == "__main__":
 """
 
 
-#: Ranks that stand still while other worlds are in use must not take each other for dead.
+#: Ranks that are stopped while other worlds are in use must not consider each other dead.
 _ENVIRONMENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "900"}
 
 
 def start(world: World, address: str) -> list[Any]:
-    """All ranks by one launcher, which dies with the test session, and so ends ranks that stand still."""
+    """Start all ranks by one launcher, which dies with the test session, and so ends stopped ranks."""
     from worlds import rank_environment
 
     def launch(program: list[str]) -> list[str]:
@@ -45,10 +45,10 @@ def start(world: World, address: str) -> list[Any]:
 
 
 def options() -> dict[str, Any]:
-    """What `initialize` is told: horovodrun has said the rest."""
+    """Return the options of `initialize`; horovodrun provides the rest."""
     return {"timeout": patient(60)}
 
 
 def lacks(name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
-    """What Horovod cannot do: messages between two ranks."""
+    """Whether Horovod lacks the operation: it has no point-to-point messages."""
     return name in ("send", "recv", "send_object", "recv_object")

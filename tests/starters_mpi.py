@@ -12,12 +12,12 @@ from patience import patient
 if TYPE_CHECKING:
     from worlds import World
 
-#: Open MPI also watches its connection to the rank itself.
+#: Open MPI also monitors its own connection to the rank.
 _KEEP = {"mpich": [], "openmpi": ["--enable-recovery"]}
 
 
 def start(world: World, address: str) -> list[Any]:
-    """All ranks by one mpiexec."""
+    """Start all ranks by one mpiexec."""
     from worlds import rank_environment
 
     found = mpiexec.find()
@@ -32,7 +32,7 @@ def start(world: World, address: str) -> list[Any]:
 
 
 def on_nodes(nodes: Sequence[int]) -> dict[str, str]:
-    """What has MPICH take ranks of this host for those of several, and not share memory between these."""
+    """Return variables that make MPICH treat the ranks as on several hosts, without memory between them."""
     several = len(set(nodes))
     if several < 2:
         return {}
@@ -41,5 +41,5 @@ def on_nodes(nodes: Sequence[int]) -> dict[str, str]:
 
 
 def options() -> dict[str, Any]:
-    """What `initialize` is told: mpiexec has said the rest."""
+    """Return the options of `initialize`; mpiexec provides the rest."""
     return {"timeout": patient(60)}

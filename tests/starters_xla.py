@@ -1,7 +1,7 @@
-"""Ranks that are replica threads of torch_xla's CPU client: one process for all of a world.
+"""Ranks that are replica threads of torch_xla's CPU client: one process per world.
 
-The process is a rank's program (`ranks.py`) run once for each thread, each with a connection of its
-own to the test. An abort of the runtime ends this process, never the test's.
+The process runs the program of a rank (`ranks.py`) in each thread, each with its own connection to the test.
+An abort of the runtime ends this process, never the test's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def start(world: World, address: str) -> list[Any]:
-    """One process; its stacks and its standard error are those of every rank."""
+    """Start one process, whose stacks and standard error serve for every rank."""
     from worlds import _Process, rank_environment
 
     environ = rank_environment()
@@ -46,12 +46,12 @@ def start(world: World, address: str) -> list[Any]:
 
 
 def options() -> dict[str, Any]:
-    """What `initialize` is told: the runtime knows the rest."""
+    """Return the options of `initialize`; the runtime knows the rest."""
     return {"timeout": patient(60)}
 
 
 def main(address: str, backend: str, directory: str) -> None:
-    """The program of the process: a rank in each replica thread."""
+    """Run a rank in each replica thread of this process."""
     from multiprocessing.connection import Client
 
     import ranks

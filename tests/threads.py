@@ -1,4 +1,4 @@
-"""Worlds whose ranks are threads of the test's own process, over a `HashStore`."""
+"""Worlds whose ranks are threads of the test's process, over a `HashStore`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
     timeout: float = 20.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `case(me, *args, **kwargs)` on `size` threads that are the ranks of one world."""
+    """Run `case(me, *args, **kwargs)` on `size` threads, the ranks of one world. Returns their results."""
     store = dist.HashStore()
     failures: dict[int, list[str]] = {rank: [] for rank in range(size)}
     results: list[Any] = [None] * size
@@ -48,14 +48,14 @@ def run(
             results[rank] = run_case(me, case, args, kwargs)
         except BaseException:
             failures[rank].append(traceback.format_exc())
-        finally:  # also for later tests: while ranks are threads, the process has no world of one
+        finally:  # later tests need this, too: while ranks are threads, the process has no world of one
             ac.finalize()
 
     threads = [
         threading.Thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(size)
     ]
-    gc.collect()  # handles that earlier tests have left in reference cycles are none of this case's
+    gc.collect()  # so that handles that earlier tests left in reference cycles do not count here
     with none_dropped():
         for thread in threads:
             thread.start()
@@ -67,6 +67,6 @@ def run(
                 failures[rank].append(f"not done after {timeout} s\n{stack}")
         texts = [f"--- rank {rank}: {text}" for rank in failures for text in failures[rank]]
         shutil.rmtree(signs, ignore_errors=True)
-        if texts:  # which is why handles may have been dropped, too
+        if texts:  # takes precedence: handles may have been dropped because of these failures
             raise ThreadsError("\n".join([f"{case.__qualname__} on {size} threads failed", *texts]))
     return results

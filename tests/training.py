@@ -1,11 +1,11 @@
-"""A training script for launchers to start: data parallel, with a result known from one process.
+"""A data-parallel training script for launchers to start, whose result is known from one process.
 
-    python training.py parallel DIRECTORY   through `ac.Parallel`, which joins what the launcher made
-    python training.py sync DIRECTORY       the same by `asynccoll.sync`, as a program written for ignite
+    python training.py parallel DIRECTORY   through `ac.Parallel`, which joins the launcher's world
+    python training.py sync DIRECTORY       the same through `asynccoll.sync`, as programs written for ignite
     python training.py bare DIRECTORY       through `ac.initialize()`
 
-Each rank leaves a file of JSON there: where it finds itself, and the weights after the last step.
-The variable PARALLEL holds further arguments for `Parallel`, as JSON.
+Each rank writes a JSON file there, with its place and the weights after the last step. The environment
+variable PARALLEL holds further arguments for `Parallel`, as JSON.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch
 import asynccoll as ac
 
 STEPS = 5
-ROWS = 12  # divides among 1, 2, 3 and 4 ranks
+ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows and their labels."""
+    """Return all rows and their labels."""
     generator = torch.Generator().manual_seed(7)
     rows = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
     return rows, rows @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
 
 def train(rank: int, size: int, average) -> list[float]:
-    """Least squares by gradient steps, each rank on its own rows; the weights at the end."""
+    """Fit least squares by gradient steps, each rank on its own rows. Returns the final weights."""
     rows, labels = data()
     rows, labels = rows[rank::size], labels[rank::size]
     weights = torch.zeros(3, dtype=torch.float64)
@@ -44,24 +44,24 @@ def train(rank: int, size: int, average) -> list[float]:
 
 
 def expected() -> list[float]:
-    """The weights that one process comes to on all rows."""
+    """Return the weights that one process computes on all rows."""
     return train(0, 1, lambda gradient: gradient)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:
-    """By ``asynccoll``."""
+    """Average over the ranks, through ``asynccoll``."""
     return ac.all_reduce(x, op="avg").wait()
 
 
 def mean_by_sync(x: torch.Tensor) -> torch.Tensor:
-    """As programs for ignite do it."""
+    """Average over the ranks, as programs for ignite do it."""
     import asynccoll.sync as idist
 
     return idist.all_reduce(x) / idist.get_world_size()
 
 
 def main(local_rank: int, directory: str, module: str = "asynccoll") -> None:
-    """One rank: train, and tell; by ``asynccoll`` or by ``asynccoll.sync``."""
+    """Train as one rank, and write the result; through ``asynccoll`` or ``asynccoll.sync``."""
     world = importlib.import_module(module)
     average = mean if world is ac else mean_by_sync
     weights = train(world.get_rank(), world.get_world_size(), average)
@@ -81,7 +81,7 @@ def main(local_rank: int, directory: str, module: str = "asynccoll") -> None:
 
 
 def ranks(directory: Path, size: int, **same: object) -> list[dict]:
-    """What all ``size`` ranks left: each says what is the ``same`` for all, and has trained."""
+    """Read the files of all ``size`` ranks; check that each contains ``same``, and has trained correctly."""
     found = [json.loads(path.read_text()) for path in directory.glob("rank-*")]
     found.sort(key=lambda one: one["rank"])
     assert [(one["rank"], one["size"]) for one in found] == [(rank, size) for rank in range(size)]
@@ -92,7 +92,7 @@ def ranks(directory: Path, size: int, **same: object) -> list[dict]:
 
 
 def check(directory: Path, wanted: list[tuple[int, int]], **same: object) -> list[dict]:
-    """The same, and each rank is where ``wanted`` says: (node, local rank)."""
+    """Do the same, and check each rank's place: ``wanted`` lists (node, local rank)."""
     found = ranks(directory, len(wanted), **same)
     assert [(one["node"], one["local"]) for one in found] == wanted
     for one in found:

@@ -1,6 +1,6 @@
-"""Who averages the gradients of a training program: one class for each way, and one for nobody.
+"""Ways to average the gradients of a training program, one class each, and one class that does not.
 
-Knows nothing of what is trained, nor of when; that is ``training_models`` and ``training_loops``.
+This module must not know what is trained (``training_models``), nor when (``training_loops``).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from training_models import Dropping, Small, Stack
 
 
 class WithoutDDP(Training):
-    """As on the backends that DDP does not serve."""
+    """Training as on the backends without DDP."""
 
     ddp = False
 
 
 def without_ddp(place: Place) -> Place:
-    """`place`, where `auto_optim` has the gradients averaged, as it does on other backends than this."""
+    """Return `place` without DDP, so `auto_optim` averages the gradients, as it does on other backends."""
     return replace(place, training=WithoutDDP()) if place.training.ddp else place
 
 
 class Helper:
-    """One process: nothing to average. Others say what they do differently."""
+    """The base class: one process, nothing to average. Subclasses override what they do differently."""
 
-    #: what the loss is multiplied by before backward
+    #: the factor by which the loss is multiplied before backward
     scale = 1.0
-    #: whether a backward of one rank may raise, or create a graph, and must be got over
+    #: whether it must recover if backward raises on one rank, or creates a graph
     recovers = False
-    #: whether this is one rank of many, which has the data of itself alone
+    #: whether this is one rank of many, which has only its own data
     is_rank = True
 
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
@@ -58,34 +58,34 @@ class Helper:
         return self.model.loss(x)
 
     async def reduced(self) -> None:
-        """After each backward, and before gradients are read."""
+        """Wait for the gradients: after each backward, and before gradients are read."""
 
     async def last_reduced(self) -> None:
-        """Before a step that does not reduce them by itself."""
+        """Wait for the gradients before a step, unless the step does so itself."""
         await self.reduced()
 
     async def cut_short(self) -> None:
-        """The same, given up on some ranks at once, and waited for again."""
+        """Wait for the gradients, cancel the wait as soon as it blocks, and wait again."""
         await patiently(self.reduced)
 
     async def step(self, step: Callable[[], Any]) -> None:
         step()
 
     async def saved(self, waits: Waits) -> None:
-        """Save the whole state, where the helper has only a part of it, and load it again; `waits` waits."""
+        """Save and reload the whole state if the helper only holds a part of it; `waits` does the waiting."""
 
     def trained(self) -> list[Tensor]:
-        """The tensors that have the gradients."""
+        """Return the tensors that hold the gradients."""
         return list(self.model.parameters())
 
     def halve(self, replaced: bool) -> None:
-        """Half of the gradients that are reduced: in place, or as other tensors."""
+        """Halve the reduced gradients, in place or in new tensors."""
         for parameter in self.trained():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad * 0.5 if replaced else parameter.grad.mul_(0.5)
 
     async def touch(self, x: Tensor) -> None:
-        """Write to gradients where that is refused, and find the way on: the step is to begin anew."""
+        """Write to gradients when that is refused, and recover, so that the step can be repeated."""
 
     async def clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -100,14 +100,14 @@ class Helper:
         return contextlib.nullcontext()
 
     async def interrupted(self, x: Tensor, here: bool) -> None:
-        """A backward that raises on one rank when most gradients have left, and the way on."""
+        """Run a backward that raises on one rank after most gradients have been sent, and recover."""
         trained = [x for x in self.model.parameters() if x.requires_grad]
         loss = self.loss(x) * self.scale
         with (
             contextlib.ExitStack() as failing,
             raising(ZeroDivisionError) if here else contextlib.nullcontext(),
         ):
-            if here:  # of the first layer, or of the second: ranks may leave one out
+            if here:  # in the first layer, or the second: ranks may leave one out
                 may_drop = isinstance(self.model, Dropping)
                 for first in trained[:3:2] if may_drop else trained[:1]:
                     failing.enter_context(first.register_hook(_raise))
@@ -115,10 +115,10 @@ class Helper:
         await self.recovered()
 
     async def graphed(self, x: Tensor) -> None:
-        """A backward that keeps the graph of the gradients is refused; and the way on."""
+        """Run a backward that keeps the graph of the gradients, which is refused, and recover."""
         loss = self.loss(x)
         with raising(ac.InvalidArgumentError, "create_graph"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of cycles
+            warnings.simplefilter("ignore")  # torch warns about reference cycles
             loss.backward(create_graph=True)
         await self.recovered()
 
@@ -132,7 +132,7 @@ class Helper:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
-#: Waits for what a function begins, in one attempt or in two.
+#: Waits for what a function starts, in one attempt or in two.
 Waits = Callable[[Callable[[], Any]], Any]
 
 
@@ -141,7 +141,7 @@ def _raise(_: Tensor) -> None:
 
 
 async def patiently(wait: Callable[[], Any]) -> Any:
-    """Wait, give up as soon as that takes a moment, and wait again."""
+    """Wait, cancel the wait as soon as it blocks, and wait again."""
     with anyio.move_on_after(0) as limit:
         return await wait()
     assert limit.cancelled_caught
@@ -149,7 +149,7 @@ async def patiently(wait: Callable[[], Any]) -> Any:
 
 
 async def touched_on_the_way(helper: Helper) -> None:
-    """Gradients that are written to while they are being sent are refused."""
+    """Check that writing to gradients while they are in flight is refused."""
     for parameter in helper.trained():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
@@ -158,7 +158,7 @@ async def touched_on_the_way(helper: Helper) -> None:
 
 
 class Alone(Helper):
-    """One process that sees the data of all."""
+    """One process that has the data of all ranks."""
 
     is_rank = False
 
@@ -192,7 +192,7 @@ class Summed(Overlapped):
         return 1 / ac.get_world_size()
 
     def halve(self, replaced: bool) -> None:
-        """Other tensors are refused by the next backward."""
+        """Halve in place, and check that the next backward refuses replaced gradients."""
         if replaced and ac.get_world_size() > 1:
             kept = [parameter.grad for parameter in self.trained()]
             super().halve(replaced)
@@ -227,11 +227,11 @@ class Auto(Helper):
 
     async def closed(self) -> None:
         self.optimizer = None  # type: ignore[assignment]
-        gc.collect()  # it takes its reducer along
+        gc.collect()  # this also destroys its reducer
 
 
 class AutoModel(Helper):
-    """As a script has it that runs on any backend: DDP where that serves it."""
+    """As in a script that runs on any backend: DDP where it is available."""
 
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
         super().__init__(model, optimizer, lane)
@@ -293,7 +293,7 @@ class Hooked(Helper):
 
 
 class Averaged(Helper):
-    """Local steps; the averages, and the last one, are sometimes waited for in two attempts."""
+    """Local steps; all averages, including the last, may be waited for in two attempts."""
 
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
         super().__init__(model, optimizer, lane)
@@ -347,7 +347,7 @@ class Sharded(Helper):
         super().halve(replaced=False)
 
     async def touch(self, x: Tensor) -> None:
-        """Of the parameters themselves, whose gradients are elsewhere by now."""
+        """Write to the gradients of the parameters, which have already been reduced into other tensors."""
         (self.loss(x) * self.scale).backward()
         await self.own.reduced()
         for parameter in self.model.parameters():
@@ -364,7 +364,7 @@ class Sharded(Helper):
 
 
 class Dropped(Sharded):
-    """Nobody closes it: what it has sent last arrives when the model is read."""
+    """Never closed: the last parameters in flight arrive when the model is read."""
 
     async def closed(self) -> None:
         with warnings.catch_warnings():
@@ -378,7 +378,7 @@ class Dropped(Sharded):
 
 
 class Layered(Helper):
-    """Of a `Stack`: each layer with what follows it and has no parameters. Other models are one layer."""
+    """Shards each layer of a `Stack`, with the parameterless layers after it; other models are one layer."""
 
     options: ClassVar[dict[str, Any]] = {}
     recovers = True
@@ -397,7 +397,7 @@ class Layered(Helper):
         own = type(optimizer)([part for layers in self.sets for part in layers.parameters()], **options)
         super().__init__(model, own, lane)
 
-    #: so many layers after this one, backward raises
+    #: backward raises in the layer that is this many layers ahead
     raises_behind: int | None = None
     interruptions = 0
 
@@ -446,21 +446,21 @@ class Layered(Helper):
         return x
 
     async def interrupted(self, x: Tensor, here: bool) -> None:
-        """A loop that one rank leaves early, and nobody runs backward; a backward that raises on one."""
+        """Leave a loop early on one rank, with no rank running backward; later, raise in backward on one."""
         before = x
         with raising(ZeroDivisionError) if here else contextlib.nullcontext():
             async for layer in self.layers:
                 x = self._through(layer, x)
-                if here:  # in the first, when the second is on its way
+                if here:  # in the first layer, with the second in flight
                     _raise(x)
         if here:
             await self.layers.finish_loop()
         self.interruptions += 1
-        if self.interruptions == 2:  # it takes the others some seconds to be told
+        if self.interruptions == 2:  # only once, since it takes seconds until the others get the error
             await self._backward_raises(before, here)
 
     async def _backward_raises(self, x: Tensor, here: bool) -> None:
-        """Behind one of the layers on one rank; the others are told, or have had all that they need of it."""
+        """Raise in backward in one layer of one rank; others get an error, unless they need nothing more."""
         came, self.raises_behind = True, len(self.parts) // 2 if here else None
         loss = self.loss(x) * self.scale
         self.raises_behind = None
@@ -474,18 +474,18 @@ class Layered(Helper):
         assert not await ac.all_reduce(came, op="and", lane=f"{self.lane} agreed")
 
     async def graphed(self, x: Tensor) -> None:
-        """Not refused: the parts' gradients have a graph of their own."""
+        """Run such a backward, which is not refused here: the shards' gradients have their own graph."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             (self.loss(x) * self.scale).backward(create_graph=True)
 
     async def _crossed(self) -> None:
-        """Loops that differ between ranks, over layers of one shape, are told from the first layer on."""
+        """Check that loops that differ between ranks, over layers of one shape, fail at the first layer."""
         other = ac.get_world_size() > 1 and ac.get_rank() == 0
         with raising(ac.CollectiveMismatchError) if ac.get_world_size() > 1 else contextlib.nullcontext():
             async for _ in reversed(self.layers) if other else self.layers:
                 pass
-        # What was gathered ahead differs as well, and may be refused only now, with the call that comes next.
+        # The prefetched layers differ as well, and may be refused only now, with the next call.
         with contextlib.suppress(ac.PeerRefusedError):
             await ac.barrier(lane=self.lane)
 
@@ -505,7 +505,7 @@ class Resharded(Layered):
 
 
 class InTwoSets(Layered):
-    """An encoder's layers and a decoder's, without a lane of their own."""
+    """Two sets of sharded layers, like an encoder's and a decoder's, on no lane of their own."""
 
     def shared_out(self, lane: str) -> list[ac.overlap.ShardedLayers]:
         half = len(self.parts) // 2
@@ -513,7 +513,7 @@ class InTwoSets(Layered):
 
 
 class ByHand(Helper):
-    """Two tasks, each with half of the parameters and a lane, that share a window if they may."""
+    """Two tasks, each with half of the parameters and its own lane, which try to share a window."""
 
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
         super().__init__(model, optimizer, lane)
@@ -524,7 +524,7 @@ class ByHand(Helper):
         found = [x for x in self.model.parameters() if x.requires_grad]
         halves = {f"{self.lane} even": found[::2], f"{self.lane} odd": found[1::2]}
         async with ac.create_task_group() as tasks:
-            # Each rank's first may be another.
+            # The ranks may start in a different order.
             for lane in sorted(halves, reverse=ac.get_rank() % 2 == 0):
                 tasks.start_soon(self._average, window, lane, halves[lane], name=f"averaging on {lane}")
 
@@ -536,7 +536,7 @@ class ByHand(Helper):
             await anyio.lowlevel.checkpoint()
             try:
                 await window.start(ac.all_reduce, parameter.grad, **call)
-            except ac.InvalidArgumentError:  # it belongs to the other task
+            except ac.InvalidArgumentError:  # the window belongs to the other task
                 window = ac.overlap.InFlight(max_in_flight_bytes=1)
                 await window.start(ac.all_reduce, parameter.grad, **call)
         await window.drain()
@@ -549,7 +549,7 @@ class ByHand(Helper):
 
 
 class Prepared(Helper):
-    """All gradients in one tensor, by an operation that is prepared once."""
+    """All gradients in one tensor, reduced by an operation that is prepared once."""
 
     def __init__(self, model: Small, optimizer: Optimizer, lane: str) -> None:
         super().__init__(model, optimizer, lane)
@@ -577,7 +577,7 @@ class Prepared(Helper):
             x.copy_(part.view(x.shape))
 
     async def cut_short(self) -> None:
-        """Every rank starts twice, of which some have not seen the first to its end."""
+        """Start twice on every rank, on some before the first has completed."""
         torch.cat([x.reshape(-1) for x in self._gathered()], out=self.flat)
         with anyio.move_on_after(0):
             await self.averaging.start()

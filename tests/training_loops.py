@@ -1,6 +1,6 @@
-"""Loops that people write around a model and its optimizer: each function here is one step of one.
+"""Training loops as users write them around a model and its optimizer: each function is one step.
 
-Knows nothing of how gradients are averaged: it asks the `Helper` of its run.
+This module must not know how gradients are averaged: it asks the `Helper` of the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from training_helpers import Helper, Waits, patiently
 
 @dataclass
 class Run:
-    """One training run: `batch` gives the rows of this process, one tensor for each rank it stands for."""
+    """One training run: `batch` returns the rows of this process, one tensor per rank it stands for."""
 
     helper: Helper
     batch: Callable[[int, int], list[Tensor | None]]
@@ -27,11 +27,11 @@ class Run:
     in_thread: bool = False
 
     def losses(self, step: int, part: int = 0) -> list[Tensor]:
-        """Of each rank that this process stands for."""
+        """Return the loss of each rank that this process stands for."""
         return [self.helper.loss(x) for _, x in _there(self.batch(step, part))]
 
     async def backward(self, step: int, part: int = 0, blown: bool = False) -> None:
-        """Of the mean loss over the ranks that this process stands for; nothing without data."""
+        """Run backward for the mean loss over the ranks of this process; do nothing without data."""
         found = self.batch(step, part)
         losses = [
             self.helper.loss(x) * (torch.inf if blown and rank == 0 else 1) for rank, x in _there(found)
@@ -54,7 +54,7 @@ class Run:
         await self.helper.step(self.helper.optimizer.step)
 
     def waits(self, step: int) -> Waits:
-        """How this rank waits in that step: some ranks give up at once and wait again."""
+        """Return how this rank waits in that step: one rank cancels a wait that blocks, and repeats it."""
         cut = self.helper.is_rank and ac.get_rank() == step % self.size
         return patiently if cut else lambda wait: wait()
 
@@ -93,7 +93,7 @@ async def unsynced(run: Run, step: int) -> None:
 
 
 async def unsynced_later(run: Run, step: int) -> None:
-    """What is reduced already, and more on top of it."""
+    """Accumulate further gradients, without reduction at first, on top of reduced ones."""
     await run.backward(step, 0)
     await run.helper.reduced()
     with run.helper.no_sync():
@@ -118,7 +118,7 @@ async def skipped(run: Run, step: int) -> None:
 
 
 async def forgotten(run: Run, step: int) -> None:
-    """Gradients that are dropped between two backwards."""
+    """Drop the gradients between two backwards."""
     await run.backward(step, 0)
     await run.helper.reduced()
     run.helper.optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -130,7 +130,7 @@ async def forgotten(run: Run, step: int) -> None:
 async def scaled(run: Run, step: int) -> None:
     if run.scaler is None:
         device = next(run.helper.model.parameters()).device.type
-        kind = device if device == "cuda" else "cpu"  # torch_xla's tensors are scaled by the CPU's
+        kind = device if device == "cuda" else "cpu"  # the CPU's scaler also scales torch_xla's tensors
         run.scaler = torch.amp.GradScaler(kind, init_scale=64.0, growth_interval=2)
     await run.backward(step, blown=step == 1)
     await run.helper.reduced()
@@ -141,18 +141,18 @@ async def scaled(run: Run, step: int) -> None:
 
 
 async def without_data(run: Run, step: int) -> None:
-    """The last rank has none for the second step; `batch` sees to it."""
+    """Run a plain step; `batch` gives the last rank no data for the second step."""
     await plain(run, step)
 
 
 async def recomputed(run: Run, step: int) -> None:
-    """Activations are checkpointed."""
+    """Checkpoint the activations."""
     run.helper.model.recomputed = True
     await plain(run, step)
 
 
 async def skipped_after_clipping(run: Run, step: int) -> None:
-    """As where the norm was not finite."""
+    """Skip a step after clipping, as if the norm were not finite."""
     await run.backward(step)
     await run.helper.reduced()
     await run.helper.clip(0.01)
@@ -161,7 +161,7 @@ async def skipped_after_clipping(run: Run, step: int) -> None:
 
 
 async def unsynced_between(run: Run, step: int) -> None:
-    """A backward without reduction before the one that was sent is awaited, which may be refused."""
+    """Run a backward without reduction while earlier gradients are in flight, which may be refused."""
     await run.backward(step, 0)
     refused = False
     with run.helper.no_sync():
@@ -181,14 +181,14 @@ async def unsynced_between(run: Run, step: int) -> None:
 
 
 async def cut_short(run: Run, step: int) -> None:
-    """The wait for the gradients is cancelled, and done again."""
+    """Cancel the wait for the gradients, and repeat it."""
     await run.backward(step)
     await run.helper.cut_short()
     await run.step()
 
 
 async def uneven(run: Run, step: int) -> None:
-    """Several batches for a step, of which some ranks have fewer; all reduce after each but the last."""
+    """Use several batches per step, fewer on some ranks; all ranks reduce after each but the last."""
     for part in range(3):
         await run.backward(step, part)
         if part < 2:
@@ -198,7 +198,7 @@ async def uneven(run: Run, step: int) -> None:
 
 
 async def cut_short_on_some(run: Run, step: int) -> None:
-    """Waits for what follows the gradients are cancelled on some ranks, and done again; so is saving."""
+    """Cancel and repeat, on some ranks, the waits after the gradients, and those of saving."""
     waits = run.waits(step)
     await run.backward(step)
     await run.helper.cut_short()
@@ -208,7 +208,7 @@ async def cut_short_on_some(run: Run, step: int) -> None:
 
 
 async def halved(run: Run, step: int) -> None:
-    """Gradients that are reduced are changed before more are added."""
+    """Change reduced gradients before further ones are added."""
     await run.backward(step, 0)
     await run.helper.reduced()
     run.helper.halve(replaced=step == 1)
@@ -218,7 +218,7 @@ async def halved(run: Run, step: int) -> None:
 
 
 async def touched(run: Run, step: int) -> None:
-    """Gradients are changed where that is refused, and the step begins anew."""
+    """Change gradients when that is refused, and repeat the step."""
     if run.helper.is_rank and run.size > 1:
         (x,) = run.batch(step, 5)
         assert x is not None
@@ -228,7 +228,7 @@ async def touched(run: Run, step: int) -> None:
 
 
 async def interrupted(run: Run, step: int) -> None:
-    """A backward that raises on the last rank, whose step begins anew on all."""
+    """Run a backward that raises on the last rank, and repeat the step on all ranks."""
     if run.helper.recovers:
         (x,) = run.batch(step, 5)
         assert x is not None
@@ -238,7 +238,7 @@ async def interrupted(run: Run, step: int) -> None:
 
 
 async def graphed(run: Run, step: int) -> None:
-    """A backward that keeps the graph of the gradients, whose step begins anew."""
+    """Run a backward that keeps the graph of the gradients, and repeat the step."""
     if run.helper.recovers:
         (x,) = run.batch(step, 5)
         assert x is not None
@@ -248,7 +248,7 @@ async def graphed(run: Run, step: int) -> None:
 
 
 async def penalized(run: Run, step: int) -> None:
-    """By the norm of the gradients, whose graph is differentiated."""
+    """Add the norm of the gradients to the loss, so their graph is differentiated."""
     trained = [x for x in run.helper.model.parameters() if x.requires_grad]
     losses = []
     for loss in run.losses(step):
@@ -260,12 +260,12 @@ async def penalized(run: Run, step: int) -> None:
 
 
 async def coalesced(run: Run, step: int) -> None:
-    """A loss over all ranks, and a metric without gradient, are sent together."""
+    """Coalesce a loss over all ranks with a metric that has no gradient."""
     losses = run.losses(step)
     total = metric = sum(losses[1:], losses[0])
     if run.helper.is_rank:
         call = {"lane": f"{run.helper.lane} joint"}
-        # The block ends in either mode, which is that of neither call.
+        # The block may end in either mode; each call keeps the mode in which it was made.
         with torch.set_grad_enabled(step % 2 == 0):
             async with ac.coalescing():
                 with torch.no_grad():
@@ -273,7 +273,7 @@ async def coalesced(run: Run, step: int) -> None:
                 with torch.enable_grad():
                     total = ac.all_reduce(losses[0], **call)
         total, metric = await total, await metric
-    # (Without the step's own detach of the metric, which is what is to be seen.)
+    # A rank's metric is not detached here: the test is that it has no gradient.
     metric = metric if run.helper.is_rank else metric.detach()
     await run.backward_of([loss * (1 + metric) + total.square() for loss in losses])
     await run.helper.reduced()
@@ -281,7 +281,7 @@ async def coalesced(run: Run, step: int) -> None:
 
 
 async def chained(run: Run, step: int) -> None:
-    """A number of all ranks, of which the same is taken again: in a block that is refused, or comes to it."""
+    """Sum over all ranks twice in place, in one block, which either is refused or gives the right result."""
     losses = run.losses(step)
     number = sum(losses).detach() * run.size
     if run.helper.is_rank:
@@ -306,7 +306,7 @@ async def _summed_twice(number: Tensor, **call: str) -> Tensor:
 
 
 async def added(run: Run, step: int) -> None:
-    """The optimizer is given half of the parameters after the first step."""
+    """Add half of the parameters to the optimizer after the first step."""
     if step == 1:
         given = run.helper.optimizer.param_groups[0]["params"]
         known = {id(x) for x in given}

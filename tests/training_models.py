@@ -1,4 +1,4 @@
-"""Models and optimizers of training programs, small enough that one process has seen all data at once."""
+"""Models and optimizers of training programs, small enough for one process to train on all data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 class Small(nn.Module):
     """A model on rows of six numbers: `loss(x)` is a scalar."""
 
-    #: whether the forward runs again in backward, instead of keeping what backward needs
+    #: whether backward recomputes the forward instead of keeping its activations
     recomputed = False
 
     def loss(self, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Stack(Small):
 
 
 class Dropping(Stack):
-    """Layers of one shape, of which each rank leaves out another in each step (LayerDrop)."""
+    """Layers of one shape, of which each rank leaves out a different one in each step (LayerDrop)."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(6, 6) for _ in range(4)))
@@ -76,7 +76,7 @@ class Reused(Small):
 
 
 class Unused(Small):
-    """One head that nobody uses, and one that only some inputs do."""
+    """A model with one head that is never used, and one that only some inputs use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Unused(Small):
 
 
 class Thawed(Small):
-    """A layer that is frozen at first."""
+    """A model with a layer that is frozen at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Thawed(Small):
 
 
 class Freezing(Thawed):
-    """A layer that is frozen in the end."""
+    """A model with a layer that is frozen at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,14 +169,14 @@ class Attentive(Small):
 
 
 def hooked_weight_norm(layer: nn.Module) -> nn.Module:
-    """As it was before parametrizations: a hook before the layer's forward reads the parameters."""
+    """Apply the older weight_norm, whose forward pre-hook reads the parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return nn.utils.weight_norm(layer)
 
 
 def three(changed: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> Stack:
-    """Three layers, the fewest of which a loop that ends early leaves one out; the first is ``changed``."""
+    """Return three layers, the fewest for which a loop that ends early skips one; ``changed`` the first."""
     return Stack(changed(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
@@ -202,7 +202,7 @@ MODELS: dict[str, Callable[[], Small]] = {
 
 
 def made(name: str, seed: int, dtype: torch.dtype) -> Small:
-    """The model with numbers of this seed, where all ranks may share torch's generator."""
+    """Return the model with parameters of this seed, without torch's generator, which ranks may share."""
     model = MODELS[name]().double()
     if name == "shapes":
         model.single.data = model.single.data.float()

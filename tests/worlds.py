@@ -1,9 +1,8 @@
-"""Worlds of real ranks that tests run their cases on.
+"""Worlds of real ranks on which tests run their cases.
 
-A `World` starts its ranks when it is first used, keeps them for later tests,
-and replaces them after a hang, a death or an uncaught error. `STARTERS` says,
-per backend, how ranks are started: a backend joins the suite by one function
-here (and a row of `ranks.GAPS` for what it cannot do).
+A `World` starts its ranks when it is first used, keeps them for later tests, and replaces them after a hang,
+a death or an uncaught error. `STARTERS` says how each backend's ranks are started. To add a backend to the
+suite, add one function here (and a row of `ranks.GAPS` for what it cannot do).
 
 Data flows one way: test -> World -> rank program (`ranks.py`) -> result.
 """
@@ -38,10 +37,11 @@ from ports import free_port
 HERE = Path(__file__).parent
 START_SECONDS = patient(120)
 CLOSE_SECONDS = patient(20)
-#: How long the other ranks may go on after one of them has failed.
+#: How long the other ranks may continue after one of them has failed.
 GRACE_SECONDS = patient(5)
 
-#: Threads of a rank. gloo has three for each group ever opened, and some wake up a hundred times a second.
+#: The most threads that a rank may have before its world is closed after a test file. gloo has three per
+#: group ever opened, and some wake up a hundred times a second.
 CROWD = 60
 
 
@@ -54,7 +54,7 @@ WORLD_SIZES = [int(size) for size in _words("ASYNCCOLL_TEST_WORLD_SIZES", "1,2,3
 RUNNERS = _words("ASYNCCOLL_TEST_RUNNERS", "asyncio,trio,blocking")
 #: Backends whose ranks are threads of one process.
 THREADED = frozenset({"xla-tpu"})
-#: Backends whose ranks use the processor when they have nothing to do: stopped between tests that use them.
+#: Backends whose idle ranks use the processor, and are therefore stopped between tests that use them.
 RESTLESS = frozenset({"horovod"})
 
 
@@ -71,7 +71,7 @@ class Died:
 
 @dataclass
 class _Process:
-    """One rank's process and what is known of it."""
+    """One rank's process, and what is known about it."""
 
     rank: int
     popen: subprocess.Popen[bytes]
@@ -84,7 +84,7 @@ class _Process:
         return self.directory.joinpath(f"stderr-{self.rank}").read_text(errors="replace")[-3000:]
 
     def stacks(self) -> str:
-        """Where each Python thread of the rank stands, by faulthandler."""
+        """Return the stack of each Python thread of the rank, from faulthandler."""
         path = self.directory / f"stacks-{self.rank}"
         if self.popen.poll() is not None:
             return f"(the process has ended, code {self.popen.returncode})"
@@ -104,9 +104,9 @@ class _Process:
 
 
 def rank_environment() -> dict[str, str]:
-    """The test's environment, without a launcher's, on loopback and one thread."""
+    """Return the test's environment without a launcher's variables, on loopback with one thread."""
     environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    paths = [str(HERE), str(HERE.parent / "tools"), environ.get("PYTHONPATH", "")]  # as pytest has them
+    paths = [str(HERE), str(HERE.parent / "tools"), environ.get("PYTHONPATH", "")]  # as in pytest
     environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environ["GLOO_SOCKET_IFNAME"] = "lo"
     environ["OMP_NUM_THREADS"] = "1"
@@ -125,7 +125,7 @@ LAUNCHER_VARIABLES = {
 
 
 def _start_processes(world: World, address: str) -> list[_Process]:
-    """One plain Python process per rank."""
+    """Start one plain Python process per rank."""
     started = []
     for rank in range(world.size):
         command = [sys.executable, str(HERE / "ranks.py"), address, str(rank), world.backend]
@@ -143,7 +143,7 @@ def _start_processes(world: World, address: str) -> list[_Process]:
 
 
 def _name(case: Callable[..., Any]) -> str:
-    """By what the ranks import it: their path has this directory, whatever pytest's has."""
+    """Return the name by which the ranks import the case: their path has this directory."""
     return f"{case.__module__.rpartition('.')[2]}:{case.__qualname__}"
 
 
@@ -153,14 +153,14 @@ def _tcp() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Starter:
-    """How a backend's ranks are started and what `initialize` is told."""
+    """How a backend's ranks are started, and the options of `initialize`."""
 
     start: Callable[[World, str], list[_Process]]
     options: Callable[[], dict[str, Any]]
 
 
 def _through_sockets() -> dict[str, Any]:
-    """Of gloo alone, where ranks of one host do not share memory."""
+    """Return the options for gloo alone, without shared memory between ranks of one host."""
     return {**_tcp(), "memory": False}
 
 
@@ -178,10 +178,10 @@ STARTERS = {
 
 
 class World:
-    """`size` ranks on one backend; `run` runs a function on all of them at once."""
+    """`size` ranks on one backend; `run` runs a function on all of them together."""
 
     def __init__(self, backend: str, size: int, **options: Any) -> None:
-        """`options` go to `initialize` on top of what the backend's starter says."""
+        """`options` are passed to `initialize` in addition to those of the backend's starter."""
         self.backend = backend
         self.size = size
         self.options = options
@@ -190,17 +190,17 @@ class World:
         self._stopped = False
 
     def __repr__(self) -> str:
-        """As in test ids: gloo-2."""
+        """Return the name as in test ids: gloo-2."""
         return "-".join([self.backend, str(self.size), *map(str, self.options.values())])
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank; starts them if need be."""
+        """The process id of each rank; starts the ranks if necessary."""
         self.start()
         return [process.popen.pid for process in self._ranks]
 
     def start(self) -> None:
-        """Start the ranks unless they are there and alive."""
+        """Start the ranks unless they are all alive."""
         quieten(but=self)
         if self._ranks and all(process.popen.poll() is None for process in self._ranks):
             return
@@ -245,10 +245,10 @@ class World:
         dies: Iterable[int] = (),
         **kwargs: Any,
     ) -> list[Any]:
-        """Run `case(me, *args, **kwargs)` on every rank; the results by rank.
+        """Run `case(me, *args, **kwargs)` on every rank. Returns the results by rank.
 
-        A rank that fails, dies (unless listed in `dies`) or is not done after
-        `timeout` seconds raises `RankError` with what every rank was at.
+        If a rank fails, dies (unless listed in `dies`) or is not done after `timeout` seconds, `RankError`
+        says what every rank was doing.
         """
         __tracebackhide__ = True
         self.start()
@@ -328,21 +328,21 @@ class World:
         raise RankError(text)
 
     def stop(self, yes: bool) -> None:
-        """Let the ranks stand still, or go on."""
+        """Stop the ranks, or let them continue."""
         if self._ranks and self.backend in RESTLESS and yes is not self._stopped:
             self._stopped = yes
             for process in self._ranks:
                 process.popen.send_signal(signal.SIGSTOP if yes else signal.SIGCONT)
 
     def is_crowded(self) -> bool:
-        """Whether a rank has so many threads that they use the processor while nothing is to be done."""
+        """Whether a rank has so many threads that they use the processor even when idle."""
         tasks = [Path(f"/proc/{process.popen.pid}/task") for process in self._ranks]
         return any(len(list(task.iterdir())) > CROWD for task in tasks if task.exists())
 
     def kill(self) -> None:
         """End the ranks now."""
         for process in self._ranks:
-            process.popen.kill()  # also if it has ended: the last one ends the launcher, too
+            process.popen.kill()  # even if it has ended: killing the last rank also ends the launcher
             process.popen.wait()
             if process.connection is not None:
                 process.connection.close()
@@ -352,7 +352,7 @@ class World:
         self._stopped = False
 
     def close(self) -> None:
-        """Let the ranks finalize and end by themselves; it is a failure if they do not."""
+        """Let the ranks finalize and exit by themselves; raise if they do not."""
         self.stop(False)
         try:
             for process in self._ranks:
@@ -385,7 +385,7 @@ _FRESH: list[World] = []
 
 
 def world(backend: str, size: int, **options: Any) -> World:
-    """The world of that make, shared by all the tests of the session."""
+    """Return the world with these parameters, which all tests of the session share."""
     key = (backend, size, *itertools.chain(*sorted(options.items())))
     if key not in _POOL:
         _POOL[key] = World(backend, size, **options)
@@ -394,7 +394,7 @@ def world(backend: str, size: int, **options: Any) -> World:
 
 @contextlib.contextmanager
 def fresh(backend: str, size: int, **options: Any) -> Iterator[World]:
-    """A world of one's own, for tests that break it."""
+    """Yield a separate world, for tests that break it."""
     one = World(backend, size, **options)
     _FRESH.append(one)
     try:
@@ -406,20 +406,20 @@ def fresh(backend: str, size: int, **options: Any) -> Iterator[World]:
 
 
 def quieten(but: World | None = None) -> None:
-    """Stop the worlds that would use the processor, all `but` one."""
+    """Stop all worlds that would use the processor, except `but`."""
     for one in [*_POOL.values(), *_FRESH]:
         one.stop(one is not but)
 
 
 def retire() -> None:
-    """Close the worlds that have opened many lanes: whoever uses one next starts it anew."""
+    """Close the worlds that have opened many lanes; the next test that uses one starts it again."""
     for one in _POOL.values():
         if one.is_crowded():
             one.close()
 
 
 def close_all() -> None:
-    """Close every world; the first that does not close cleanly is raised at the end."""
+    """Close every world; at the end, raise the first error of one that did not close cleanly."""
     failures = []
     while _POOL:
         _key, one = _POOL.popitem()

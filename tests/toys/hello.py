@@ -1,4 +1,4 @@
-"""``asynccoll hello``: a command."""
+"""``asynccoll hello``: an example of a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend of which every call goes through the store, built on `asynccoll.backends.api` alone."""
+"""A backend whose calls all go through the store, built on `asynccoll.backends.api` alone."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Mailbox(Backend):
         return Box(opening)
 
     def close(self, *, abort: bool) -> None:
-        """The store goes with the context."""
+        """Do nothing: the store is closed with the context."""
 
 
 class Box(Communicator):
-    """One lane: what each rank puts in is under its number and the call's."""
+    """One lane: the input of each rank is stored under the numbers of the call and the rank."""
 
     def __init__(self, opening: Opening) -> None:
         assert opening.clients is not None
@@ -75,7 +75,7 @@ class Box(Communicator):
         return self._over
 
     def _exchange(self, x: torch.Tensor, use) -> Completion:
-        """Put `x` in; when all have, `use` their tensors on another thread."""
+        """Store `x`; once all ranks have stored theirs, `use` the tensors on another thread."""
         self._calls += 1
         call = f"{self._name}/{self._calls}"
         self._store.set(f"{call}/{self._rank}", x.numpy().tobytes().hex())

@@ -1,4 +1,4 @@
-"""What type checkers make of users' code: read by mypy and by pyright (`make types`), and never run."""
+"""The types of users' code, as mypy and pyright infer them (`make types`); this file is never run."""
 
 from __future__ import annotations
 
