@@ -6,7 +6,7 @@ hand-written mistakes, ``COUNT`` mechanical ones, or those of training (or one o
 drawn trainings look for. ``SCHEDULES_EACH`` is the most schedules to try, ``JOBS`` the number of mistakes to
 look for at a time.
 
-A mistake that is not found must be argued away (``mistakes.EQUIVALENT``), or be reached by the drawn programs.
+A mistake that is not found must be argued away (``mistakes.EQUIVALENT``), or be reached by drawn programs.
 """
 
 from __future__ import annotations
