@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Build Horovod against the torch that is installed: it does not build from the index as it comes.
+"""Build Horovod against the installed torch: the source archive on the index does not build unpatched.
 
-    python tools/horovod_wheel.py               print the path of the wheel, made if it is absent
-    python tools/horovod_wheel.py --install     and install it
+    python tools/horovod_wheel.py               print the path of the wheel, and build it if it is missing
+    python tools/horovod_wheel.py --install     also install it
 
-Run it with the interpreter that has torch; ``tools/requirements/horovod.txt`` names what else has to be
-installed. It downloads Horovod's source archive from the package index (3.5 MB), compares its hash,
-applies the patches below, and compiles for some three minutes. The wheel is kept in the cache, in a
-directory named by a hash of everything it is made of; one process builds it, others wait.
+Run it with the interpreter that has torch; ``tools/requirements/horovod.txt`` lists what else must be
+installed. It downloads Horovod's source archive from the package index (3.5 MB), verifies its hash, applies
+the patches below, and compiles for about three minutes. The wheel is kept in the cache, in a directory named
+by a hash of everything it is made of; one process builds it, others wait.
 
-Gloo is the transport, CPU tensors the payload: neither MPI nor CUDA is needed. The wheel is good for
-this version of torch alone, whose C++ interface it is compiled against.
+The transport is gloo and payloads are CPU tensors: neither MPI nor CUDA is needed. The wheel works only with
+this version of torch, against whose C++ interface it is compiled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUILT_WITH = ("torch", "numpy", "setuptools", "packaging", "wheel", "cffi", "clo
 
 @dataclass(frozen=True)
 class Patch:
-    """One line of the sources that has to be another; it must be there exactly once."""
+    """A replacement in the sources; the old text must occur exactly once."""
 
     file: str
     old: str
@@ -109,12 +109,12 @@ _BUILD = {
     "HOROVOD_WITHOUT_MPI": "1",
     "LDFLAGS": "-Wl,-s",
 }
-#: Horovod asks the building machine's processor otherwise, and in words that g++ 12 refuses.
+#: Otherwise Horovod queries the build machine's processor, and derives flags that g++ 12 rejects.
 _FLAGS = {"x86_64": "-mf16c -mavx -mfma", "AMD64": "-mf16c -mavx -mfma"}
 
 
 def ensure() -> Path:
-    """The wheel for this interpreter and its torch, built first where it is absent."""
+    """Return the wheel for this interpreter and its torch, which is built first if it is missing."""
     home = envbuild.cache_root().parent / "horovod" / _key()
     found = _wheel_in(home)
     if found is None:
@@ -124,7 +124,7 @@ def ensure() -> Path:
 
 
 def _key() -> str:
-    """A hash of what the wheel is made of."""
+    """Return a hash of everything the wheel is made of."""
     parts = [VERSION, SHA256, repr(PATCHES), repr(_BUILD), repr(_FLAGS), platform.machine()]
     parts += [sysconfig.get_config_var("SOABI") or "", importlib.metadata.version("torch")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -144,7 +144,7 @@ def _make(home: Path) -> Path:
             _apply(patch, source)
         envbuild.say(f"compiling Horovod {VERSION} for torch {importlib.metadata.version('torch')}: minutes")
         built = _compile(source, Path(scratch, "dist"), home / "build.log")
-        wheel = built.rename(home / built.name)  # appears whole, or not at all
+        wheel = built.rename(home / built.name)  # atomic
     envbuild.say(f"built {wheel.name} in {time.monotonic() - began:.0f} s")
     return wheel
 
@@ -166,8 +166,8 @@ def _verify(archive: Path) -> Path:
 
 def _unpack(archive: Path, into: Path) -> Path:
     with tarfile.open(archive) as file:
-        file.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it since 3.11.4
-        file.extractall(into)  # noqa: S202  # it has the SHA-256 that we expect
+        file.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+        file.extractall(into)  # noqa: S202  # its SHA-256 has been verified
     return into / ARCHIVE.removesuffix(".tar.gz")
 
 
@@ -198,11 +198,11 @@ def _compile(source: Path, dist: Path, log: Path) -> Path:
 
 
 def _scripts() -> str:
-    """Where this environment's programs are: cmake comes from its wheel."""
+    """Return the directory of this environment's programs: cmake comes from a wheel."""
     return sysconfig.get_path("scripts")
 
 
-# What has to be there before it is worth starting
+# Checks before the build
 
 
 def _check_tools() -> None:
@@ -233,7 +233,7 @@ def _installed(distribution: str) -> bool:
 
 
 def _missing_packages() -> list[str]:
-    """The Debian packages that would bring what is not here."""
+    """Return the Debian packages that provide the missing tools."""
     tools = {"g++": "g++", "make": "make", "cmake": "cmake"}
     search = os.pathsep.join([_scripts(), os.environ.get("PATH", os.defpath)])
     missing = [package for tool, package in tools.items() if shutil.which(tool, path=search) is None]
@@ -244,7 +244,7 @@ def _missing_packages() -> list[str]:
 
 def _apt(packages: Sequence[str]) -> None:
     variables = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    patiently = ["-o", "DPkg::Lock::Timeout=120"]  # somebody else may be installing something
+    patiently = ["-o", "DPkg::Lock::Timeout=120"]  # another process may be installing packages
     for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
         subprocess.run(
             ["apt-get", "-qq", *patiently, *command], stdin=subprocess.DEVNULL, env=variables, check=False
@@ -252,7 +252,7 @@ def _apt(packages: Sequence[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Carry out one command line."""
+    """Execute one command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
