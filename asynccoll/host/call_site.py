@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType
 from typing import NamedTuple
 
@@ -64,11 +64,13 @@ class Spot(NamedTuple):
     @property
     def place(self) -> Place:
         """The line of the source."""
-        if self.code is None:
-            return Place("", 0)
-        lines = self.code.co_lines()
-        line = next((line for start, end, line in lines if start <= self.instruction < end), None)
-        return Place(self.file, line or self.code.co_firstlineno)
+        return Place("", 0) if self.code is None else Place(self.file, _line(self.code, self.instruction))
+
+
+@lru_cache(maxsize=1024)  # calls come from few lines, and to find one takes as long as the code is long
+def _line(code: CodeType, instruction: int) -> int:
+    found = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return next(found, None) or code.co_firstlineno
 
 
 NOWHERE = Spot(None, 0)

@@ -69,7 +69,7 @@ class Queue:
                 self._waiting.remove(me)
 
     def let_on(self, count: int = 1) -> None:
-        scheduler = running()
+        scheduler = running() if self._waiting else None
         while self._waiting and count > 0 and scheduler is not None:
             scheduler.wake(self._waiting.popleft())
             count -= 1

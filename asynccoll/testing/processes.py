@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from itertools import repeat
 
 import asynccoll.public  # noqa: F401  # whatever a program imports, before the host is replaced
 from asynccoll import host
@@ -20,6 +20,7 @@ from asynccoll.transport import streams
 __all__ = ["exchanged", "processes"]
 
 _LINES = ("connect", "is_open", "listen")
+_DICT = repeat("__dict__")
 
 
 @contextmanager
@@ -35,23 +36,22 @@ def processes(world_size: int) -> Iterator[Callable[[int], None]]:
         _simulated_locks(),
         exchanged(streams, ("recorded", "order_after"), device),
     ):
-        kept = [one for one, _ in state.kept]
-        real = _exchange(kept, [_new(make()) for _, make in state.kept])
-        of_rank = [[_new(make()) for _, make in state.kept] for _ in range(world_size)]
-        entered: list[int] = []
+        real, of_rank = _Contents(new=False), [_Contents() for _ in range(world_size)]
+        _Contents().set()
+        entered: list[_Contents] = []
 
         def enter(rank: int) -> None:
-            if (entered and entered[0] == rank) or rank < 0:
+            if rank < 0 or (entered and entered[0] is of_rank[rank]):
                 return
-            before = _exchange(kept, of_rank[rank])
             if entered:
-                of_rank[entered.pop()] = before
-            entered.append(rank)
+                entered.pop().keep()
+            of_rank[rank].set()
+            entered.append(of_rank[rank])
 
         try:
             yield enter
         finally:
-            _exchange(kept, real)
+            real.set()
 
 
 @contextmanager
@@ -93,22 +93,30 @@ def _locks() -> list[tuple[object, str]]:
     ]
 
 
-def _new(made: object) -> dict[Any, object]:
-    """Return the contents of an object: of a dict itself, else its attributes."""
-    return made if isinstance(made, dict) else made.__dict__
+class _Contents:
+    """What the objects of ``state.kept`` contain for one rank, or did before there were ranks.
 
+    Ranks change often: all is set within few calls of C.
+    """
 
-def _exchange(kept: list[object], contents: list[dict[Any, object]]) -> list[dict[object, object]]:
-    """Give the objects ``kept`` new contents, and return the old ones."""
-    before: list[dict[Any, object]] = []
-    for one, content in zip(kept, contents, strict=True):
-        if not isinstance(one, dict):
-            before.append(one.__dict__)
-            one.__dict__ = content
-        elif one or content:
-            before.append(dict(one))
-            one.clear()
-            one.update(content)
-        else:
-            before.append(content)
-    return before
+    def __init__(self, *, new: bool = True) -> None:
+        held = [(one, make() if new else one) for one, make in state.kept]
+        self._dicts = [(one, dict(like)) for one, like in held if isinstance(one, dict)]
+        others = [(one, like.__dict__) for one, like in held if not isinstance(one, dict)]
+        self._objects = [one for one, _ in others]
+        self._attributes = [attributes for _, attributes in others]
+
+    def set(self) -> None:
+        """Give the objects these contents."""
+        any(map(setattr, self._objects, _DICT, self._attributes))
+        for one, content in self._dicts:
+            if one or content:
+                one.clear()
+                one.update(content)
+
+    def keep(self) -> None:
+        """Note what the objects contain. Attributes are in the objects' ``__dict__``, which is set itself."""
+        for one, content in self._dicts:
+            if one or content:
+                content.clear()
+                content.update(one)
