@@ -7,6 +7,7 @@ By day, to keep it well below an hour:
 - gloo runs each test in three combinations of world size and way of waiting, memory in two, the others in
   one; which ones differs from test to test. Only gloo and memory run with five ranks;
 - tests that hardly depend on either run with two ranks on asyncio on all backends but gloo;
+- tests that start whole jobs run half of their cases, and simulations a third of their orders;
 - tests marked ``nightly`` are left out: another test takes the same path through the library by day.
 
 The selection depends only on the names of the cases.
@@ -22,12 +23,21 @@ from zlib import crc32
 
 import pytest
 
-__all__ = ["left_out"]
+__all__ = ["left_out", "orders"]
 
 ONLY = os.environ.get("ASYNCCOLL_TEST_CASES", "all")
 _WORLDS = {"world", "several", "four", "pair"}
 _WAYS = {"runner", "loop"}
 _DEPEND_LITTLE = {"test_coalescing", "test_composed", "test_empties", "test_fusion", "test_prepare"}
+#: Their tests start jobs, in which every rank imports torch: that takes longer than all other tests.
+_JOBS = {
+    f"test_{name}"
+    for name in (
+        "cli", "cli_ends", "endings", "exit", "forks", "horovod_launch", "hosts", "launchers", "leaving",
+        "meeting", "memory_containers", "mpi_launch", "notebook", "parallel", "ranks_fixture", "spawn",
+        "sync_environment", "sync_launch", "xla_launch",
+    )
+}  # fmt: skip
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
@@ -47,6 +57,8 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             or (backend != "gloo" and item.path.stem in _DEPEND_LITTLE and (size, way) != (2, "asyncio"))
         ):
             out.add(item)
+        elif _starts_jobs(item):
+            cases[item.nodeid.partition("[")[0]].append(item)
         elif size > 1:
             cases[_but_for_world_and_way(item)].append(item)
     for those in cases.values():
@@ -63,15 +75,26 @@ def _world(item: pytest.Item) -> tuple[str, int]:
     return str(_value(item, {"backend"}, "gloo")), 2
 
 
+def orders(count: int) -> range:
+    """Return the seeds of a simulation that runs ``count`` orders by night, and a third of them by day."""
+    return range(count if ONLY == "all" else -(-count // 3))
+
+
+def _starts_jobs(item: pytest.Item) -> bool:
+    """Whether the test itself starts ranks, rather than being given a world."""
+    return item.path.stem in _JOBS and _value(item, _WORLDS, None) is None
+
+
 def _some_of(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return three cases on gloo, two on memory (both are always available), else one.
+    """Return three cases on gloo, two on memory (both are always available), else one; half of the jobs.
 
     Backends get different cases.
     """
     cases = sorted(cases, key=lambda case: case.nodeid)
     turn = crc32(cases[0].nodeid.encode()) % len(cases)
     backend, _ = _world(cases[0])
-    return (cases[turn:] + cases[:turn])[: {"gloo": 3, "memory": 2}.get(backend, 1)]
+    count = -(-len(cases) // 2) if _starts_jobs(cases[0]) else {"gloo": 3, "memory": 2}.get(backend, 1)
+    return (cases[turn:] + cases[:turn])[:count]
 
 
 def _but_for_world_and_way(item: pytest.Item) -> str:

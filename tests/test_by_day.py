@@ -77,6 +77,23 @@ def test_backends_need_not_have_the_same() -> None:
     assert any(one != other for one, other in zip(found[::2], found[1::2], strict=True))
 
 
+@pytest.mark.parametrize(("count", "by_day_run"), [(1, 1), (2, 1), (3, 2), (5, 3)])
+def test_a_test_that_starts_jobs_runs_half_of_its_cases(count: int, by_day_run: int) -> None:
+    found = set()
+    for number in range(30):
+        jobs = [Case(f"test_cli.py::test_{number}", {"how": how}) for how in range(count)]
+        kept = set(jobs) - by_day.left_out(jobs)  # type: ignore[type-var, operator]  # see Case
+        assert len(kept) == by_day_run
+        found.update(case.values["how"] for case in kept)
+    assert found == set(range(count))  # tests differ in which
+
+
+def test_simulations_run_a_third_of_their_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [len(by_day.orders(count)) for count in (1, 30, 40)] == [1, 10, 14]
+    monkeypatch.setattr(by_day, "ONLY", "all")
+    assert by_day.orders(40) == range(40)
+
+
 def test_by_night_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Case("test_x.py::test_y", {"world": ("gloo", 2), "runner": "asyncio"}, ("nightly",))
     assert stay([marked]) == []

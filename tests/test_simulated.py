@@ -25,6 +25,7 @@ from asynccoll import host
 from asynccoll.testing import PCT, Cancel, Fault, Interrupt, Kill, Link, RandomWalk, Report, explore, simulate
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import running
+from by_day import orders
 from determined import differing
 from pages import DOCS, blocks
 
@@ -130,7 +131,8 @@ def test_scopes_are_cancelled_in_the_order_in_which_they_were_entered() -> None:
 @pytest.mark.slow
 def test_drawn_programs_are_the_same_in_another_process() -> None:
     """Faults included, in two concurrent processes; `make determined` compares ten thousand."""
-    assert differing(50, 20261124) == (50, [])
+    programs = len(orders(60))
+    assert differing(programs, 20261124) == (programs, [])
 
 
 def test_time_is_simulated() -> None:

@@ -13,11 +13,12 @@ import pytest
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.testing import network
 from asynccoll.testing.shared_memory import Parking
+from by_day import orders
 from compositions import Program, from_json
 from explore_simulated import Exploration
 from simulated import complaints
 
-MOST = 1000
+MOST = len(orders(1500))
 RANKS = [2, 3, 2, 3, 5]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
+from typing import Any
 
 import asynccoll.public  # noqa: F401  # whatever a program imports, before the host is replaced
 from asynccoll import host
@@ -100,11 +101,16 @@ class _Contents:
     """
 
     def __init__(self, *, new: bool = True) -> None:
-        held = [(one, make() if new else one) for one, make in state.kept]
-        self._dicts = [(one, dict(like)) for one, like in held if isinstance(one, dict)]
-        others = [(one, like.__dict__) for one, like in held if not isinstance(one, dict)]
-        self._objects = [one for one, _ in others]
-        self._attributes = [attributes for _, attributes in others]
+        self._dicts: list[tuple[dict[Any, object], dict[Any, object]]] = []
+        self._objects: list[object] = []
+        self._attributes: list[dict[str, object]] = []
+        for one, make in state.kept:
+            like = make() if new else one
+            if isinstance(one, dict) and isinstance(like, dict):
+                self._dicts.append((one, dict(like)))
+            else:
+                self._objects.append(one)
+                self._attributes.append(like.__dict__)
 
     def set(self) -> None:
         """Give the objects these contents."""
