@@ -528,6 +528,20 @@ def test_a_saved_state_is_moved_to_its_parameter_as_torch_moves_it(options: dict
     assert _kinds(ours) == _kinds(theirs)
 
 
+@pytest.mark.parametrize("of_one", [torch.ones(3), torch.tensor(1.0), torch.ones(1, 4)])
+def test_a_state_of_another_model_is_refused(of_one: Tensor) -> None:
+    """By the name of its parameter, with both shapes; some of them would fit by being repeated."""
+    model = nn.Linear(4, 2)
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.Adagrad(model.parameters()), lane="another")
+    saved = optimizer.full_state_dict().wait()
+    saved["state"][0]["sum"] = of_one  # type: ignore[index]
+    before = optimizer.wrapped.state
+    with raising(ac.InvalidArgumentError, "'sum' of the parameter 'weight' of shape [2, 4] has shape"):
+        optimizer.load_full_state_dict(saved)
+    assert optimizer.wrapped.state is before
+    optimizer.close()
+
+
 def _kinds(state: dict[str, Any]) -> dict[str, object]:
     return {name: (x.device, x.dtype) if isinstance(x, Tensor) else x for name, x in state.items()}
 

@@ -121,7 +121,8 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
             shard, names = _ours(of, own)
             whole = [loaded(saved_states(state).get(name, {}), own, kept) for name in names]
             if any(whole):
-                parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size)
+                named = [f"the parameter {name!r}" for name in names].__getitem__
+                parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size, named)
     optimizer.state = parts
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         given.update(options_of(kept))

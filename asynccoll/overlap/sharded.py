@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain, count
 from typing import Any, NoReturn
 
@@ -50,7 +51,7 @@ from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.parameters import start_alike
 from asynccoll.overlap.pending import Methods, Pending
-from asynccoll.overlap.shards import ShardReducer, waiting_hooks
+from asynccoll.overlap.shards import ShardBucket, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import (
     State,
     gathered_apart,
@@ -146,8 +147,14 @@ class ShardedOptimizer(Wrapping):
             for bucket in buckets:
                 own = [states.get(parameter, {}) for parameter in bucket.parameters]
                 if any(own):
-                    parts[bucket.shard] = parts_of(own, bucket.cut, bucket.values, bucket.rank, bucket.size)
+                    named = partial(self._named_of, bucket)
+                    parts[bucket.shard] = parts_of(
+                        own, bucket.cut, bucket.values, bucket.rank, bucket.size, named
+                    )
         self.wrapped.state = parts
+
+    def _named_of(self, bucket: ShardBucket, index: int) -> str:
+        return self._describe(bucket.parameters[index])
 
     def __repr__(self) -> str:
         return f"<ShardedOptimizer of {type(self.wrapped).__name__}: {self.gradients!r}>"
@@ -343,10 +350,12 @@ class ShardedOptimizer(Wrapping):
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole optimizer's state, from ``full_state_dict`` or torch's own.
 
-        Nothing is sent. Load the parameters into the model, as usual.
+        Nothing is sent. Load the parameters into the model, as usual. If parameters of one part have made
+        different numbers of steps, all of them get the largest.
 
         Raises:
-            InvalidArgumentError: the state has other parameter groups, or parameters that are in no group.
+            InvalidArgumentError: the state has other parameter groups, parameters that are in no group, or
+                other shapes; nothing is loaded.
         """
         check_state(state_dict, "param_groups")
         counts = [len(given["params"]) for given in state_dict["param_groups"]]

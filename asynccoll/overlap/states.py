@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import FULL_STATE
 from asynccoll.ops.collectives import all_gather
 from asynccoll.ops.scopes import backward_lane, close_lane
@@ -68,17 +69,35 @@ def loaded(state: Mapping[str, object], parameter: torch.Tensor, options: Mappin
 
 
 def parts_of(
-    states: Sequence[Mapping[str, Any]], cut: Cut, like: torch.Tensor, rank: int, size: int
+    states: Sequence[Mapping[str, Any]],
+    cut: Cut,
+    like: torch.Tensor,
+    rank: int,
+    size: int,
+    named: Callable[[int], str],
 ) -> State:
     """Return this rank's part of the ``states`` of the parameters in a flat tensor laid out as ``like``.
 
-    Parameters without a state (they never had a gradient) count as zeros.
+    Parameters without a state (they never had a gradient) count as zeros. ``named`` describes a parameter
+    for errors, by its index.
+
+    Raises:
+        InvalidArgumentError: a state has another shape than its parameter, as that of another model.
     """
     shapes = [view.shape for view in cut(like)]
     part: State = {}
     for name in sorted({name for state in states for name in state}):
         values = [state.get(name) for state in states]
-        if any(is_of(name, value, shape) for value, shape in zip(values, shapes, strict=True)):
+        fitting = [is_of(name, value, shape) for value, shape in zip(values, shapes, strict=True)]
+        for index, (value, fits) in enumerate(zip(values, fitting, strict=True)):
+            if name in _SCALARS or fits or not isinstance(value, torch.Tensor):
+                continue
+            if value.dim() or any(fitting):  # else it is a number, which all elements share
+                raise InvalidArgumentError(
+                    f"{name!r} of {named(index)} has shape {list(value.shape)} in the state; expected shape "
+                    f"{list(shapes[index])}: load the state of an optimizer of this model"
+                )
+        if any(fitting):
             dtype = next(value.dtype for value in values if isinstance(value, torch.Tensor))
             flat = torch.zeros_like(like, dtype=dtype)
             for view, value in zip(cut(flat), values, strict=True):
