@@ -112,11 +112,17 @@ class _Resumable(distributed.DistributedSampler[Any]):
         """Have the next iteration continue where ``state_dict`` was called; later ones are whole again.
 
         Raises:
-            InvalidArgumentError: the state is from a sampler of another length.
+            InvalidArgumentError: the state is from a sampler of another length, or of no sampler.
         """
+        if not isinstance(state, Mapping) or not {"epoch", "seen", "length"} <= state.keys():
+            raise misfit("the state of a sampler", "a dict of 'epoch', 'seen' and 'length'", state, _SAVED)
         if state["length"] != self._length:
             raise InvalidArgumentError(
                 f"load_state_dict: the state is of {state['length']} samples, this sampler has {self._length}"
+            )
+        if not 0 <= state["seen"] <= self._length:
+            raise InvalidArgumentError(
+                f"load_state_dict: seen={state['seen']!r} of {self._length} samples: {_SAVED}"
             )
         self.set_epoch(state["epoch"])
         self._next, self._now = state["seen"], _Iteration(state["seen"])
@@ -128,6 +134,7 @@ class _Resumable(distributed.DistributedSampler[Any]):
         return _Taken(self, begin, loader)
 
 
+_SAVED = "load what the state_dict() of such a sampler gave"
 _OUT_OF_ORDER = (
     "state_dict in the middle of an epoch, of a loader with in_order=False: it gives batches as its workers "
     "have them, and what resumes leaves out the first ones that were drawn, not those that the loop got. "
