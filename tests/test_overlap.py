@@ -948,12 +948,14 @@ async def from_source(me: Rank) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(me.rank)
     model[1].num_batches_tracked.fill_(me.rank)
+    model.register_buffer("repeated", torch.full((3, 1), me.rank).expand(3, 2).t())
     kept = [parameter.data_ptr() for parameter in model.parameters()]
     await me.get(ac.overlap.broadcast_parameters(model, src=me.size - 1))
     torch.manual_seed(me.size - 1)
     oracle.same(model[0].weight.detach(), nn.Linear(4, 4).weight.detach())
     assert model[1].running_mean.tolist() == [me.size - 1] * 4
     assert model[1].num_batches_tracked.item() == me.size - 1
+    assert model.repeated.tolist() == [[me.size - 1] * 3] * 2  # whose rows are in one place
     assert kept == [parameter.data_ptr() for parameter in model.parameters()]
 
 

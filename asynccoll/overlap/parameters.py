@@ -92,6 +92,7 @@ def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tens
 
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
+    tensors = [_once(x) for x in tensors]
     # If there are no tensors (a model without buffers, say), an empty one is broadcast.
     received = broadcast(tensors or [torch.empty(0, device="cpu")], **call)
     return received.map(lambda values: _overwrite(tensors, values[: len(tensors)]))
@@ -100,6 +101,14 @@ def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:
 def _overwrite(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for x, value in zip(tensors, values, strict=True):
         x.copy_(value)
+
+
+def _once(x: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``x`` with each place in memory once: ``expand()`` makes one place many elements."""
+    for dim, (stride, size) in enumerate(zip(x.stride(), x.shape, strict=True)):
+        if not stride and size > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 # Comparing parameters
