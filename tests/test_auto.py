@@ -322,6 +322,17 @@ def test_a_loader_that_draws_ahead_says_what_was_taken():
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "state", [None, {}, {"epoch": 0, "seen": 5, "length": 4}, {"epoch": 0, "seen": -1, "length": 4}]
+)
+def test_a_state_of_no_sampler_is_refused(state):
+    """Rather than resume an epoch of a negative length, or fail for want of a key."""
+    sampler = ac.auto_dataloader(range(4)).sampler
+    with pytest.raises((ac.InvalidArgumentError, ac.InvalidCallError), match=r"load what the state_dict\(\)"):
+        sampler.load_state_dict(state)
+    assert len(sampler) == 4
+
+
 #: How a loader of ``auto_dataloader`` gets its batches: without workers, with workers, with persistent ones.
 LOADED = {
     "alone": {},
@@ -595,6 +606,18 @@ def reduced_by_the_step(me, with_closure):
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_a_step_that_waits_for_gradients(two, with_closure):
     two.run(reduced_by_the_step, with_closure)
+
+
+def reduced_already(me):
+    model = network()
+    with ac.overlap_gradients(model), pytest.raises(ac.InvalidArgumentError, match="already reduces"):
+        ac.auto_model(model)
+    assert ac.auto_model(model).module is model
+
+
+def test_a_model_that_is_reduced_already_is_not_wrapped(two):
+    """Both would send its gradients, and each would find them changed by the other."""
+    two.run(reduced_already)
 
 
 def test_a_world_of_one_is_left_alone():

@@ -131,7 +131,19 @@ def test_refused() -> None:
         ac.overlap.shard_layers([nn.Linear(2, 2), nn.Tanh()])
     with raising(ac.InvalidArgumentError, "ahead"):
         ac.overlap.shard_layers([nn.Linear(2, 2)], ahead=-1)
+    with ac.overlap_gradients(tied), raising(ac.InvalidArgumentError, "already reduces the gradients"):
+        ac.overlap.shard_layers([tied])
     assert tied.weight.numel() == 4
+
+
+def test_an_optimizer_state_of_other_layers_is_refused() -> None:
+    """By the name of its parameter, with both shapes."""
+    layers = ac.overlap.shard_layers([nn.Linear(3, 4)])
+    optimizer = torch.optim.Adagrad(layers.parameters())
+    saved = layers.full_optimizer_state(optimizer).wait()
+    saved["state"]["0.weight"]["sum"] = torch.ones(1, 3)  # type: ignore[index]
+    with raising(ac.InvalidArgumentError, "'sum' of the parameter '0.weight' has shape [1, 3]", "[4, 3]"):
+        layers.load_full_optimizer_state(optimizer, saved)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])

@@ -30,7 +30,7 @@ from asynccoll.overlap import broadcast_parameters
 from asynccoll.overlap.accepted import check_not_unscaled, check_scaler, check_step, check_whole, ddp_models
 from asynccoll.overlap.asking import AskingReducer
 from asynccoll.overlap.backward import BackwardReducer
-from asynccoll.overlap.gradients import OPTIONS
+from asynccoll.overlap.gradients import OPTIONS, check_unreduced
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.wrapping import Wrapping
@@ -70,6 +70,8 @@ def auto_model(model: nn.Module, sync_bn: bool = False, **kwargs: object) -> nn.
 
     Raises:
         ValueError: ``device_ids`` among ``kwargs`` if this rank's device is a GPU; ``sync_bn`` on the CPU.
+        InvalidArgumentError: DDP would be around a model whose gradients ``ac.overlap_gradients``,
+            ``ac.async_optim`` or a sharded optimizer reduces already.
         UnsupportedOpError: apex is in the model.
     """
     check("the model of auto_model", model, nn.Module, "a torch.nn.Module", "auto_optim takes the optimizer")
@@ -115,6 +117,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
     """Return the model in torch's ``DistributedDataParallel``."""
+    check_unreduced(model.parameters())
     if sync_bn:
         place.log.info("Convert batch norm to sync batch norm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's

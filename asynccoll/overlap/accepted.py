@@ -93,7 +93,7 @@ def check_whole(parameters: Iterable[torch.Tensor]) -> None:
             raise InvalidArgumentError(
                 "a parameter is empty, because the layers that it belongs to are shared out (shard_layers): "
                 "they are called in a loop over what shard_layers has returned, which has the parameters to "
-                "train; layers with a parameter in common belong in one set"
+                "train; layers with a parameter in common belong in one module"
             )
 
 

@@ -74,7 +74,7 @@ from asynccoll.waiting.together import wait_all
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
-__all__ = ["OPTIONS", "GradientReducer", "overlap_gradients"]
+__all__ = ["OPTIONS", "GradientReducer", "check_unreduced", "overlap_gradients"]
 
 #: As in DDP: large enough to saturate the bandwidth, small enough to overlap; the first one is sent early.
 BUCKET_BYTES = 25 << 20
@@ -624,6 +624,13 @@ def _check_awaited(optimizer: torch.optim.Optimizer) -> None:
 def living() -> list[GradientReducer]:
     """Return the reducers of this process that were neither closed nor collected."""
     return list(_live)
+
+
+def check_unreduced(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients a reducer of this rank sends: another one would send them, too."""
+    conflict = _conflict(get_rank(), "", {id(x) for x in parameters})
+    if conflict is not None:
+        raise conflict
 
 
 def _conflict(

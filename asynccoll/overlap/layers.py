@@ -35,6 +35,7 @@ from asynccoll.ops.scopes import backward_lane, new_lane
 from asynccoll.overlap import layerstates, norms
 from asynccoll.overlap.accepted import (
     check_norm,
+    check_not_ddp,
     check_place,
     check_scaler,
     check_unaliased,
@@ -45,6 +46,7 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
+from asynccoll.overlap.gradients import check_unreduced
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import check_ahead, prefetch
 from asynccoll.overlap.scaling import agreed, scaled_together
@@ -120,6 +122,8 @@ class ShardedLayers(Uncopied, nn.Module):
         modules = _listed(layers)
         _check_unshared(modules)
         emptied = list(nn.ModuleList(modules).parameters())
+        check_not_ddp(None, emptied)
+        check_unreduced(emptied)
         if reshard_after_forward:
             _check_addresses(emptied)
         # The modules are not registered as submodules: their parameters are empty, and ours are the parts.
