@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import gc
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -435,3 +436,45 @@ async def failing_children() -> None:
 def test_errors_of_children(run: Callable[..., Any]) -> None:
     """The errors leave the block as a group, and the names can be used again."""
     run(failing_children)
+
+
+def eagerly(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **given: Any
+) -> asyncio.Task[Any]:
+    """A task factory that starts each task at once, as asyncio's eager one does since Python 3.12."""
+    if sys.version_info >= (3, 12):
+        return asyncio.Task(coroutine, loop=loop, eager_start=True, **given)
+    starting = asyncio.current_task()
+    assert starting is not None
+    task = asyncio.Task(coroutine, loop=loop, **given)
+    first_step = loop._ready.pop()  # type: ignore[attr-defined]  # private: what the new task has scheduled
+    asyncio.tasks._leave_task(loop, starting)
+    first_step._run()
+    asyncio.tasks._enter_task(loop, starting)
+    return task
+
+
+async def eager_children() -> None:
+    lanes: list[str] = []
+
+    async def ends_at_once() -> None:
+        work = ac.all_reduce(1)
+        lanes.append(repr(work).split("lane ")[1].split("'")[1])
+        assert work.wait() == 1
+
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(eagerly)  # type: ignore[arg-type]  # the protocol has a generic coroutine
+    try:
+        async with ac.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(ends_at_once, name="one")
+            assert lanes == ["default/one"] * 2, "not started eagerly"
+    finally:
+        loop.set_task_factory(None)
+
+
+def test_children_that_start_eagerly() -> None:
+    """A child that ends before ``start_soon`` returns leaves its name free."""
+    ac.initialize("serial")
+    asyncio.run(eager_children())
+    ac.finalize()

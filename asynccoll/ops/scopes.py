@@ -369,8 +369,8 @@ class TaskGroup:
             )
         with lane(own):
             child = Steps(_coroutine(function, args))
+        self._live.add(own)  # first: an eager task factory runs the child in start_soon, perhaps to its end
         group.start_soon(self._run, own, child, name=own)
-        self._live.add(own)
 
     def _numbered(self, name: str) -> str:
         """Return the name of the next child of a function called ``name``.
