@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import asynccoll as ac
@@ -159,6 +160,17 @@ async def refused_in_a_graph(me: Rank) -> None:
                 backend="aot_eager",
             )
             with pytest.raises(ac.AsyncCollError, match=says):
+                step(torch.ones(2))
+    mesh = init_device_mesh("cpu", (me.size,))
+    for group in (mesh, mesh.get_group(), ac.new_group(range(me.size))):
+        with me.case(f"a {type(group).__name__}"):
+            torch._dynamo.reset()
+            step = torch.compile(
+                lambda x, group=group: ac.all_reduce(x, group=group).wait(),
+                fullgraph=True,
+                backend="aot_eager",
+            )
+            with pytest.raises(ac.UnsupportedOpError, match="leave out group="):
                 step(torch.ones(2))
     for name, (call, shape) in AS_EAGER.items():
         with me.case(name):

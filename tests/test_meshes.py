@@ -10,7 +10,7 @@ import scripts
 
 BESIDE = """
     import torch, torch.distributed as dist, asynccoll as ac
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     MADE
     assert dist.get_backend() == "undefined"
     assert ac.backend() == "gloo"
@@ -20,6 +20,18 @@ BESIDE = """
         ac.all_reduce(1, group=mesh)
     except ac.InvalidArgumentError as error:
         assert 'mesh["dp"]' in str(error)
+    of_first = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [[0]], mesh_dim_names=("pp", "dp"))["dp"]
+    if ac.get_rank() == 0:
+        assert [ac.all_reduce(5, group=one).wait() for one in of_first] == [5, 5]
+    else:
+        assert ac.get_rank(of_first[0]) == -1
+        for one in of_first:
+            try:
+                ac.all_reduce(5, group=one)
+            except ac.InvalidArgumentError as error:
+                assert "rank 1 is not in the" in str(error), error
+            else:
+                raise AssertionError(f"{one} took a call of a rank that it lacks")
     print(ac.all_gather_object(ac.get_rank()).wait())
 """
 
@@ -33,7 +45,10 @@ BESIDE = """
     ],
 )
 def test_a_group_without_a_backend_name(tmp_path: Path, made: str) -> None:
-    """It is adopted; one dimension of a mesh is a group, a whole mesh of several is refused by name."""
+    """It is adopted; one dimension of a mesh is a group, a whole mesh of several is refused by name.
+
+    A rank outside of a mesh is refused like one outside of a list of ranks.
+    """
     for ended in scripts.run(tmp_path, BESIDE.replace("MADE", made), ranks=2, timeout=60):
         assert ended.code == 0, ended.err
         assert ended.out.split("\n")[0] == "[0, 1]"

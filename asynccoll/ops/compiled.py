@@ -28,7 +28,7 @@ from asynccoll.plan.dispatch import refuse_meaningless
 from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec, Wire
 from asynccoll.plan.wire import ON_BOOL, arithmetic
 from asynccoll.runtime.process import current, when_joined
-from asynccoll.world.group import GroupLike
+from asynccoll.world.group import Group, GroupLike
 
 if TYPE_CHECKING:
     from asynccoll.waiting.work import Work
@@ -123,11 +123,11 @@ def _world() -> str:
 
 
 @constant_in_graphs
-def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> None:
+def _require_world(name: str, group: GroupLike, lane: str | None) -> None:
     """Refuse a call of ``name`` if torch has no process group for it.
 
-    The other ranks are notified on ``lane`` of the group of ``ranks``, since they may be making the call
-    outside a graph. Inside a graph, every rank refuses it.
+    The other ranks are notified on ``lane`` of ``group``, since they may be making the call outside a graph.
+    Inside a graph, every rank refuses it.
     """
     context = current()
     if context.world_size == 1:
@@ -140,9 +140,14 @@ def _require_world(name: str, ranks: Sequence[int] | None, lane: str | None) -> 
             "compiled, or in a function of its own under @torch.compiler.disable, without fullgraph=True"
         )
         with suppress(AsyncCollError):  # no such group or lane, so no rank to notify
-            context.refusals.refuse(lane_of(context, ranks, lane), refused, name=name)
+            context.refusals.refuse(lane_of(context, _untraced(group), lane), refused, name=name)
             leaves_its_call(refused)
         raise refused from None
+
+
+def _untraced(group: GroupLike) -> GroupLike:
+    """Return the mesh or process group that dynamo passes as a stand-in; anything else as it is."""
+    return cast("GroupLike", getattr(group, "real_obj", group))
 
 
 @constant_in_graphs
@@ -215,8 +220,10 @@ def _require_plain(plain: bool, tracked: bool) -> None:
         )
 
 
-def _require(name: str, group: Any, lane: str | None, plain: bool, tracked: bool) -> None:
-    _require_world(name, getattr(group, "ranks", group), lane)
+def _require(name: str, group: GroupLike, lane: str | None, plain: bool, tracked: bool) -> None:
+    # Dynamo passes no object of ours to a function that is constant in a graph, and lets nobody ask a mesh or
+    # a process group for attributes that torch has not listed.
+    _require_world(name, group.ranks if isinstance(group, Group) else group, lane)
     _require_plain(group is None and plain, tracked)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ad_hoc_group", "check_ranks", "resolve_group"]
 
@@ -74,4 +77,17 @@ def _native_ranks(group: Any) -> list[int] | None:
             f"a collective runs over one mesh dimension, got a DeviceMesh of {group.ndim}; "
             'name one, as in mesh["dp"]'
         )
+    if group.get_coordinate() is None:  # torch has made no process group for it on this rank
+        return _ranks_of_others(group)
     return list(dist.get_process_group_ranks(group.get_group()))
+
+
+def _ranks_of_others(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of ``mesh``, of which this rank is not one."""
+    try:
+        return list(mesh.mesh.tolist())
+    except RuntimeError:  # of a mesh of several dimensions, each group along this one could be meant
+        raise InvalidArgumentError(
+            f"rank {dist.get_rank()} is not in the mesh that {mesh!r} is a dimension of, so it has no group "
+            "along that dimension; only members of the mesh may name one"
+        ) from None
