@@ -524,7 +524,7 @@ async def stepped_too_early(me: Rank, by_hook: str) -> None:
         if by_hook == "after":
             for parameter in steps:
                 parameter.register_post_accumulate_grad_hook(step)
-        with raising(ac.InvalidArgumentError, "an optimizer that steps in hooks of backward"):
+        with raising(ac.InvalidArgumentError, "an optimizer that steps in backward hooks"):
             loss_of(model, x).backward()
             if not by_hook:
                 for parameter in steps:

@@ -332,7 +332,7 @@ async def refused_by_one(me: Rank) -> None:
     kept = ac.overlap.shard_layers([nn.Linear(8, 8)], lane="kept")
     if me.rank:
         del kept
-    there = "other layers are shared out on the lane 'kept'"
+    there = "other layers are sharded on the lane 'kept'"
     with raising(ac.InvalidArgumentError if me.rank == 0 else ac.PeerRefusedError, there):
         layers = ac.overlap.shard_layers([nn.Linear(8, 8)], lane="kept")
         async for layer in layers:

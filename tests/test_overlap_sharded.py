@@ -451,21 +451,21 @@ class KeptLars(Kept):
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
-    "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not the model's"),
-    "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not the model's"),
+    "foreign": (lambda _: torch.optim.SGD(network().parameters(), lr=0.1), "not in the model"),
+    "empty": (lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "not in the model"),
     "twice": (twice, "has a parameter twice"),
-    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor does not treat every"),
-    "Adafactor, scheduled": (scheduled, "Adafactor does not treat every"),
+    "Adafactor": (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor is not elementwise"),
+    "Adafactor, scheduled": (scheduled, "Adafactor is not elementwise"),
     "Adafactor, slow": (
         lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-5),
-        "Adafactor does not treat every",
+        "Adafactor is not elementwise",
     ),
-    "LARS": (lambda model: Lars(model.parameters(), lr=1e-3), "Lars does not treat every"),
-    "LARS, float32": (lambda model: KeptLars(model.parameters(), lr=1e-3), "KeptLars does not treat every"),
-    "LAMB": (lambda model: Lamb(model.parameters(), lr=1e-5), "Lamb does not treat every"),
-    "LAMB, at rest": (lambda model: Lamb(model.parameters(), lr=0.0), "Lamb does not treat every"),
-    "clips": (lambda model: Clipped(model.parameters(), lr=0.1), "Clipped does not treat every"),
-    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be shared out"),
+    "LARS": (lambda model: Lars(model.parameters(), lr=1e-3), "Lars is not elementwise"),
+    "LARS, float32": (lambda model: KeptLars(model.parameters(), lr=1e-3), "KeptLars is not elementwise"),
+    "LAMB": (lambda model: Lamb(model.parameters(), lr=1e-5), "Lamb is not elementwise"),
+    "LAMB, at rest": (lambda model: Lamb(model.parameters(), lr=0.0), "Lamb is not elementwise"),
+    "clips": (lambda model: Clipped(model.parameters(), lr=0.1), "Clipped is not elementwise"),
+    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot be sharded"),
     "Muon": (
         lambda model: torch.optim.Muon([x for x in model.parameters() if x.dim() == 2]),
         "Muon cannot be",

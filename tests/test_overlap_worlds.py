@@ -52,7 +52,7 @@ def test_what_was_made_in_a_world_of_one_is_refused_in_one_of_two(tmp_path: Path
     for rank, ended in enumerate(scripts.run(tmp_path, MADE_BEFORE, ranks=2)):
         assert ended.code == 0, ended.err
         *refused, last = ended.out.splitlines()
-        told = f"made on rank 0 of 1, and this is rank {rank} of 2: make it after ac.initialize()"
+        told = f"made on rank 0 of 1, but this is rank {rank} of 2: make it after ac.initialize()"
         assert [told in one for one in refused] == [True] * 4 + [False], refused
         assert "prepare it again" in refused[4]
         assert last == "[[1.5, 1.5], [1.5, 1.5]]"

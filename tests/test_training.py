@@ -155,7 +155,7 @@ def out_of_step(me: Rank) -> None:
     (parameter.sum()).backward()
     if me.rank:
         optimizer.step()
-    with raising(ac.CollectiveMismatchError, "another number", "synchronize"):
+    with raising(ac.CollectiveMismatchError, "a different number", "synchronize"):
         parameter.sum().backward()
 
 

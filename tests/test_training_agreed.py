@@ -174,7 +174,7 @@ def test_a_reduction_of_one_rank_alone(here: int, elsewhere: int, size: int) -> 
     async def rank_does(rank: int) -> bool:
         model = model_of(rank)
         optimizer = helped("async_optim", model)
-        with raising(ac.CollectiveMismatchError, "`await optimizer.reduced()` as often on every rank"):
+        with raising(ac.CollectiveMismatchError, "`await optimizer.reduced()` equally often on every rank"):
             for step in range(2):
                 optimizer.zero_grad()
                 loss(model, rank, step).backward()
@@ -661,7 +661,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "for good": lambda model: model.float(),
     "assigned": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
 }
-CHANGED, REPLACED = "changed between backward and the await", "'0.weight' of the model is another one"
+CHANGED, REPLACED = "changed between backward and the await", "'0.weight' of the model was replaced"
 CONVERTED = [
     ("there and back", "after the step", "", "has other memory than when"),
     ("there and back", "before backward", "", "has other memory than when"),
@@ -1076,7 +1076,7 @@ def test_parts_are_refused_by_what_takes_whole_models() -> None:
         model = Partly(rank)
         before = flat(model)
         for name, take in takers.items():
-            with raising(ac.InvalidArgumentError, "this rank's part", "pass the other modules"):
+            with raising(ac.InvalidArgumentError, "this rank's part", "pass only the other modules"):
                 take(model)
             assert torch.equal(flat(model), before), name
         model.blocks.float()
@@ -1133,7 +1133,7 @@ def test_gradients_that_are_returned_of_layers_left_out_are_told() -> None:
         x, _ = batch(rank, 0)
         for index, layer in enumerate(layers):
             x = x if index == 1 + rank else layer(x)
-        with raising(ac.CollectiveMismatchError, "rank 0 came to layer 2", "rank 1 came to layer 1"):
+        with raising(ac.CollectiveMismatchError, "rank 0 reached layer 2", "rank 1 reached layer 1"):
             torch.autograd.grad(x.sum(), list(layers.parameters()), allow_unused=True)
 
     run(rank_does, 2)

@@ -85,15 +85,15 @@ def check_whole(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if is_part(parameter):
             raise InvalidArgumentError(
-                f"a parameter of shape {list(parameter.shape)} is this rank's part of layers that are shared "
-                "out (shard_layers); other ranks have other parts, which must not be broadcast, averaged or "
-                "compared, and its gradient is reduced already: pass the other modules or parameters alone"
+                f"a parameter of shape {list(parameter.shape)} is this rank's part of sharded layers "
+                "(shard_layers); other ranks have other parts, which must not be broadcast, averaged or "
+                "compared, and its gradient is already reduced: pass only the other modules or parameters"
             )
         if _emptied.get(id(parameter)) is parameter and not parameter.numel():
             raise InvalidArgumentError(
-                "a parameter is empty, because the layers that it belongs to are shared out (shard_layers): "
-                "they are called in a loop over what shard_layers has returned, which has the parameters to "
-                "train; layers with a parameter in common belong in one module"
+                "a parameter is empty, because its layers are sharded (shard_layers): call them in a loop "
+                "over what shard_layers returned, and train the parameters of that; layers that share a "
+                "parameter belong in one module"
             )
 
 
@@ -137,8 +137,8 @@ def check_place(made: tuple[int, int], group: GroupLike, what: str) -> None:
     now = get_rank(group), get_world_size(group)
     if now != made:
         raise InvalidArgumentError(
-            f"{what} was made on rank {made[0]} of {made[1]}, and this is rank {now[0]} of {now[1]}: make it "
-            "after ac.initialize(), and anew (close() it first) in another world"
+            f"{what} was made on rank {made[0]} of {made[1]}, but this is rank {now[0]} of {now[1]}: make "
+            "it after ac.initialize(), and make a new one (after close()) in another world"
         )
 
 
@@ -159,7 +159,7 @@ def tensors_of(model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found = [] if _is_one(model) else [*model]
     if _is_one(model) or not all(isinstance(x, torch.Tensor) for x in found):
         told = (
-            "pass the model, or its parameters (model.parameters()); what wraps an optimizer is "
+            "pass the model, or its parameters (model.parameters()); to wrap an optimizer, use "
             "ac.async_optim(optimizer), whose step is awaited"
             if isinstance(model, torch.optim.Optimizer)
             else "pass the model itself, or a list of parameters (model.parameters())"
@@ -231,8 +231,8 @@ def module_with_buffers(model: object, given: object) -> torch.nn.Module | None:
         return None
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
-            "broadcast_buffers=True needs the module that has the buffers, and here are its parameters "
-            "alone: pass broadcast_buffers=model"
+            "broadcast_buffers=True needs the module that has the buffers, but got only parameters: pass "
+            "broadcast_buffers=model"
         )
     return model
 
@@ -247,8 +247,8 @@ def check_unaliased(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     for (first, x), (second, y) in pairwise(there):
         if may_overlap(x, y):
             raise InvalidArgumentError(
-                f"the parameters {first!r} and {second!r} share memory (by .data = ...) without being "
-                "one, which nothing keeps so: tie them as one parameter (a.weight = b.weight)"
+                f"the parameters {first!r} and {second!r} share memory (by .data = ...) but are two "
+                "parameters, and nothing keeps them shared: tie them as one parameter (a.weight = b.weight)"
             )
 
 
@@ -301,8 +301,8 @@ def check_not_unscaled(optimizer: object, scaler: object) -> None:
 def scaler_told(optimizer: str) -> str:
     """Return the text of the error for a scaler that would call ``step`` without awaiting it."""
     return (
-        f"scaler.step({optimizer}) would call step(), which has to be awaited, and not await it: say "
-        f"`await {optimizer}.step(scaler=scaler)` instead, then scaler.update()"
+        f"scaler.step({optimizer}) would call step() without awaiting it: write `await "
+        f"{optimizer}.step(scaler=scaler)` instead, then scaler.update()"
     )
 
 

@@ -67,8 +67,8 @@ class Arrival:
         if written:
             shape = list(self.parameters[written[0]].shape)
             raise InvalidArgumentError(
-                f"a parameter of shape {shape} was written to before it had come back from the last step, "
-                "which may have overwritten that: `await optimizer.gathered()` after the step, then write"
+                f"a parameter of shape {shape} was written to before the last step had gathered it, which "
+                "may have overwritten the change: `await optimizer.gathered()` after the step, then write"
             )
 
 

@@ -22,9 +22,9 @@ from asynccoll.waiting.work import Work
 __all__ = ["AskingReducer"]
 
 _OUT_OF_STEP = (
-    "the ranks are at different steps: some have gradients that are reduced already, and others send those "
-    "of another step. `await optimizer.reduced()` as often on every rank before a step, and step on all of "
-    "them or on none"
+    "the ranks are at different steps: some have gradients that are already reduced, and others send those "
+    "of another step. Call `await optimizer.reduced()` equally often on every rank before a step, and step "
+    "on all ranks or on none"
 )
 
 

@@ -220,8 +220,8 @@ def _checked(found: list[torch.Tensor], step: int) -> list[torch.Tensor]:
     if number.device.type == "cpu" and _differ(number.tolist(), step):
         here = "finish()" if step == _FINISH else f"step {step}"
         raise CollectiveMismatchError(
-            f"this rank averages at {here}, and others at another step: every rank awaits equally often "
-            "before finish(), also one whose data has ended"
+            f"this rank averages at {here}, and others at another step: every rank has to await equally "
+            "often before finish(), even one whose data has ended"
         )
     return averages
 

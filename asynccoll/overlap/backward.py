@@ -26,14 +26,14 @@ __all__ = ["BackwardReducer"]
 _EXACT_RANKS = 256
 
 _BROKEN_BACKWARD = (
-    "an earlier backward ended before all of its gradients were reduced (it raised, or timed out, or ran "
-    "in pieces, which checkpoint(use_reentrant=True) does and is not supported), and the other ranks wait "
-    "for the rest: `optimizer.synchronize()` after it sends what there is; then zero_grad() and go on"
+    "an earlier backward ended before all of its gradients were reduced (it raised, timed out, or ran in "
+    "pieces, as with checkpoint(use_reentrant=True), which is not supported), and the other ranks wait for "
+    "the rest: call `optimizer.synchronize()` after it to send what there is; then zero_grad() and go on"
 )
 _OUT_OF_STEP = (
-    "this rank has made {steps} steps, and others, whose gradients were about to be averaged with its own, "
-    "another number: every rank has to run as many backwards (outside of no_sync) for a step as the others. "
-    "A rank without data for a step takes part by step() or `optimizer.synchronize()`; for one of several "
+    "this rank has made {steps} steps, but others, whose gradients were about to be averaged with its own, "
+    "a different number: every rank has to run the same number of backwards (outside no_sync) per step. A "
+    "rank without data for a step takes part by step() or `optimizer.synchronize()`; for one of several "
     "backwards of a step, by the backward of a loss that is zero"
 )
 

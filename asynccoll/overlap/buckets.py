@@ -116,9 +116,9 @@ class Gradients(ABC):
         if gradient is not summed and _is_another(gradient, summed):
             self._summed[index] = summed
             raise InvalidArgumentError(
-                f"the .grad of {self.named(self.parameters[index])} is another tensor than the one "
-                "that was summed over all ranks (op='sum'), and it is unknown whether it is to be summed "
-                "again: change gradients in place (grad.mul_(...)), zero them, or use op='avg'"
+                f"the .grad of {self.named(self.parameters[index])} is not the tensor that was summed over "
+                "all ranks (op='sum'), so it is unknown whether to sum it again: change gradients in place "
+                "(grad.mul_(...)), zero them, or use op='avg'"
             )
         gradient.div_(self.summed_over)
 
@@ -135,9 +135,9 @@ class Gradients(ABC):
             parameter = self.parameters[index]
             if parameter._version != of_parameter:
                 raise InvalidArgumentError(
-                    f"{self.named(parameter)} was changed between backward and the await "
-                    "of its gradients, as by an optimizer's step with those of this rank alone: await first, "
-                    "then step (an optimizer that steps in hooks of backward always comes too early)"
+                    f"{self.named(parameter)} was changed between backward and the await of its gradients, "
+                    "as by an optimizer step with this rank's gradients alone: await first, then step (an "
+                    "optimizer that steps in backward hooks is always too early)"
                 )
             now = parameter.grad
             if now is None and not may_be_gone:
@@ -354,8 +354,8 @@ def _checked_gradient(
     gradient = parameter.grad
     if gradient is None:
         raise InvalidArgumentError(
-            f"the .grad of {named(parameter)} was gone when backward had just made it: a hook has "
-            "taken it (an optimizer that steps in hooks of backward comes before the gradients are reduced)"
+            f"the .grad of {named(parameter)} was gone right after backward had made it: a hook removed it "
+            "(an optimizer that steps in backward hooks runs before the gradients are reduced)"
         )
     if gradient.layout is not torch.strided and not may_be_sparse:
         raise PayloadTypeError(
@@ -366,9 +366,9 @@ def _checked_gradient(
     if gradient.requires_grad:
         parameter.grad = gradient.detach()  # so that the step can be completed without its graph
         raise InvalidArgumentError(
-            f"the gradient of {named(parameter)} carries a graph (backward(create_graph=True)), "
-            "which a reduction in place would cut off: take gradients that are to be differentiated again by "
-            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on what comes of it"
+            f"the gradient of {named(parameter)} carries a graph (backward(create_graph=True)), which an "
+            "in-place reduction would cut off: take gradients to be differentiated again with "
+            "torch.autograd.grad(loss, parameters, create_graph=True), and call backward on the result"
         )
     if gradient.shape != shape:
         raise InvalidArgumentError(

@@ -29,8 +29,8 @@ __all__ = ["ParameterChecker", "check_parameters", "checksum"]
 
 #: Parameters are compared first, so all of them are equal if a buffer is the first that differs.
 _OF_BUFFERS = (
-    "All parameters are the same. Each rank has running statistics of its own, unless they are sent "
-    "(broadcast_buffers=True of ac.overlap_gradients): compare model.parameters(), or have them sent"
+    "All parameters are the same. Each rank has its own running statistics unless they are broadcast "
+    "(broadcast_buffers=True of ac.overlap_gradients): compare model.parameters(), or broadcast them"
 )
 _OF_OTHERS = (
     "Was a gradient changed before it was reduced, a rank's step skipped, or the model not started from the "
@@ -163,6 +163,6 @@ def _check_sums(rows: list[list[list[int]]], names: list[str], buffers: set[str]
         if differing:
             kind, why = ("buffer", _OF_BUFFERS) if name in buffers else ("tensor", _OF_OTHERS)
             raise CollectiveMismatchError(
-                f"the ranks have diverged: {kind} {name} (one of {len(names)}) on ranks {differing} is not "
-                f"that of rank 0 (of the group). {why}"
+                f"the ranks have diverged: {kind} {name} (one of {len(names)}) on ranks {differing} differs "
+                f"from that of rank 0 (of the group). {why}"
             )

@@ -40,15 +40,15 @@ def check_elementwise(optimizer: Optimizer) -> None:
             alike = _moves_alike(optimizer, torch.float32, 1e-6)
     except Exception as error:  # some optimizers refuse vectors, or a step without a closure
         raise InvalidArgumentError(
-            f"{kind} cannot be shared out over the ranks: it was tried on flat parts of parameters, and said "
-            f"{type(error).__name__}: {error}. Shard an optimizer that treats every element alone (SGD, "
-            "Adam, AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
+            f"{kind} cannot be sharded over the ranks: tried on flat parts of parameters, it raised "
+            f"{type(error).__name__}: {error}. Shard an elementwise optimizer (SGD, Adam, AdamW, Adagrad, "
+            "...), or use ac.overlap_gradients with this one"
         ) from error
     if not alike:
         raise InvalidArgumentError(
-            f"{kind} does not treat every element alone (on flat parts of the parameters it comes to other "
-            "numbers than on whole ones), so it cannot be shared out over the ranks: shard an elementwise "
-            "one (SGD, Adam, AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
+            f"{kind} is not elementwise (its results on flat parts of the parameters differ from those on "
+            "whole ones), so it cannot be sharded over the ranks: shard an elementwise one (SGD, Adam, "
+            "AdamW, Adagrad, ...), or use ac.overlap_gradients with this one"
         )
 
 

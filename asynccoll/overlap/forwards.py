@@ -74,8 +74,8 @@ def left_out(unanswered: Sequence[bool], reduction: int, lane: str, place: objec
         return ""
     return (
         f"before reduction {reduction} on lane {lane!r} ({place}) {listed(ranks)} (of the group) ran the "
-        "model's forward without a backward, and the others did not: if a step was left out there "
-        "(`continue` after a loss that is not finite), gradients of different steps are averaged "
-        "from now on. Such a rank awaits its gradients all the same, without backward; a forward "
-        "that is not for training goes under torch.no_grad()"
+        "model's forward without a backward, and the others did not: if a step was skipped there "
+        "(`continue` after a loss that is not finite), gradients of different steps are averaged from now "
+        "on. Such a rank has to await its gradients even without a backward; run a forward that is not for "
+        "training under torch.no_grad()"
     )

@@ -66,9 +66,9 @@ class Shard:
         if not all(changed):
             name, how = self.names[changed.index(True)], "frozen" if self._trained else "unfrozen"
             raise InvalidArgumentError(
-                f"the parameter {name!r} of layer {self.place[0]} was {how}, and others of that layer, which "
-                f"are in one part with it, were not ({self.names[changed.index(False)]!r}): change all of "
-                "them, or do so before shard_layers"
+                f"the parameter {name!r} of layer {self.place[0]} was {how}, but others of that layer, "
+                f"which share a part with it, were not ({self.names[changed.index(False)]!r}): change all "
+                "of them, or do so before shard_layers"
             )
         self._trained = not self._trained
         self.own.requires_grad_(self._trained)
@@ -163,7 +163,7 @@ class Layer:
                 for rank, (owner, index) in enumerate(of_ranks)
             )
             raise CollectiveMismatchError(
-                f"the ranks (of the group) gathered different layers at once: {told}. {SAME_LOOPS}"
+                f"the ranks (of the group) gathered different layers at the same time: {told}. {SAME_LOOPS}"
             )
 
     def filled(
@@ -328,7 +328,7 @@ class Scattering:
         rows = all_gather(own, **self._call).wait().tolist()
         if any(row != rows[0] for row in rows):
             told = ", ".join(
-                f"rank {rank} came to layer {layer} and has called {[i for i, one in enumerate(used) if one]}"
+                f"rank {rank} reached layer {layer} and has called {[i for i, one in enumerate(used) if one]}"
                 for rank, (layer, _, *used) in enumerate(rows)
             )
             raise CollectiveMismatchError(
@@ -449,9 +449,9 @@ class Pass:
         kept = len(self.held) > 1 or len(self._gathered) == 1
         if self.expected and not (self.used or kept) and self.expected[0].size > 1:
             raise InvalidArgumentError(
-                "this rank has called no layer of the loop, so its backward comes to none of them, and the "
-                "other ranks would wait there for its zeros: call one at least and let the loss depend on it "
-                "(without data, on an empty batch: loss = layer(x[:0]).sum()); or, where no rank runs "
+                "this rank has called no layer of the loop, so its backward reaches none of them, and the "
+                "other ranks would wait there for its zeros: call at least one and let the loss depend on "
+                "it (without data, on an empty batch: loss = layer(x[:0]).sum()); or, where no rank runs "
                 "backward, loop under torch.no_grad()"
             )
 
@@ -476,7 +476,7 @@ class Pass:
             raise InvalidArgumentError(
                 f"the parameters of layer {layer.name} have changed since its forward, as by an optimizer's "
                 "step, and reshard_after_forward=True keeps no copy for this backward: run backward before "
-                "the step, or leave it out"
+                "the step, or leave that option out"
             )
         with on_behalf_of(scattering.spot):
             self._gather_down_to(self._gathered.index(layer) - 1, call)

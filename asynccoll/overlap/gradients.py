@@ -81,15 +81,15 @@ BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
 _OUT_OF_STEP = (
-    "an optimizer has stepped since the last `await gradients` on the ranks {stepped} (of the group), and on "
-    "{others} none has: what was reduced now are gradients of different steps. Every rank awaits its "
-    "gradients as often as the others between two steps (once, unless all accumulate), and steps with them"
+    "an optimizer has stepped since the last `await gradients` on the ranks {stepped} (of the group), but "
+    "not on {others}: gradients of different steps were reduced together. Every rank has to await its "
+    "gradients equally often between two steps (once, unless all accumulate), and step when the others do"
 )
 
 _REPLACED = (
-    "the parameter {name!r} of the model is another one than when these gradients were first reduced (by "
-    "load_state_dict(assign=True), say, or model.to() another kind of device), and an optimizer that has the "
-    "one before trains nothing: do that first, or close() this one, and make both anew"
+    "the parameter {name!r} of the model was replaced after these gradients were first reduced (by "
+    "load_state_dict(assign=True), say, or model.to() another kind of device), and an optimizer that has "
+    "the old one trains nothing: do that first, or close() this one, and make both again"
 )
 
 _log = logging.getLogger("asynccoll.shift")

@@ -62,7 +62,7 @@ __all__ = ["GatheredLayer", "ShardedLayers", "shard_layers"]
 #: The lane of layers for which none is given.
 _LANE = "layers"
 _LOOP = (
-    "layers that are shared out have their parameters in a loop alone, which fetches one while those before "
+    "sharded layers have their parameters only in a loop over them, which fetches each while those before "
     "it compute: `async for layer in layers: x = layer(x)` (or a plain `for`)"
 )
 #: The objects in use: two on one lane could gather parts of different layers in one call.
@@ -103,8 +103,8 @@ class ShardedLayers(Uncopied, nn.Module):
     """
 
     _instead = (
-        "save `await layers.full_state_dict()`, and load_full_state_dict it into layers that are shared out "
-        "anew"
+        "save `await layers.full_state_dict()`, and load it with load_full_state_dict into newly sharded "
+        "layers"
     )
 
     def __init__(
@@ -165,8 +165,9 @@ class ShardedLayers(Uncopied, nn.Module):
         gc.collect()  # others that were dropped may still be in a reference cycle, on some ranks only
         if taken():
             told = (
-                f"other layers are shared out on the lane {lane!r}, where the gradients of both could cross "
-                "between ranks: pass another lane, or none, and drop those others if they are needed no more"
+                f"other layers are sharded on the lane {lane!r}, where the gradients of both could cross "
+                "between ranks: pass another lane, or none, and drop those others if they are no longer "
+                "needed"
             )
             refuse(InvalidArgumentError(told), group=group, lane=lane, name="shard_layers")
 
@@ -400,8 +401,8 @@ def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:
     """Refuse parameters without addresses, by which saved views of a layer's parameters are recognized."""
     if not all(map(has_memory, parameters)):
         raise InvalidArgumentError(
-            "reshard_after_forward=True knows parameters in backward by their addresses, and those of an "
-            "XLA device have no addresses: leave it out"
+            "reshard_after_forward=True identifies parameters in backward by their addresses, and tensors "
+            "on an XLA device have no addresses: leave it out"
         )
 
 
@@ -409,9 +410,7 @@ def _check_unshared(modules: list[nn.Module]) -> None:
     seen: dict[int, int] = {}
     for index, module in enumerate(modules):
         if not any(True for _ in module.parameters()):
-            raise InvalidArgumentError(
-                f"layer {index} ({type(module).__name__}) has no parameters to share out"
-            )
+            raise InvalidArgumentError(f"layer {index} ({type(module).__name__}) has no parameters to shard")
         for parameter in module.parameters():
             other = seen.setdefault(id(parameter), index)
             if other != index:

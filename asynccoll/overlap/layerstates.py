@@ -73,7 +73,7 @@ def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, Any]) -> N
     check_state(state_dict)
     for name, shape in _shapes(layers):  # checks all of them before anything is written
         if name not in state_dict:
-            raise InvalidArgumentError(f"{name!r} is missing in the state")
+            raise InvalidArgumentError(f"{name!r} is missing from the state")
         if shape is not None and state_dict[name].shape != shape:
             said = f"{name!r} has shape {list(state_dict[name].shape)} in the state"
             raise InvalidArgumentError(f"{said}; expected shape {list(shape)}")
@@ -113,7 +113,7 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
     saved = [list(given["params"]) for given in state["param_groups"]]
     if listed != saved:
         raise InvalidArgumentError(
-            f"the state is of parameter groups of {saved}; expected {listed}, as the optimizer has them"
+            f"the state has parameter groups of {saved}; expected {listed}, as in the optimizer"
         )
     parts: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -132,7 +132,7 @@ def _ours(of: Mapping[int, tuple[Shard, list[str]]], own: torch.Tensor) -> tuple
     found = of.get(id(own))
     if found is None:
         raise InvalidArgumentError(
-            f"the optimizer has a parameter of shape {list(own.shape)} that is none of these layers' parts: "
-            "pass one of `layers.parameters()` alone, and save the others as usual"
+            f"the optimizer has a parameter of shape {list(own.shape)} that is not a part of these layers: "
+            "pass an optimizer of `layers.parameters()` only, and save the others as usual"
         )
     return found

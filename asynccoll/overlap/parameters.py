@@ -145,7 +145,7 @@ def tell_apart(error: CollectiveMismatchError, later: Sequence[str]) -> None:
     which = f"added or unfrozen {some}" if later else "added or unfrozen no parameter"
     others = "ranks that call all_reduce have not" if later else "ranks that call all_gather have"
     told = (
-        f"Since the last await this rank has {which}, and {others}: do it on every rank alike, then close() "
+        f"Since the last await this rank has {which}, and {others}: do the same on every rank, then close() "
         "this one and make another"
     )
     if told not in str(error):

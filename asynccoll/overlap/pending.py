@@ -185,9 +185,9 @@ class Forgotten:
 
 
 _UNFINISHED = (
-    "{wanted} before {called} was complete, which uses the gradients that there were: its wait was cut short "
-    "(cancelled, or out of time), or goes on in another task, and the other ranks complete it. Await "
-    "{called} again first; then zero_grad() and the next backward"
+    "{wanted} before {called} was complete, which uses the earlier gradients: its wait was cut short "
+    "(cancelled or timed out), or goes on in another task, and the other ranks complete it. Await {called} "
+    "again first; then zero_grad() and the next backward"
 )
 
 

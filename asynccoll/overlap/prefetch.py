@@ -76,7 +76,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
 
 
 def _started(start: Callable[[], Work[T]]) -> Work[T]:
-    told = "functools.partial(ac.all_gather, x), say; what is called already is under way"
+    told = "functools.partial(ac.all_gather, x), say; an operation that was already called is in flight"
     check_function("what prefetch starts", start, "a function without arguments", told)
     work = start()
     check("what a function of prefetch returns", work, Work, "a Work, as every call returns")

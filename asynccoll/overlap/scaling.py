@@ -68,7 +68,7 @@ def _check_agreed(scaler: GradScaler, optimizer: Optimizer, steps: bool) -> None
         return
     if optimizer not in _agreed:
         raise InvalidArgumentError(
-            "the optimizer has this rank's parts of layers (shard_layers), and other ranks may see another "
+            "the optimizer has this rank's parts of layers (shard_layers), and only some ranks may see an "
             "overflow: `await layers.unscale_(scaler, optimizer)` before scaler.step(optimizer)"
         )
     if steps:

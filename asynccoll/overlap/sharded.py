@@ -212,9 +212,9 @@ class ShardedOptimizer(Wrapping):
                 )
         if name := self._replaced():
             raise InvalidArgumentError(
-                f"the parameter {name!r} of the model is another one than when the optimizer was sharded (by "
-                "load_state_dict(assign=True), say), which no step would reach: load without assign=True, or "
-                "before sharding"
+                f"the parameter {name!r} of the model was replaced after the optimizer was sharded (by "
+                "load_state_dict(assign=True), say), and no step would reach the new one: load without "
+                "assign=True, or before sharding"
             )
         for bucket in self.gradients.buckets:
             converted = bucket.converted()
@@ -242,8 +242,8 @@ class ShardedOptimizer(Wrapping):
         """Skip this step, after ``reduced()`` or ``clip_grad_norm_()``; do so on every rank."""
         if not self.gradients.rounds:
             raise InvalidArgumentError(
-                "skip() before the gradients were reduced: `await optimizer.reduced()` first, or other ranks "
-                "would wait for this one's"
+                "skip() was called before the gradients were reduced: `await optimizer.reduced()` first, "
+                "or other ranks would wait for this rank's"
             )
         self._methods.check_complete("skip()")
         self.zero_grad()
@@ -362,7 +362,7 @@ class ShardedOptimizer(Wrapping):
         expected = [len(group) for group in self._groups]
         if counts != expected:
             raise InvalidArgumentError(
-                f"the state is of parameter groups of {counts} parameters; expected {expected}, as in the "
+                f"the state has parameter groups of {counts} parameters; expected {expected}, as in the "
                 "optimizer that was sharded"
             )
         # torch.distributed.checkpoint turns the numbers into strings.
@@ -373,8 +373,8 @@ class ShardedOptimizer(Wrapping):
             states |= {x: loaded(found.pop(number), x, given) for x, number in numbered if number in found}
         if found:
             raise InvalidArgumentError(
-                f"the state has entries of parameters {sorted(found)}, which none of its groups has: they "
-                "would be lost"
+                f"the state has entries for parameters {sorted(found)}, which are in none of its groups: "
+                "they would be lost"
             )
         self._take_over(states)
         for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
@@ -387,15 +387,15 @@ class ShardedOptimizer(Wrapping):
             InvalidArgumentError: always; it names the method to call instead.
         """
         raise InvalidArgumentError(
-            "each rank has the state of a part of the parameters, which no other rank, and no other number "
-            "of ranks, can use: save `await optimizer.full_state_dict()` (this part is "
+            "each rank has the state of its part of the parameters, which is of no use on another rank or "
+            "to another number of ranks: save `await optimizer.full_state_dict()` (this part is "
             "optimizer.wrapped.state_dict())"
         )
 
     def load_state_dict(self, state_dict: object) -> NoReturn:
         """Refused, as ``state_dict`` is."""
         raise InvalidArgumentError(
-            "load what full_state_dict() gave, or the state of an optimizer of torch's, with "
+            "load what full_state_dict() returned, or the state of a torch optimizer, with "
             "optimizer.load_full_state_dict(state)"
         )
 
@@ -482,7 +482,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
             "shard_optimizer takes the module whose forward waits for the parameters, got "
-            f"{type(model).__name__}: pass it also where the optimizer has some of its parameters only (two "
+            f"{type(model).__name__}: pass it even if the optimizer has only some of its parameters (two "
             "optimizers of one module need a lane each)"
         )
     check("the optimizer of shard_optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
@@ -499,8 +499,8 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         for parameter in given["params"]:
             if id(parameter) not in known:
                 raise InvalidArgumentError(
-                    f"parameter group {index} has one of shape {list(parameter.shape)} that is not the "
-                    "model's, so no forward would wait for it: pass the module that has all of them"
+                    f"parameter group {index} has a parameter of shape {list(parameter.shape)} that is not "
+                    "in the model, so no forward would wait for it: pass the module that has all of them"
                 )
     check_unaliased(model.named_parameters())
     check_elementwise(optimizer)
@@ -522,9 +522,9 @@ def _dropped(hooks: list[Any], arrivals: list[Arrival], made: Spot) -> None:
     """
     if any(arrival.work is not None for arrival in arrivals):
         warn(
-            "a ShardedOptimizer was dropped while parameters were on their way: the model's forward and "
-            "state_dict() wait for them, other code may read old ones. `await optimizer.gathered()` after "
-            "the last step, or use it in a `with` or `async with` block",
+            "a ShardedOptimizer was dropped while parameters were in flight: the model's forward and "
+            "state_dict() wait for them, but other code may read old values. `await optimizer.gathered()` "
+            "after the last step, or use it in a `with` or `async with` block",
             made.place,  # not the line that runs now: the garbage collector may drop it anywhere
         )
         return

@@ -87,9 +87,9 @@ class ShardBucket(Bucket):
             if not _zeroed(view):
                 raise InvalidArgumentError(
                     f"the .grad of {self.named(self.parameters[index])} was written to after it had been "
-                    "reduced, which does not reach what has gathered: that is in "
-                    "optimizer.wrapped.param_groups. Clip by `await optimizer.clip_grad_norm_(...)`; or zero "
-                    "the gradients"
+                    "reduced, which does not change the accumulated gradient: that is in "
+                    "optimizer.wrapped.param_groups. Clip by `await optimizer.clip_grad_norm_(...)`; or "
+                    "zero the gradients"
                 )
             self._zeroed[index] = True
         self._versions[index] = view._version
@@ -183,7 +183,7 @@ class ShardReducer(GradientReducer):
                 "has a part of them: unfreeze them before shard_optimizer, or close() it and shard a new one"
             )
         if self._reduce_dtype is not None:
-            raise InvalidArgumentError("reduce_dtype is not for sharded optimizers: leave it out")
+            raise InvalidArgumentError("sharded optimizers do not take reduce_dtype: leave it out")
         rank, size = get_rank(self._group), get_world_size(self._group)
         members = assign(parameters, first, limit, apart=lambda parameter: self._of[id(parameter)])
         self.buckets = [ShardBucket(together, rank, size) for together in members]
@@ -243,10 +243,10 @@ class ShardReducer(GradientReducer):
         bucket.noted(index)
         if index in bucket.arrival.stale:
             raise InvalidArgumentError(
-                f"a parameter of shape {list(bucket.parameters[index].shape)} took part in the loss before "
-                "it had come back from the last step. The forward of the module that it belongs to waits for "
-                "it, and was not called: call the module, or `await optimizer.gathered()` after the step "
-                "(so, too, if torch.compile takes a graph again that it made of another model, without hooks)"
+                f"a parameter of shape {list(bucket.parameters[index].shape)} was used in the loss before "
+                "the last step had gathered it. The forward of its module waits for it, but was not "
+                "called: call the module, or `await optimizer.gathered()` after the step (also if "
+                "torch.compile reuses a graph of another model, without hooks)"
             )
         super()._arrived(bucket, index)
 
@@ -314,7 +314,7 @@ class _Waiting:
     def __reduce__(self) -> Any:
         if any(arrival.stale for arrival in self._own):
             raise InvalidArgumentError(
-                "the model is copied or pickled while its parameters are on their way from the last step: "
+                "the model was copied or pickled while the last step was still gathering its parameters: "
                 "`await optimizer.gathered()` first (or model.state_dict(), which waits)"
             )
         return _no_hook, ()

@@ -117,8 +117,8 @@ class Resumable:
         """Refuse ``wanted``, which waits for nothing, while a sequence is not complete."""
         if self._left:
             raise InvalidArgumentError(
-                f"{wanted} after a wait of {self._whose} was cut short, which the other ranks complete: "
-                f"call {self._left[-1].called} again first"
+                f"{wanted} after a wait of {self._whose} was cut short, although the other ranks complete "
+                f"it: call {self._left[-1].called} again first"
             )
 
     @property
@@ -129,8 +129,9 @@ class Resumable:
     def _check_idle(self) -> None:
         if self.is_waited_for:
             raise InvalidArgumentError(
-                f"another task waits in {self._left[0].called} of {self._whose}: ranks whose tasks take "
-                "turns in another order would mix the parts of both. Use it from one task at a time"
+                f"another task waits in {self._left[0].called} of {self._whose}: if tasks take turns in "
+                "another order on another rank, the parts of both are mixed up. Use it from one task at a "
+                "time"
             )
 
 

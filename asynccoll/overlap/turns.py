@@ -217,15 +217,15 @@ class Turns:
 
     def _unreached(self) -> InvalidArgumentError:
         return InvalidArgumentError(
-            f"backward on rank {self._rank} has raised before it came to a layer whose gradient other ranks "
+            f"backward on rank {self._rank} raised before it reached a layer whose gradient other ranks "
             "have sent"
         )
 
     def _error(self, turn: Turn) -> InvalidArgumentError:
         if turn.has_raised:
             return InvalidArgumentError(
-                f"backward on rank {self._rank} has raised in its loop {turn.number} over the layers: catch "
-                "that there, agree on all ranks that the step is left out, and go on"
+                f"backward on rank {self._rank} raised in its loop {turn.number} over the layers: catch "
+                "that there, agree on all ranks to skip the step, and go on"
             )
         return InvalidArgumentError(
             f"backward on rank {self._rank} has reached no layer of its loop {turn.number} over the layers, "

@@ -45,7 +45,7 @@ class Calls:
         return (
             "the optimizer steps, or a scaler unscales, before the gradients of the last backward were "
             f"awaited (again, if that wait was cut short), which are being sent: {self.before_use} (an "
-            "optimizer that steps in hooks of backward always comes too early)"
+            "optimizer that steps in backward hooks is always too early)"
         )
 
     def add_cure(self, error: PeerLostError) -> None:
@@ -67,7 +67,7 @@ BY_REDUCER = Calls(
 BY_OPTIMIZER = Calls(
     "optimizer",
     "`await optimizer.step()` (or .step().wait())",
-    "`await optimizer.step()` (or .step().wait()), which has the optimizer of torch's step, too; before "
+    "`await optimizer.step()` (or .step().wait()), which includes the torch optimizer's step; before "
     "clipping `await optimizer.reduced()`, before unscaling `await optimizer.unscale_(scaler)`",
     "A rank without data for a step just awaits `optimizer.step()`",
 )

@@ -98,8 +98,9 @@ class InFlight:
         """Give the window to ``caller``; refuse if another caller has operations in it."""
         if self._owner is not caller and self._out and self._owner is not None:
             raise InvalidArgumentError(
-                f"{self!r} belongs to {self._owner!r}, and {caller!r} shares it: ranks whose tasks take "
-                "turns in another order would wait for each other. Make an InFlight for each task"
+                f"{self!r} belongs to {self._owner!r}, but {caller!r} uses it too: if tasks take turns in "
+                "another order on another rank, the ranks wait for each other. Make an InFlight for each "
+                "task"
             )
         self._owner = caller
 
