@@ -318,7 +318,7 @@ def test_a_loader_that_draws_ahead_says_what_was_taken():
     with pytest.raises(ac.InvalidArgumentError, match="taken=23, but 22 samples were drawn"):
         sampler.state_dict(taken=23)
     other = ac.DistributedProxySampler(SequentialSampler(range(4)), num_replicas=2, rank=1)
-    with pytest.raises(ac.InvalidArgumentError, match="of 50 samples, this sampler has 4"):
+    with pytest.raises(ac.InvalidArgumentError, match="for 50 samples, but this sampler has 4"):
         other.load_state_dict(state)
 
 
@@ -449,7 +449,9 @@ def uneven_batches(me):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             assert ac.auto_dataloader(DATA, batch_size=size).batch_size == each
-        expected = [] if me.rank else [f"not a multiple of 2 ranks: each takes {each}, together {2 * each}"]
+        expected = (
+            [] if me.rank else [f"not a multiple of 2 ranks: each takes {each}, {2 * each} in total per step"]
+        )
         assert len(told) == len(expected)
         assert all(words in str(one.message) for words, one in zip(expected, told, strict=True))
         assert all(one.filename == __file__ for one in told)

@@ -239,7 +239,7 @@ def test_an_abort_of_native_code_is_explained(tmp_path) -> None:
 def test_other_ends_are_not_explained() -> None:
     assert report.what_aborted(1, {}) == ""
     assert report.what_aborted(-signal.SIGKILL, {}) == ""
-    assert "what it said is above" in report.what_aborted(-signal.SIGABRT, {})
+    assert "its output is above" in report.what_aborted(-signal.SIGABRT, {})
 
 
 def test_a_launcher_makes_a_secret_unless_the_user_has_one(tmp_path, monkeypatch) -> None:

@@ -344,7 +344,7 @@ def test_what_waits_for_other_ranks_ends_when_the_job_is_stopped(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("PET_NNODES", "2", r"cannot do --nnodes \(PET_NNODES\) 2"),
+        ("PET_NNODES", "2", r"does not support --nnodes \(PET_NNODES\) 2"),
         ("PET_NPROC_PER_NODE", "many", "-n many: "),
     ],
 )

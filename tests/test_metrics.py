@@ -79,7 +79,7 @@ def with_one_refused(me: Rank, rows: int, samples: int, keys: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("rows", "samples", "keys", "said"),
     [
-        (4, 4, ["a"], "InvalidArgumentError: gather_for_metrics got 4 rows, but the share"),
+        (4, 4, ["a"], "InvalidArgumentError: gather_for_metrics got 4 rows, but a rank's share"),
         (2, 0, ["a"], "InvalidArgumentError: gather_for_metrics: samples=0"),
         (2, 4, [frozenset("a"), frozenset("b")], "PayloadTypeError: a dict has a frozenset among its keys"),
     ],

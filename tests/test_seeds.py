@@ -33,5 +33,5 @@ def test_the_seed_is_the_ranks_or_everybodys(pair: World, by_rank: bool) -> None
 
 @pytest.mark.parametrize("seed", [-1, 1 << 32])
 def test_what_numpy_would_not_take_is_refused(seed: int) -> None:
-    with pytest.raises(ac.InvalidArgumentError, match="a seed is within 0 and 4294967295"):
+    with pytest.raises(ac.InvalidArgumentError, match="a seed must be from 0 to 4294967295"):
         ac.manual_seed(seed)

@@ -452,7 +452,7 @@ def test_of_what_is_no_work_nobody_is_missing() -> None:
 
 
 def test_a_seed_is_a_number() -> None:
-    with raising(ac.InvalidArgumentError, "a seed is an int, got '7'"):
+    with raising(ac.InvalidArgumentError, "a seed must be an int, got '7'"):
         called.manual_seed("7")
 
 

@@ -406,7 +406,7 @@ def test_an_async_function_under_an_event_loop() -> None:
         with pytest.raises(ac.SpawnError, match="LookupError: of rank 1"):
             ac.spawn("gloo", spawned.fail_awaited, (1,), nproc_per_node=2, start_method="fork")
         with pytest.raises(
-            ac.InvalidArgumentError, match=r"fail_awaited is async.*event loop runs here already"
+            ac.InvalidArgumentError, match=r"fail_awaited is async.*event loop is already running here"
         ):
             ac.spawn("serial", spawned.fail_awaited, (1,))
 

@@ -118,7 +118,8 @@ class _Resumable(distributed.DistributedSampler[Any]):
             raise misfit("the state of a sampler", "a dict of 'epoch', 'seen' and 'length'", state, _SAVED)
         if state["length"] != self._length:
             raise InvalidArgumentError(
-                f"load_state_dict: the state is of {state['length']} samples, this sampler has {self._length}"
+                f"load_state_dict: the state is for {state['length']} samples, but this sampler has "
+                f"{self._length}"
             )
         if not 0 <= state["seen"] <= self._length:
             raise InvalidArgumentError(
@@ -136,8 +137,8 @@ class _Resumable(distributed.DistributedSampler[Any]):
 
 _SAVED = "load what the state_dict() of such a sampler gave"
 _OUT_OF_ORDER = (
-    "state_dict in the middle of an epoch, of a loader with in_order=False: it gives batches as its workers "
-    "have them, and what resumes leaves out the first ones that were drawn, not those that the loop got. "
+    "state_dict in the middle of an epoch, of a loader with in_order=False: it yields batches as its "
+    "workers finish them, and resuming skips the first ones that were drawn, not those that the loop got. "
     "Leave in_order= out, or save between epochs"
 )
 
@@ -310,7 +311,7 @@ def _tell_uneven(batch_size: Any, ranks: int) -> None:
     each = batch_size // ranks or batch_size
     warnings.warn(
         f"auto_dataloader: batch_size={batch_size} is not a multiple of {ranks} ranks: each takes {each}, "
-        f"together {each * ranks} a step; pass a multiple of ac.get_world_size()",
+        f"{each * ranks} in total per step; pass a multiple of ac.get_world_size()",
         stacklevel=3,
     )
 

@@ -79,9 +79,9 @@ def _wrong(leaves: list[object], samples: object, size: int) -> AsyncCollError |
             return PayloadTypeError(f"gather_for_metrics got {what}; expected tensors with a row per sample")
         if len(leaf) > share:
             return InvalidArgumentError(
-                f"gather_for_metrics got {len(leaf)} rows, but the share of a rank in {samples} samples on "
-                f"{size} ranks is {share}: pass the predictions of one epoch, of a loader that gives each "
-                "rank its share (ac.auto_dataloader), and as samples= the length of its dataset"
+                f"gather_for_metrics got {len(leaf)} rows, but a rank's share of {samples} samples on "
+                f"{size} ranks is {share}: pass the predictions of one epoch, from a loader that gives each "
+                "rank its share (ac.auto_dataloader), and the length of its dataset as samples="
             )
     return None
 

@@ -343,7 +343,7 @@ def async_optim(optimizer: Optimizer, **kwargs: Any) -> AsyncOptimizer:
         optimizer,
         Optimizer,
         "a torch.optim.Optimizer",
-        "pass torch.optim.AdamW(model.parameters()), say (what takes a model is ac.overlap_gradients)",
+        "pass torch.optim.AdamW(model.parameters()), say (for a model, use ac.overlap_gradients)",
     )
     check_options("async_optim", kwargs, OPTIONS)
     _refuse_apex(optimizer)
@@ -355,7 +355,7 @@ def _refuse_many_closures(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOpError(
             "LBFGS calls its closure several times a step, and each call's gradients would have to be "
-            "awaited: use DDP, or ac.auto_optim, whose backward waits (on mpi, horovod and xla-tpu)"
+            "awaited: use DDP, or ac.auto_optim, where backward waits (on mpi, horovod and xla-tpu)"
         )
 
 
@@ -372,7 +372,7 @@ def _refuse_apex(subject: nn.Module | Optimizer) -> None:
         return
     what = f"{found.__module__}.{found.__qualname__}" if found is not None else "apex.amp"
     raise UnsupportedOpError(
-        f"{what} is not supported: apex's mixed precision and wrappers are given up upstream. Use "
+        f"{what} is not supported: apex's mixed precision and wrappers were abandoned upstream. Use "
         "torch.autocast around the forward pass and torch.amp.GradScaler (CUDA), torch.nn.SyncBatchNorm "
-        "by auto_model(model, sync_bn=True), and torch's own optimizers"
+        "with auto_model(model, sync_bn=True), and torch's own optimizers"
     )

@@ -34,10 +34,12 @@ def manual_seed(seed: int, *, by_rank: bool = False) -> int:
         InvalidArgumentError: the seed is not between 0 and 2**32 - 1, NumPy's range.
     """
     if not isinstance(seed, int):
-        raise InvalidArgumentError(f"a seed is an int, got {seed!r}")
+        raise InvalidArgumentError(f"a seed must be an int, got {seed!r}")
     used = seed + get_rank() if by_rank else seed
     if not 0 <= seed <= used < _SEEDS:
-        raise InvalidArgumentError(f"a seed is within 0 and {_SEEDS - 1}, also with the rank, got {used}")
+        raise InvalidArgumentError(
+            f"a seed must be from 0 to {_SEEDS - 1}, also with the rank added, got {used}"
+        )
     random.seed(used)
     torch.manual_seed(used)
     if (numpy := sys.modules.get("numpy")) is not None:

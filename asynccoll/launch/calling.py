@@ -38,6 +38,7 @@ def complete(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return asyncio.run(result)
     result.close()
     raise InvalidArgumentError(
-        f"{result.__qualname__} is async, and would be run by asyncio.run, but an event loop runs here "
-        "already: start the ranks outside of it, or join the world with ac.initialize() and `await` it here"
+        f"{result.__qualname__} is async, and would be run by asyncio.run, but an event loop is already "
+        "running here: start the ranks outside of it, or join the world with ac.initialize() and `await` "
+        "it here"
     )

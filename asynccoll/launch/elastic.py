@@ -248,7 +248,7 @@ def _check_numbers(given: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"--master-port {port}: expected a number up to {LAST_PORT}")
     if not 0 < given.monitor_interval < threading.TIMEOUT_MAX:
         raise InvalidArgumentError(
-            f"--monitor-interval {given.monitor_interval}: expected a number of seconds more than 0"
+            f"--monitor-interval {given.monitor_interval}: expected a number of seconds above 0"
         )
 
 
@@ -259,9 +259,9 @@ def _check_meeting(given: argparse.Namespace, options: Mapping[str, str | bool])
     for option, what in (("--master-addr", "HOST"), ("--node-rank", "RANK")):
         if option not in options and f"PET_{option[2:].upper().replace('-', '_')}" not in os.environ:
             raise InvalidArgumentError(
-                f"--nnodes {given.nnodes} needs to know where the hosts meet, and {option} {what} is missing;"
-                " give all the same --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or the same"
-                " --master-addr HOST and each its --node-rank RANK"
+                f"--nnodes {given.nnodes} needs to know where the hosts meet, and {option} {what} is "
+                "missing; give all hosts the same --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or the "
+                "same --master-addr HOST and each its own --node-rank RANK"
             )
 
 

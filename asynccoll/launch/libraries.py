@@ -103,8 +103,9 @@ def _refuse(options: Mapping[str, str | bool], engine: _Engine) -> None:
     if refused or str(options.get("--nnodes", "1")) not in ("1", "1:1"):
         what = ", ".join(refused) if refused else f"--nnodes (PET_NNODES) {options['--nnodes']}"
         raise InvalidArgumentError(
-            f"`asynccoll run --backend {engine.backend}` starts ranks with {engine.name} on this host, which "
-            f"cannot do {what}; for more, call it yourself: `{engine.several_hosts} python script.py`"
+            f"`asynccoll run --backend {engine.backend}` starts ranks with {engine.name} on this host "
+            f"and does not support {what}; for more, call it yourself: `{engine.several_hosts} python "
+            "script.py`"
         )
 
 
@@ -156,9 +157,9 @@ def _unrecorded(
     """Return what to say if no rank recorded an error: which was the first to end."""
     text = f"asynccoll run: {launcher} ended with code {code}, and no rank recorded an error"
     if not first:
-        return f"{text}; what {launcher} said is above"
+        return f"{text}; the output of {launcher} is above"
     pid = _read(errors / f"{first[0]}.pid")
-    who = f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or the first to end"
+    who = f"{text}: rank {first[0]} on {socket.gethostname()} (pid {pid}) was killed, or ended first"
     return "; ".join(filter(None, (who, last_call(first[0], flights))))
 
 

@@ -85,7 +85,7 @@ def listening_store(port: int) -> TCPStore:
             raise
         raise InvalidArgumentError(
             f"port {port} of {ADDRESS} cannot be used ({error.strerror}); choose another --master-port, or "
-            "leave it out on one host: a free one is found"
+            "leave it out on one host to use a free one"
         ) from error
     port = listener.getsockname()[1]
     return TCPStore(

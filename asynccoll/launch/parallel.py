@@ -108,7 +108,7 @@ class Parallel:
 
         Raises:
             SpawnError: a spawned rank failed; the text has its traceback.
-            InvalidArgumentError: ``func`` is async, and an event loop runs here already.
+            InvalidArgumentError: ``func`` is async, and an event loop is already running here.
         """
         check_called(func)
         if self._spawned is None:

@@ -145,14 +145,14 @@ def what_aborted(code: int, flights: Mapping[int, Flight]) -> str:
         return ""
     different = [one for one in partings(flights) if one.kind == "different"]
     todo = (
-        "let all ranks make the same call; with ASYNCCOLL_CHECK=full, such calls are refused with an error "
+        "make the same call on all ranks; with ASYNCCOLL_CHECK=full, such calls are refused with an error "
         "on each rank before anything is sent"
     )
     if different:
-        return f"native code gave up, for ranks called different things: {different[0]}; {todo}"
+        return f"native code gave up because ranks called different things: {different[0]}; {todo}"
     return (
-        "native code gave up; what it said is above. In a collective the usual cause are tensors of "
-        f"different sizes: {todo}"
+        "native code gave up; its output is above. In a collective the usual cause is tensors of different "
+        f"sizes: {todo}"
     )
 
 
@@ -161,8 +161,8 @@ def what_leaked(failure: Failure) -> str:
     if _NO_GRADIENT not in failure.message or not any(loop in failure.trace for loop in _LOOPS):
         return ""
     return (
-        "if the model's parameters do require grad: the torch.no_grad() of a task leaks into the others at "
-        "its await; run such a task in ac.create_task_group(), or in ac.isolated(...)"
+        "if the model's parameters do require grad: a task's torch.no_grad() leaks into other tasks at an "
+        "await inside it; run such a task in ac.create_task_group(), or in ac.isolated(...)"
     )
 
 

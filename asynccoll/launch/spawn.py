@@ -322,7 +322,7 @@ def _run_by_plan(
         with passing.launched(line(plan), variables, subprocess.DEVNULL) as running:
             code = running.wait()
         if code:
-            text = f"{who} ended with code {code}; what it said is above"
+            text = f"{who} ended with code {code}; its output is above"
             raise failed(told, range(ranks), {}, text)
 
 

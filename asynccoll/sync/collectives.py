@@ -170,8 +170,8 @@ def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupL
         _refuse(
             "all_gather",
             InvalidArgumentError(
-                f"shapes must be those of the tensors of {size} ranks, all with as many dimensions; here is "
-                f"rank {place} with a tensor of shape {tuple(tensor.shape)}, and shapes={given}"
+                f"shapes must be those of the tensors of {size} ranks, all with the same number of "
+                f"dimensions; rank {place} has a tensor of shape {tuple(tensor.shape)}, and shapes={given}"
             ),
             group,
         )

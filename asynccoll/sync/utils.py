@@ -262,7 +262,9 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     if current != rank:
         failed = [text for text in all_gather("") if text]
         if failed:
-            raise CollectiveError(f"one_rank_first: the block was not run here, it failed on {failed[0]}")
+            raise CollectiveError(
+                f"one_rank_first: the block was not run here, because it failed on {failed[0]}"
+            )
         yield
         return
     outcome = ""

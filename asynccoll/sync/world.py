@@ -96,7 +96,7 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
     state = refresh()
     if state == "adopted":
         raise InvalidArgumentError(
-            "trying to initialize the default process group twice! It was made with torch, and is in use "
+            "trying to initialize the default process group twice! It was made with torch, and works "
             "without asynccoll.sync.initialize"
         )
     if state == "none" and _joined.environment is not None:  # of a world that was destroyed with torch
