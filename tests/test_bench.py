@@ -281,16 +281,16 @@ def test_what_is_broken_off_shows_what_was_measured(monkeypatch, capsys, tmp_pat
     assert main(["bench"]) == 130
     shown = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r" *4 B .*asynccoll +in +12\.5 +0\.500 +0\.250 +0", shown[-2])
-    assert shown[-1] == "# not all was measured: 2 of 9 rounds"
+    assert shown[-1] == "# not everything was measured: 2 of 9 rounds"
     assert main(["bench", "--json"]) == 130
     assert capsys.readouterr().out == ""
     pytest.importorskip("matplotlib")
     file = tmp_path / "out.svg"
     assert main(["bench", "--plot", str(file)]) == 130
-    assert capsys.readouterr().err.endswith(f"drawn: {file} (not all was measured: 2 of 9 rounds)\n")
+    assert capsys.readouterr().err.endswith(f"drawn: {file} (not everything was measured: 2 of 9 rounds)\n")
     text = " ".join(ET.parse(file).getroot().itertext())
     assert "asynccoll in-place" in text
-    assert "not all was measured: 2 of 9 rounds" in text
+    assert "not everything was measured: 2 of 9 rounds" in text
 
 
 def test_who_waits_for_a_picture_is_told_where_nothing_was_measured(monkeypatch, capsys, tmp_path):
@@ -298,7 +298,7 @@ def test_who_waits_for_a_picture_is_told_where_nothing_was_measured(monkeypatch,
     monkeypatch.setattr(starting, "bench", lambda *_, **__: 143)
     file = tmp_path / "out.svg"
     assert main(["bench", "--plot", str(file)]) == 143
-    assert capsys.readouterr().err == f"nothing was measured, and nothing is drawn: {file}\n"
+    assert capsys.readouterr().err == f"nothing was measured, so nothing is drawn: {file}\n"
     assert not file.exists()
 
 

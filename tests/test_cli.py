@@ -248,7 +248,9 @@ def test_a_rank_that_has_not_joined_is_told_who_started_it(start, script):
         ac.all_reduce(1)
     """)
     _, _, errors = start("run", "-n", 2, "program.py").wait()
-    assert "of 2 (by the variables of `asynccoll run`), but ac.initialize() was not called" in errors
+    assert (
+        "of 2 (according to the variables of `asynccoll run`), but ac.initialize() was not called" in errors
+    )
 
 
 @on_linux

@@ -355,10 +355,10 @@ def test_a_screen_shows_as_much_as_it_has_room_for_and_leaves_what_it_showed_las
 @pytest.mark.parametrize(
     ("ranks", "made", "told"),
     [
-        ((0, 1), 1, "ranks 0, 1 called the same, as far as is recorded\n"),
+        ((0, 1), 1, "ranks 0, 1 made the same calls, as far as is recorded\n"),
         ((0, 1), 0, "ranks 0, 1 have called nothing, as far as is recorded\n"),
-        ((0,), 1, "less than two ranks are known: nothing to compare\nof rank 1 nothing is known: "),
-        ((), 0, "less than two ranks are known: nothing to compare\n"),
+        ((0,), 1, "fewer than two ranks are known: nothing to compare\nnothing is known about rank 1: "),
+        ((), 0, "fewer than two ranks are known: nothing to compare\n"),
     ],
 )
 def test_ranks_of_which_nothing_is_known_have_not_called_the_same(capsys, ranks, made, told):

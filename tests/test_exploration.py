@@ -192,7 +192,7 @@ def test_nodes_have_quick_links_within() -> None:
     assert together.results == {0: 0, 1: 0, 2: 1, 3: 1}
     assert apart.results == {0: 0, 1: 1, 2: 2, 3: 3}
     assert together.virtual_seconds < apart.virtual_seconds - 4e-3  # 4 MiB at 1 GB/s
-    with pytest.raises(ac.InvalidArgumentError, match="4 ranks cannot be on 3 nodes"):
+    with pytest.raises(ac.InvalidArgumentError, match="4 ranks cannot be divided evenly among 3 nodes"):
         simulate(main, world_size=4, nodes=3)
 
 

@@ -298,7 +298,7 @@ def test_the_command_tells_of_them_and_shows_no_prints(asked: Asked) -> None:
     assert code == 0
     assert told.startswith("2 schedules in")
     assert "nothing was found" in told
-    assert "calls of different lines were paired" in told
+    assert "calls made from different lines were paired" in told
     assert "2 calls of all_reduce on lane 'default', the first #6, were made from different lines:" in told
     assert "step" not in told
     code, told, _ = asked("main", "--seeds", "2", "--lines", "same", "--shrink", "0")

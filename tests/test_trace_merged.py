@@ -128,7 +128,9 @@ def test_what_is_not_over_does_not_count_in_the_hidden_share(failed):
     assert [step.in_flight for step in found.steps] == [1.0, 0.0]
     assert [one.place for one in found.waits] == ["train.py:1"]
     assert "(on average a rank waited for 500.0 ms of 1.00 s in flight)" in summary(found)
-    assert "nothing that was sent is over" in summary(find([part(0, [stuck, compute("backward", 0, 0.5)])]))
+    assert "nothing that was sent has finished" in summary(
+        find([part(0, [stuck, compute("backward", 0, 0.5)])])
+    )
 
 
 def test_the_first_of_several_steps_does_not_count():
@@ -166,7 +168,7 @@ def test_of_ranks_that_wait_for_each_other_the_fewest_are_told():
 
 def test_buckets_are_not_told_to_leave_from_backward():
     sends = [part(rank, [call(0, 2, row="gradients/backward"), compute("x", 3, 4)]) for rank in range(2)]
-    assert "smaller buckets leave earlier" in advice(find(sends))
+    assert "smaller buckets are sent earlier" in advice(find(sends))
 
 
 class Counted(list):
@@ -351,7 +353,7 @@ def test_stragglers_of_a_recording_are_counted_as_in_its_trace(tmp_path, capsys)
     assert main(["trace", "stragglers", str(tmp_path)]) == 0
     verdict, _, title, *_ = capsys.readouterr().out.splitlines()
     assert verdict.startswith("rank 1 is late: last in 10 of 10 operations, the others waited 4.00 s for it")
-    assert title == "who came last, of 10 operations that all their ranks called, without the first step"
+    assert title == "who was last, of 10 operations that all their ranks called, without the first step"
 
 
 def test_chance_makes_no_rank_late():
@@ -436,7 +438,7 @@ def test_the_rank_that_holds_the_others_up_is_named_and_else_the_line():
     )
     alike = found(0.1, 0.1)
     assert alike.late is None
-    assert re.match(r"most is waited for in all_reduce at .*: start it earlier", advice(alike))
+    assert re.match(r"most of the waiting is in all_reduce at .*: start it earlier", advice(alike))
     assert advice(found(0.1, 0.1, marked=False)) == ""
 
 

@@ -512,7 +512,7 @@ def test_without_a_name_several_jobs_are_listed(monkeypatch, capsys) -> None:
         "1 of 1 ranks, met at n1:5",
         f"1 of 1 ranks, pid {1 << 30}",
         "",
-        "name one to see its calls and stacks: where its ranks met, or a process of it",
+        "name one to see its calls and stacks: where its ranks met, or one of its processes",
     ]
     assert main(["where", "77"]) == 0
     assert capsys.readouterr().out.count("step (train.py:9)") == 2
@@ -659,7 +659,7 @@ def test_who_came_last_and_by_how_much(tmp_path: Path, capsys) -> None:
     assert (shown["rank"], shown["longest"]) == (1, 1.5)
     assert main(["trace", "stragglers", str(tmp_path / "job"), "-n", "0"]) == 2
     assert main(["trace", "stragglers", str(tmp_path / "job")]) == 0
-    assert "who came last, of 3 operations" in capsys.readouterr().out
+    assert "who was last, of 3 operations" in capsys.readouterr().out
 
 
 # A job that hangs
@@ -759,7 +759,7 @@ def test_a_rank_that_was_spawned_is_shown_as_the_program_that_spawned_it(tmp_pat
 
 def test_there_is_no_such_job(capsys, tmp_path: Path) -> None:
     assert main(["where", "1.2.3.4:5"]) == 1
-    assert "no rank of this host has met at 1.2.3.4:5" in capsys.readouterr().out
+    assert "no rank of this host has joined a job at 1.2.3.4:5" in capsys.readouterr().out
     for wrong, why in (("nonsense", "is not a job"), (str(tmp_path), "no rank has registered")):
         assert main(["where", wrong]) == 2
         assert why in capsys.readouterr().err

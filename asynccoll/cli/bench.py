@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _TEXT = """\
-Measure collectives beside the same of torch, functional collectives, ignite, Horovod and mpi4py, in one run.
+Compare collectives with those of torch, functional collectives, ignite, Horovod and mpi4py, in one run.
 
   asynccoll bench                                       all_reduce from 4 B to 8 MiB, on two ranks
   asynccoll bench all_gather broadcast -b 1K -e 1M -f 4 --ranks 4
@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-b", "--minbytes", default="4", metavar="SIZE", help="smallest size, default 4")
     parser.add_argument("-e", "--maxbytes", default="16M", metavar="SIZE", help="largest size, default 16M")
     parser.add_argument(
-        "-f", "--stepfactor", type=int, default=8, metavar="N", help="from size to size, default 8"
+        "-f", "--stepfactor", type=int, default=8, metavar="N", help="factor from size to size, default 8"
     )
     parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead, such as 4,4K,64K,1M,16M")
     parser.add_argument(
@@ -58,9 +58,7 @@ def add(commands: Commands) -> None:
         help="calls of each peer in each round, default 30, above 64 KiB 8, above 1 MiB 2",
     )  # fmt: skip
     parser.add_argument("-w", "--warmup-iters", type=int, default=2, metavar="N", help="default 2")
-    parser.add_argument(
-        "-c", "--check", type=int, choices=(0, 1), default=1, help="look at results, default 1"
-    )
+    parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check results, default 1")
     parser.add_argument("-d", "--datatype", default="float", metavar="NAME", help="default float")
     parser.add_argument(
         "-o", "--op", default="sum", metavar="NAME", help="sum, prod, min, max, avg; default sum"
@@ -74,7 +72,7 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     add_json(parser)
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw time and bandwidth into .svg, .png or .pdf"
+        "--plot", type=Path, metavar="FILE", help="plot time and bandwidth to a .svg, .png or .pdf file"
     )
     parser.set_defaults(carry_out=_bench)
 
@@ -103,7 +101,7 @@ def _draw(shown: _Shown, path: Path) -> None:
 
     if shown.rows:
         draw(shown.header, shown.rows, path, shown.missing)
-    what = "drawn" if shown.rows else "nothing was measured, and nothing is drawn"
+    what = "drawn" if shown.rows else "nothing was measured, so nothing is drawn"
     print(f"{what}: {path}{f' ({shown.missing})' * bool(shown.missing)}", file=sys.stderr)
 
 
@@ -151,7 +149,7 @@ def _at_least(count: int, least: int, option: str) -> int:
     from asynccoll.errors import InvalidArgumentError
 
     if count < least:
-        raise InvalidArgumentError(f"{option} {count} is not possible; it is at least {least}")
+        raise InvalidArgumentError(f"{option} {count} is not possible; it must be at least {least}")
     return count
 
 
@@ -188,7 +186,7 @@ class _Shown:
     def missing(self) -> str:
         """The note that not all was measured; "" if it was."""
         is_all = not self.header or self._done >= self.header["steps"]
-        return "" if is_all else f"not all was measured: {self._where()}"
+        return "" if is_all else f"not everything was measured: {self._where()}"
 
     def _where(self) -> str:
         return f"{self._done} of {self.header['steps']} rounds"

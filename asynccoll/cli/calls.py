@@ -33,15 +33,15 @@ def nobody(job: str | None) -> str:
     """Return what to say if no rank is found."""
     if job is None:
         return (
-            "no rank of asynccoll runs on this host, or none that you may look into; of a job that failed "
-            "there are dumps: asynccoll trace diff DIR, the directory that the error names"
+            "no rank of asynccoll runs on this host, or none that you may inspect; a job that failed has "
+            "left dumps: asynccoll trace diff DIR, with the directory that the error names"
         )
     if job.isdigit():
         return (
             f"process {job} is not a rank of asynccoll and has started none, or none that has called "
-            "ac.initialize() and that you may look into"
+            "ac.initialize() and that you may inspect"
         )
-    return f"no rank of this host has met at {job}"
+    return f"no rank of this host has joined a job at {job}"
 
 
 def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) -> bool:
@@ -57,14 +57,14 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
     unknown = sorted(set(range(world_size)) - recorded.keys())
     parts = bool(partings or messages)
     if not parts and len(recorded) > 1:
-        what = "called the same" if any(one.calls for one in recorded.values()) else "have called nothing"
+        what = "made the same calls" if any(one.calls for one in recorded.values()) else "have called nothing"
         show(f"{listed([*recorded])} {what}, as far as is recorded")
     elif not parts:
-        show("less than two ranks are known: nothing to compare")
+        show("fewer than two ranks are known: nothing to compare")
     if unknown:
         show(
-            f"of {listed(unknown)} nothing is known: not in ac.initialize() yet, ended, or on a host that "
-            "does not answer"
+            f"nothing is known about {listed(unknown)}: not in ac.initialize() yet, ended, or on a host "
+            "that does not answer"
         )
     return parts
 

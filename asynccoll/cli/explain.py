@@ -23,7 +23,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--reduce-op", "--op", default="sum", metavar="NAME", help="default sum")
     parser.add_argument("--backend", default="gloo", metavar="NAME", help="default gloo")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="default 2")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="of equally many ranks, default 1")
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="with equally many ranks each, default 1"
+    )
     parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, xla for xla-tpu, else cpu")
     parser.add_argument("--check", action="store_true", help="with check='full'")
     parser.add_argument(
@@ -78,12 +80,12 @@ def _shape(text: str) -> tuple[int, ...]:
         shape = (-1,)
     if any(extent < 0 for extent in shape):
         raise InvalidArgumentError(
-            f"shape {text!r} cannot be read; expected sizes with commas between, such as 4,4"
+            f"shape {text!r} cannot be read; expected sizes separated by commas, such as 4,4"
         )
     return shape
 
 
 def _at_least_one(count: int, what: str) -> int:
     if count < 1:
-        raise InvalidArgumentError(f"{what} {count} is not possible; it is at least 1")
+        raise InvalidArgumentError(f"{what} {count} is not possible; it must be at least 1")
     return count

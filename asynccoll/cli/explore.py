@@ -32,12 +32,12 @@ def add(commands: Commands) -> None:
         "explore",
         help="run a function on simulated ranks, in many orders, until one goes wrong",
         example="asynccoll explore test_loop.py::main --seeds 500 -n 3",
-        description="Runs main(rank), or main(), on simulated ranks, in one process for each job. Each seed "
-        "is another order of threads, tasks and messages. The first that goes wrong is made smaller, and "
+        description="Runs main(rank), or main(), on simulated ranks, in one process for each job. Each "
+        "seed is another order of threads, tasks and messages. The first that goes wrong is shrunk and "
         "shown as a program.",
     )
     parser.add_argument("target", metavar="FILE::FUNCTION", help="such as test_loop.py::main")
-    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="so many, default 1000")
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many, default 1000")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them, default 0")
     parser.add_argument("-n", "--world-size", type=int, default=3, metavar="N", help="ranks, default 3")
     parser.add_argument(
@@ -53,11 +53,11 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--statements", action="append", default=[], metavar="MODULE",
-        help="another thread may go on before each of its statements, too",
+        help="also switch threads before each of its statements",
     )  # fmt: skip
     parser.add_argument(
         "--expect", default="", metavar="FILE::FUNCTION",
-        help="called with the report of each: raises AssertionError where it is not as it should be",
+        help="called with the report of each seed; raises AssertionError if it is not as it should be",
     )  # fmt: skip
     parser.add_argument(
         "--not-joined",
@@ -68,11 +68,11 @@ def add(commands: Commands) -> None:
         "--lines",
         default="any",
         metavar="WHICH",
-        help="same: calls that ranks make from different lines, and that are paired, are an error",
+        help="same: pairing calls that ranks make from different lines is an error",
     )
     parser.add_argument(
         "-s", "--show-prints", action="store_true",
-        help="show what the ranks of every schedule print; else only of the one that goes wrong",
+        help="show what ranks print in every schedule, not only in the one that goes wrong",
     )  # fmt: skip
     parser.add_argument("--shrink", type=float, default=30.0, metavar="SECONDS", help="default 30")
     add_json(parser)

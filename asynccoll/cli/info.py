@@ -16,9 +16,10 @@ def add(commands: Commands) -> None:
         "info",
         help="versions, launcher, devices, and which backends work here",
         example="asynccoll info --no-try",
-        description="Each backend whose parts are here is tried: a world of one, in a process of its own.",
+        description="Each backend whose packages are installed is tried: a world of one, in a process of "
+        "its own.",
     )
-    parser.add_argument("--no-try", action="store_true", help="only look which packages are there")
+    parser.add_argument("--no-try", action="store_true", help="only check which packages are installed")
     add_json(parser)
     parser.set_defaults(carry_out=_info)
 

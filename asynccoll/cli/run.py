@@ -27,7 +27,7 @@ _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
         (("--rdzv-endpoint",), "HOST:PORT", "where to meet"),
         (("--rdzv-backend",), "NAME", "how to meet: c10d, static, etcd-v2"),
         (("--rdzv-id",), "ID", "the job's name, the same on all hosts"),
-        (("--rdzv-conf",), "K=V,...", "further settings of the meeting"),
+        (("--rdzv-conf",), "K=V,...", "further rendezvous settings"),
         (("--master-addr",), "HOST", "address of the first host"),
         (("--master-port",), "PORT", "port there"),
         (("--local-addr",), "HOST", "address of this host"),
@@ -36,11 +36,11 @@ _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
     "output": (
         (("--log-dir",), "DIR", "keep logs and error files of the ranks here"),
         (("-r", "--redirects"), "WHAT", "streams that go to files: 1 stdout, 2 stderr, 3 both"),
-        (("-t", "--tee"), "WHAT", "streams that go to files and here"),
+        (("-t", "--tee"), "WHAT", "streams that go both to files and here"),
         (("--local-ranks-filter",), "0,1,...", "show only these ranks' output"),
     ),
     "further": (
-        (("--monitor-interval",), "SECONDS", "how often to look after the ranks (default 0.1)"),
+        (("--monitor-interval",), "SECONDS", "how often to check the ranks (default 0.1)"),
         (("--role",), "NAME", "name of this kind of worker"),
         (("--no-python",), None, "the program is not a Python script"),
     ),
@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(*spellings, metavar=value, help=text)
     group = parser.add_argument_group("the program")
     group.add_argument("--backend", metavar="NAME", help="what `initialize()` uses: gloo, nccl ...")
-    group.add_argument("-m", "--module", action="store_true", help="it is a module, as python -m")
+    group.add_argument("-m", "--module", action="store_true", help="it is a module, as with python -m")
     group.add_argument(
         "program", nargs=argparse.PARSER, action=_Program, help="script or module, and its own arguments"
     )

@@ -32,15 +32,15 @@ def add(commands: Commands) -> None:
         "top",
         help="watch the ranks of this host: what each has in flight, how fast it is, who is behind",
         example="asynccoll top --interval 0.5",
-        description="Reads what the ranks' flight recorders hold, and asks nothing of the ranks, so it shows "
-        "those that hang as well. On a terminal until Ctrl-C; in a pipe once.",
+        description="Reads the ranks' flight recorders without asking the ranks, so it also shows those "
+        "that hang. Runs until Ctrl-C on a terminal, once in a pipe.",
     )
     parser.add_argument("pid", nargs="?", type=int, help="only the ranks below this process: a launcher")
     parser.add_argument("-i", "--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
     parser.add_argument(
-        "-n", "--count", type=int, metavar="N", help="so often; on a terminal without end, else 1"
+        "-n", "--count", type=int, metavar="N", help="how often; on a terminal without end, else 1"
     )
-    add_json(parser, "a JSON document each time, in a line")
+    add_json(parser, "a JSON document each time, on one line")
     parser.set_defaults(carry_out=_top)
 
 
@@ -52,10 +52,10 @@ def _top(given: argparse.Namespace) -> int:
         check_running(given.pid)
     if not 0 < given.interval <= _LONGEST_SECONDS:
         raise InvalidArgumentError(
-            f"--interval {given.interval} is not possible; it is more than 0 seconds, and at most a day"
+            f"--interval {given.interval} is not possible; it must be above 0 seconds and at most a day"
         )
     if given.count is not None and given.count < 1:
-        raise InvalidArgumentError(f"--count {given.count} is not possible; it is at least 1")
+        raise InvalidArgumentError(f"--count {given.count} is not possible; it must be at least 1")
     live = sys.stdout.isatty() and not given.json
     try:
         return _watch(given, live)

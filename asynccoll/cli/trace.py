@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
 def _add_run(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "run",
-        help="start a program, and record it",
+        help="start a program and record it",
         example="asynccoll trace run -n 2 -o trace train.py",
         usage="asynccoll trace run [-o DIR] [--json] [options of asynccoll run] script.py [args ...]",
         description=_RUN_TEXT,
@@ -69,9 +69,11 @@ def _add_run(kinds: Commands) -> None:
 
 def _add_merge(kinds: Commands) -> None:
     parser = kinds.add_parser(
-        "merge", help="show what ranks have left in a directory", example="asynccoll trace merge trace"
+        "merge", help="show what ranks have recorded in a directory", example="asynccoll trace merge trace"
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE named, or -o")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the directory that ASYNCCOLL_TRACE or -o named"
+    )
     _add_output(parser)
     parser.set_defaults(carry_out=_merge)
 
@@ -79,12 +81,14 @@ def _add_merge(kinds: Commands) -> None:
 def _add_diff(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "diff",
-        help="where the ranks part, by what they had recorded at a failure",
+        help="where the ranks' calls diverge, by what they had recorded at a failure",
         example="asynccoll trace diff /tmp/asynccoll-0/6f0ae5c67fed",
-        description="Aligns the last calls of all ranks, lane by lane. The ranks need not be there any more. "
-        "The exit code is 1 if they part.",
+        description="Aligns the last calls of all ranks, lane by lane. The ranks need not run any more. "
+        "The exit code is 1 if they diverge.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of dumps, as an error's text names it")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the directory of dumps that an error names"
+    )
     add_json(parser)
     parser.set_defaults(carry_out=_diff)
 
@@ -92,13 +96,13 @@ def _add_diff(kinds: Commands) -> None:
 def _add_stragglers(kinds: Commands) -> None:
     parser = kinds.add_parser(
         "stragglers",
-        help="of each operation, who called it last, and how long the others waited",
+        help="who called each operation last, and how long the others waited",
         example="asynccoll trace stragglers trace",
     )
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE or `trace run -o` named, or dumps"
     )
-    parser.add_argument("-n", "--most", type=int, default=20, metavar="N", help="so many lines, default 20")
+    parser.add_argument("-n", "--most", type=int, default=20, metavar="N", help="how many lines, default 20")
     add_json(parser)
     parser.set_defaults(carry_out=_stragglers)
 
@@ -191,9 +195,9 @@ def _check_no_recording(directory: Path) -> None:
 
     if recordings(directory) and not any(directory.glob("rank-*.json")):
         raise InvalidArgumentError(
-            f"{str(directory)!r} has a recording, and no dumps of a failure: `asynccoll trace merge` "
-            "shows what was in flight at its end, and who had not called it; `asynccoll trace stragglers`, "
-            "who was late"
+            f"{str(directory)!r} has a recording, but no dumps of a failure: `asynccoll trace merge` shows "
+            "what was in flight at its end, and who had not called it; `asynccoll trace stragglers`, who "
+            "was late"
         )
 
 
@@ -201,7 +205,7 @@ def _stragglers(given: argparse.Namespace) -> int:
     from asynccoll.trace.stragglers import by_line, load_stragglers
 
     if given.most < 1:
-        raise InvalidArgumentError(f"-n {given.most} is not possible; it is at least 1")
+        raise InvalidArgumentError(f"-n {given.most} is not possible; it must be at least 1")
     found = load_stragglers(given.directory)
     lines = by_line(found.arrivals)[: given.most]
     if given.json:
@@ -218,7 +222,7 @@ def _stragglers_table(lines: Sequence[Straggling], operations: int, left_out: in
 
     columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
     without = ", without the first step" * left_out
-    title = f"who came last, of {operations} operations that all their ranks called{without}"
+    title = f"who was last, of {operations} operations that all their ranks called{without}"
     table = Table(
         columns, title=title, left=frozenset({"operation", "lane", "line"}), spare=("median", "lane")
     )
@@ -246,7 +250,7 @@ def _show(directory: Path, given: argparse.Namespace) -> None:
     show(f"{written[0]}: open it in a browser; {written[1]}: for ui.perfetto.dev")
     if replaced:
         show(
-            f"replaced from an earlier trace: {', '.join(replaced)}; with -o DIR each has a place of its own"
+            f"replaced from an earlier trace: {', '.join(replaced)}; with -o DIR each gets its own directory"
         )
     _tell_later(directory, kept=directory == to.resolve() or given.kind == "merge")
 
@@ -297,7 +301,7 @@ def _unfinished(found: Findings) -> Table:
     columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
     table = Table(
         columns,
-        title=_titled("not over at the end, or failed", len(found.unfinished), 10),
+        title=_titled("unfinished at the end, or failed", len(found.unfinished), 10),
         left=frozenset({"operation", "lane", "not called by", "line"}),
     )
     for one in found.unfinished[:10]:

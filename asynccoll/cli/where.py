@@ -27,18 +27,18 @@ def add(commands: Commands) -> None:
         "where",
         help="ask a running or hung job from outside where each rank is",
         example="asynccoll where --calls 5",
-        description="Ranks of this host are read from their flight recorders, so it tells of those that are "
-        "stopped or stuck in native code as well; those of other hosts are asked. Stacks are told by ranks "
+        description="Ranks of this host are read from their flight recorders, so it also shows those that "
+        "are stopped or stuck in native code; those of other hosts are asked. Stacks are shown for ranks "
         "that answer. The exit code is 1 if there is no rank.",
     )
     parser.add_argument(
         "job",
         nargs="?",
-        help="a process (a rank, or its launcher), host:port where the ranks have met, or the job's "
-        "directory; if left out, the only job of this host, or a line for each",
+        help="a process (a rank, or its launcher), host:port where the ranks met, or the job's directory; "
+        "if left out, the only job of this host, or a line for each",
     )
     parser.add_argument(
-        "-n", "--calls", type=int, default=3, metavar="N", help="so many last calls, default 3"
+        "-n", "--calls", type=int, default=3, metavar="N", help="how many last calls, default 3"
     )
     add_json(parser)
     parser.set_defaults(carry_out=_where)
@@ -57,7 +57,7 @@ def _where(given: argparse.Namespace) -> int:
     else:
         show(*overview(jobs))
         if given.job is None and len(jobs) > 1:  # the user has not said which
-            show("\nname one to see its calls and stacks: where its ranks met, or a process of it")
+            show("\nname one to see its calls and stacks: where its ranks met, or one of its processes")
             return 0
         for job in jobs:
             print()

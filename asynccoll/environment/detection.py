@@ -112,9 +112,9 @@ def _torch_beside_slurm(variables: Variables, expand_hosts: ExpandHosts) -> Laun
         wanted = "equal to SLURM's"
     if not agrees:
         raise LaunchEnvironmentError(
-            f"torch variables contradict SLURM's: given {variables.show(_TORCH)} beside"
-            f" {variables.show(SLURM_TASK)}; with {slurm.nnodes} node(s) each must be {wanted}"
-            f" ({theirs}). Unset RANK, LOCAL_RANK and WORLD_SIZE to follow SLURM, or use torchrun"
+            f"torch variables contradict SLURM's: given {variables.show(_TORCH)} and "
+            f"{variables.show(SLURM_TASK)}; with {slurm.nnodes} node(s) each must be {wanted} ({theirs}). "
+            "Unset RANK, LOCAL_RANK and WORLD_SIZE to follow SLURM, or use torchrun"
         )
     if ours == theirs or not variables.all(_TORCH):
         return slurm
@@ -254,10 +254,10 @@ def _inner(variables: Variables) -> LaunchInfo | None:
     for name, marks in _MUTE.items():
         if variables.any(marks):
             raise LaunchEnvironmentError(
-                f"{name} started this process ({variables.show(marks)}), but the environment does not say of"
-                " how many ranks. Set RANK and WORLD_SIZE (and MASTER_ADDR and MASTER_PORT) for each rank,"
-                " pass rank= and world_size= to ac.initialize, or start the ranks with mpiexec, srun or"
-                " `asynccoll run`"
+                f"{name} started this process ({variables.show(marks)}), but the environment does not say "
+                "how many ranks there are. Set RANK and WORLD_SIZE (and MASTER_ADDR and MASTER_PORT) for "
+                "each rank, pass rank= and world_size= to ac.initialize, or start the ranks with mpiexec, "
+                "srun or `asynccoll run`"
             )
     return _from_tpu(variables)
 

@@ -135,8 +135,8 @@ def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
         flights = [one for one in snapshot().flights.values() if one.said.get("meets") == what]
     else:
         raise InvalidArgumentError(
-            f"{what!r} is not a job: expected its directory, a process number, or host:port, where its ranks "
-            "have met"
+            f"{what!r} is not a job: expected its directory, a process number, or host:port, where its "
+            "ranks met"
         )
     return [_asked(near, known) for near in _jobs(flights)]
 

@@ -49,9 +49,8 @@ def refused(context: Context) -> ForkedProcessError:
     """Build the error for a call that would communicate in a child forked from ``context``'s process."""
     return ForkedProcessError(
         f"this process ({os.getpid()}) was forked from rank {context.rank} of {context.world_size}, whose "
-        "connections it cannot use: who it is can be asked here (ac.get_rank() and the like), but it cannot "
-        "communicate. Do that in the parent, call ac.initialize() here, or start processes with the 'spawn' "
-        "method"
+        "connections it cannot use: ac.get_rank() and the like work here, but it cannot communicate. Do "
+        "that in the parent, call ac.initialize() here, or start processes with the 'spawn' method"
     )
 
 

@@ -115,7 +115,7 @@ def _implicit() -> Context:
         ours = info.launcher == "torchrun" and registry.VARIABLE in os.environ
         who = "`asynccoll run`" if ours else info.launcher
         raise NotInitializedError(
-            f"this is rank {info.rank} of {info.world_size} (by the variables of {who}), but "
+            f"this is rank {info.rank} of {info.world_size} (according to the variables of {who}), but "
             "ac.initialize() was not called; call it at the start of the program"
         )
     with process.lock:
@@ -497,8 +497,8 @@ def new_subgroups(group_size: int | None = None) -> tuple[Group, list[Group]]:
     size, ranks = get_nproc_per_node() if group_size is None else group_size, context.world_size
     if not isinstance(size, int) or isinstance(size, bool) or size < 1 or ranks % size:
         raise InvalidArgumentError(
-            f"new_subgroups: {ranks} ranks cannot be cut into groups of {size!r}; pass a group_size that "
-            f"divides {ranks}, or make the groups by ac.new_group"
+            f"new_subgroups: {ranks} ranks cannot be divided into groups of {size!r}; pass a group_size "
+            f"that divides {ranks}, or make the groups by ac.new_group"
         )
     groups = [new_group(range(first, first + size)) for first in range(0, ranks, size)]
     return groups[context.rank // size], groups

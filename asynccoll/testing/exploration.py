@@ -217,7 +217,7 @@ class _Looking:
         try:
             report = simulate(main, **options)
         except TimeoutError as error:
-            return Tried(f"seed {case.seed}: {error}", "waits for what is not simulated", {})
+            return Tried(f"seed {case.seed}: {error}", "waits for something that is not simulated", {})
         strays = tuple(report.strays)
         expect = self.expect or partial(Report.check, faults=bool(case.faults))
         try:
@@ -332,7 +332,7 @@ def _shrink(
 ) -> None:
     if failed.wrong is None:
         found.wrong = (
-            f"seed {case.seed} went wrong in another process, and not here: main is not deterministic"
+            f"seed {case.seed} went wrong in another process, but not here: main is not deterministic"
         )
         found.seed = case.seed
         return

@@ -63,7 +63,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if (self.after_call is None) == (self.at is None):
-            raise InvalidArgumentError(f"{self} needs after_call= or at=, one of them")
+            raise InvalidArgumentError(f"{self} needs either after_call= or at=")
         kind = type(self).__name__
         check_count(f"rank of {kind}", self.struck, 0)
         if self.after_call is not None:

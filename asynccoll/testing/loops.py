@@ -26,7 +26,7 @@ class _Loop(NamedTuple):
 
 def _run_none(scheduler: Scheduler, main: Coroutine[object, object, object]) -> object:
     main.close()
-    raise InvalidArgumentError('main is a coroutine function: say loop="asyncio" or loop="trio"')
+    raise InvalidArgumentError('main is a coroutine function: pass loop="asyncio" or loop="trio"')
 
 
 @contextmanager

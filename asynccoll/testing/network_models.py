@@ -40,7 +40,7 @@ def hierarchical(local: Link, network: Link, ranks: int, ranks_per_node: int) ->
     all_reduce between nodes takes as long as a ring of nodes that carries all the bytes.
     """
     if ranks % ranks_per_node:
-        raise InvalidArgumentError(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
+        raise InvalidArgumentError(f"{ranks} ranks cannot be divided into nodes of {ranks_per_node}")
     nodes = ranks // ranks_per_node
 
     def seconds(size_bytes: float) -> float:

@@ -154,8 +154,8 @@ def _of_rank(main: Callable[..., object]) -> Callable[[int], object]:
         return main if given else lambda _: main()
     name = getattr(main, "__name__", "main")
     raise InvalidArgumentError(
-        f"{name}{signature} cannot be called with the rank alone, nor with nothing: pass lambda rank: "
-        f"{name}(...), with what it needs"
+        f"{name}{signature} can be called neither with the rank alone nor without arguments: pass lambda "
+        f"rank: {name}(...), with what it needs"
     )
 
 
@@ -174,7 +174,7 @@ def _check(
     check_count("world_size", world_size)
     check_count("nodes", nodes)
     if world_size % nodes:
-        raise InvalidArgumentError(f"{world_size} ranks cannot be on {nodes!r} nodes of equally many")
+        raise InvalidArgumentError(f"{world_size} ranks cannot be divided evenly among {nodes!r} nodes")
     check("faults", faults, Sequence, "a list of faults, such as [Kill(1, after_call=3)]")
     for fault in faults:
         check("each of faults", fault, Fault, "a fault, such as Kill(1, after_call=3)")
@@ -183,4 +183,4 @@ def _check(
                 f"{fault} names a rank outside the world; expected 0 to {world_size - 1}"
             )
         if isinstance(fault, Cancel) and loop == "none":
-            raise InvalidArgumentError(f'{fault} needs a task: say loop="asyncio" or loop="trio"')
+            raise InvalidArgumentError(f'{fault} needs a task: pass loop="asyncio" or loop="trio"')

@@ -26,8 +26,8 @@ __all__ = ["Stray", "Strays", "merged", "told"]
 #: How many of them the text of a report lists.
 _MOST_TOLD = 3
 _MEANING = (
-    "calls of different lines were paired; unless a branch of the program means it, a rank has skipped a call"
-    " there, or made one more, and results mix different calls:"
+    "calls made from different lines were paired; unless a branch of the program intends it, a rank has "
+    "skipped a call there, or made one more, and results mix different calls:"
 )
 
 

@@ -126,6 +126,6 @@ def _load(file: str, name: str) -> Callable[..., Any]:
 def _joins(file: str, *_: object, **__: object) -> object:
     """Raise instead of joining a world, for a script that runs when it is imported."""
     raise InvalidArgumentError(
-        f"{file} joins a world while it is imported: it would really run, and write its files; put what "
+        f"{file} joins a world while it is imported: it would run for real, and write its files; put what "
         'runs it under `if __name__ == "__main__":`'
     )

@@ -136,7 +136,7 @@ class Launched(Completion):
         # bounded, as torch's watchdog aborts what is in flight for too long.
         if not self._promise.wait(self._patience_seconds):
             raise RuntimeError(
-                f"the device is behind for {self._patience_seconds} s: aborted by its watchdog"
+                f"the device has been behind for {self._patience_seconds} s: aborted by its watchdog"
             )
         if (error := self._promise.error()) is not None:
             raise RuntimeError(str(error)) from error

@@ -28,7 +28,9 @@ def summary(found: Findings) -> str:
         )
     if not found.in_flight:
         after = " after the first step" * found.left_out
-        return f"nothing that was sent{after} is over" if found.unfinished else f"nothing was sent{after}"
+        return (
+            f"nothing that was sent{after} has finished" if found.unfinished else f"nothing was sent{after}"
+        )
     times = f"{duration(found.waited)} of {duration(found.in_flight)} in flight"
     without = ", without the first step" * found.left_out
     share = f"{found.hidden or 0.0:.0%} of the communication is hidden behind compute"
@@ -80,7 +82,7 @@ def _uneven(found: Findings) -> str:
         return ""
     return (
         f"the ranks are uneven, with none by far the latest: they waited {duration(late)} for each other in "
-        "all, which no overlap hides; the table of who was late says where"
+        "total, which no overlap hides; the table of who was late says where"
     )
 
 
@@ -93,9 +95,9 @@ def _waited_for(found: Findings) -> str:
     if not _is_exposed(found) or not found.waits:
         return ""
     most = found.waits[0]
-    said = f"most is waited for in {most.operation} at {most.place}"
+    said = f"most of the waiting is in {most.operation} at {most.place}"
     if most.lane.startswith(_BUCKETS):
-        return f"{said}, which backward sends already: smaller buckets leave earlier (bucket_bytes=)"
+        return f"{said}, which backward sends already: smaller buckets are sent earlier (bucket_bytes=)"
     told = f"{said}: start it earlier, or compute before the await"
     has_buckets = any(one.lane.startswith(_BUCKETS) for one in found.waits)
     if has_buckets or most.operation != "all_reduce" or most.size_bytes < _GRADIENTS_BYTES * most.calls:

@@ -89,7 +89,7 @@ def load(where: str | os.PathLike[str]) -> Trace:
     files = recordings(Path(where))
     if not files:
         raise InvalidArgumentError(
-            f"there is no recording in {str(where)!r}: expected files rank-*.jsonl, which ranks leave there "
+            f"there is no recording in {str(where)!r}: expected files rank-*.jsonl, left there by ranks "
             "that call ac.initialize() under `asynccoll trace run`, or with ASYNCCOLL_TRACE set to it"
         )
     return Trace(map(read_part, files))

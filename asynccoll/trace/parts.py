@@ -174,7 +174,7 @@ class Writer:
             if not self._has_failed:
                 self._has_failed = True
                 warnings.warn(
-                    f"{self._file.name} cannot be written any more ({error}): the program goes on, and the "
+                    f"{self._file.name} cannot be written any more ({error}): the program goes on, but the "
                     f"trace lacks what this rank does from about {self._recorder.seconds:.1f} s on",
                     stacklevel=2,
                 )
@@ -201,7 +201,7 @@ def read_part(path: Path) -> Part:
     except (OSError, ValueError, TypeError, LookupError) as error:  # something else with that name
         raise InvalidArgumentError(
             f"{path} is not a recording of a rank ({type(error).__name__}: {error}); expected a file that "
-            "`asynccoll trace run` left, or one by ASYNCCOLL_TRACE"
+            "`asynccoll trace run` or ASYNCCOLL_TRACE left"
         ) from error
 
 

@@ -101,7 +101,7 @@ def _told(store: Waiting, own: int) -> int:
     except CollectiveTimeoutError:
         warnings.warn(
             f"rank 0 is not recorded, or has not joined for {_PATIENCE_SECONDS:.0f} s: {VARIABLE} has to be "
-            f"set for all ranks; this one is recorded as in the program's world {own}",
+            f"set for all ranks; this rank is recorded as part of the program's world {own}",
             stacklevel=2,
         )
         return own

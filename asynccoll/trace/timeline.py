@@ -142,8 +142,8 @@ def recording(*, marks: bool = True) -> Iterator[Timeline]:
         now = existing()
         if now is not None and now is not context and now.joined:
             warnings.warn(
-                f"this recording began before {now!r} was joined, of which nothing is in it: begin it after "
-                "ac.initialize(), and another one for each world",
+                f"this recording began before {now!r} was joined, and contains nothing of it: begin a "
+                "recording after ac.initialize(), one for each world",
                 stacklevel=3,
             )
 
