@@ -61,7 +61,7 @@ def test_the_page_says_what_the_trace_says(browser, html, tmp_path):
     assert "27 % hidden" in cards  # of completed calls: 0.4 of 1.3 s on one rank, 0 of 0.2 s on the other
     assert "rank 1 is late" in cards
     assert "it takes longer in load" in cards
-    assert "1 operation not over" in cards
+    assert "1 operation unfinished" in cards
     assert "backward" in text(browser, "#keys") and "end of a step" in text(browser, "#keys")
     hang = text(browser, "#hangs")
     assert "rank 0: all_reduce #1 on lane default has been in flight for 1.00 s" in hang
@@ -138,7 +138,7 @@ def test_where_nothing_is_over_no_share_is_shown(browser, tmp_path):
     stuck = [part(rank, [call(0.1, None), compute("forward", 0.0, 0.1)]) for rank in range(2)]
     browser.open(Trace(stuck).to_html(tmp_path / "stuck.html"))
     cards = text(browser, "#cards")
-    assert "nothing is over" in cards and "% hidden" not in cards
+    assert "nothing has finished" in cards and "% hidden" not in cards
     assert browser.errors == []
 
 

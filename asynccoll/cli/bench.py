@@ -26,10 +26,10 @@ Compare collectives with those of torch, functional collectives, ignite, Horovod
 """
 _NOTES = """\
 Columns are those of nccl-tests: size of the whole and count of one rank's part; time, size over time (algbw),
-what a bus has to carry (busbw), and wrong elements. Out-of-place results are fresh memory, in-place ones fill
-what is there. Every round runs every peer once, in changing order; times are medians over rounds of the mean
-over ranks, and "x torch" is the median over rounds of the time over that of torch.distributed in the same
-round.
+bus bandwidth (busbw), and wrong elements. Out-of-place results get fresh memory, in-place ones overwrite
+existing memory. Every round runs every peer once, in changing order; times are medians over rounds of the
+mean over ranks, and "x torch" is the median over rounds of the time divided by that of torch.distributed in
+the same round.
 """
 
 

@@ -35,8 +35,8 @@ browser) and trace.json (for ui.perfetto.dev).
 """
 _RUN_NOTES = """\
 The program calls ac.initialize(); it needs no changes. Calls of modules, backward passes and optimizer steps
-are marked by themselves. A job that hangs is shown as far as it came: stop it with Ctrl-C. Under another
-launcher, start the program with ASYNCCOLL_TRACE=DIR, and see it with `asynccoll trace merge DIR`.
+are marked automatically. A job that hangs is shown as far as it got: stop it with Ctrl-C. Under another
+launcher, start the program with ASYNCCOLL_TRACE=DIR, and view it with `asynccoll trace merge DIR`.
 """
 
 

@@ -58,8 +58,7 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
     if wrapped or isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise InvalidArgumentError(
             "DistributedDataParallel, which auto_model wraps models in, reduces the gradients of its model "
-            "itself: use the model without it, or have its buckets sent on a lane of ours "
-            "(ac.overlap.ddp_hook)"
+            "itself: use the model without it, or have asynccoll send its buckets (ac.overlap.ddp_hook)"
         )
 
 

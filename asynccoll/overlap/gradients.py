@@ -471,7 +471,7 @@ class GradientReducer(Companion):
 
     def _send(self, bucket: Gradients) -> None:
         """Start the reduction of the next bucket. Called with the lock held."""
-        check_place(self._place, self._group, "what reduces these gradients")
+        check_place(self._place, self._group, "the reducer of these gradients")
         self._sending = True
         if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
             bucket.own_marks = self._marks()

@@ -222,7 +222,7 @@ class ShardedLayers(Uncopied, nn.Module):
 
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._methods.check_complete("a loop over the layers")
-        check_place(self._place, self._call["group"], "what shares out these layers")
+        check_place(self._place, self._call["group"], "the sharding of these layers")
         for shard in (shard for layer in layers for shard in layer.shards):
             shard.follow()
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)

@@ -117,8 +117,8 @@ class Resumable:
         """Refuse ``wanted``, which waits for nothing, while a sequence is not complete."""
         if self._left:
             raise InvalidArgumentError(
-                f"{wanted} after a wait of {self._whose} was cut short, although the other ranks complete "
-                f"it: call {self._left[-1].called} again first"
+                f"{wanted} after a wait of {self._whose} was cut short, while the other ranks complete it: "
+                f"call {self._left[-1].called} again first"
             )
 
     @property
