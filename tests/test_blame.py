@@ -94,7 +94,7 @@ SAID = {
     "is stopped": (near(behind(), state="T", answers=False), f"{LATE}{LAST}; {STOPPED}"),
     "swaps": (
         near(behind(), state="D", answers=False),
-        f"{LATE}{LAST}; its process sleeps in the kernel (a disk, or swapping)",
+        f"{LATE}{LAST}; its process is blocked in the kernel (disk I/O, or swapping)",
     ),
     "answers, and is in the kernel for a moment": (
         near(behind(), state="D", stands="load (data.py:17)"),
@@ -102,7 +102,7 @@ SAID = {
     ),
     "is in native code": (
         near(behind(), answers=False),
-        f"{LATE}{LAST}; it does not answer: its interpreter may be held by native code",
+        f"{LATE}{LAST}; it does not answer: native code may be holding its interpreter",
     ),
     "has ended": (
         near(behind(ending="ended", ended=99.3)),
@@ -122,9 +122,9 @@ SAID = {
     ),
     "is gone": (
         near(behind(), state=""),
-        f"{WHO} is gone, without calling it; {LAST}; its process is gone",
+        f"{WHO} is gone without having called it; {LAST}; its process is gone",
     ),
-    "has called nothing": (near(flight()), f"{LATE}it has made no call"),
+    "has called nothing": (near(flight()), f"{LATE}it has made no calls"),
     "is stopped in it": (
         near(flight(call(41, lane="gradients")), state="T"),
         f"{WHO} has called it; {STOPPED}",
@@ -143,7 +143,7 @@ SAID = {
     ),
     "has called something else": (
         near(flight(call(41, "broadcast", "gradients"))),
-        f"{WHO} has called broadcast float32[4] in its place, at train.py:88",
+        f"{WHO} has called broadcast float32[4] instead, at train.py:88",
     ),
     "has refused it": (
         near(flight(call(41, lane="gradients", ended=90.0, waited=REFUSED, failure="PayloadTypeError: x"))),
@@ -151,7 +151,7 @@ SAID = {
     ),
     "has refused another": (
         near(flight(call(41, "barrier", "gradients", ended=90.0, waited=REFUSED, failure="ValueError: x"))),
-        f"{WHO} called barrier in its place at train.py:88, and it was refused there: ValueError: x",
+        f"{WHO} called barrier instead at train.py:88, and it was refused there: ValueError: x",
     ),
     "has refused what it called before": (
         near(flight(call(40, "broadcast", "eval", ended=90.0, waited=REFUSED, failure="ValueError: x"))),
@@ -160,7 +160,7 @@ SAID = {
     "cannot be asked": (Account(1), f"{WHO} does not answer, though its host does"),
     "cannot be reached": (
         Account(1, reached=False),
-        f"{WHO} cannot be asked: the network between is slow, or cut",
+        f"{WHO} cannot be reached: the network in between is slow or down",
     ),
 }
 
@@ -182,13 +182,14 @@ def test_who_has_made_fewer_parts_of_a_call_is_blamed() -> None:
 def test_nobody_is_blamed_who_has_called() -> None:
     assert said(near(flight(call(41, lane="gradients", ended=95.0)))) == (
         (),
-        "every rank has called it, and on rank 1 it is over",
+        "every rank has called it, and it has completed on rank 1",
     )
     for account in (
         near(flight(call(41, lane="gradients"))),
         near(flight(call(41, lane="gradients"), ending="finalized", ended=99.0)),
     ):
-        assert said(account) == ((), "every rank has called it: it is slow, or stuck in the network")
+        slow = "every rank has called it: the operation is slow, or stuck in the network"
+        assert said(account) == ((), slow)
 
 
 def test_of_many_ranks_some_are_told() -> None:
@@ -196,7 +197,7 @@ def test_of_many_ranks_some_are_told() -> None:
     found = blame(AWAITED, accounts, (), str)
     assert found.ranks == tuple(range(20))
     assert len(found.sentences) == 9
-    assert found.sentences[-1] == "and so for 12 more ranks"
+    assert found.sentences[-1] == "and likewise for 12 more ranks"
 
 
 def test_an_error_keeps_what_it_says_where_it_goes() -> None:
@@ -275,7 +276,7 @@ def test_in_a_simulated_world_ranks_that_all_receive_first_are_told_so(transport
     told = "ranks 0, 1, 2 each wait for a message from another, and none has sent one: rank "
     for rank in range(3):
         assert told in heard[rank], heard[rank]
-        assert "start sends and receives before any of them is awaited" in heard[rank]
+        assert "start all sends and receives before you await any of them" in heard[rank]
 
 
 @pytest.mark.parametrize("then", ["waits", "computes", "ends"])
@@ -397,7 +398,7 @@ def test_in_a_simulated_world_who_has_refused_it_is_told_from_who_has_not_called
 
     assert not simulate(main, world_size=2, seed=SEED, loop="none").errors
     (text,) = heard
-    what = "it" if name == "all_reduce" else f"{name} in its place"
+    what = "it" if name == "all_reduce" else f"{name} instead"
     assert re.search(
         rf"rank 1 .* called {what} at \S*test_blame.py:\d+, and it was refused there: .*{re.escape(why)}",
         text,
@@ -469,7 +470,7 @@ def test_a_message_on_a_lane_that_a_third_rank_does_not_use_says_so(transport: s
         assert error.ranks == (2,)
         assert (
             "rank 2 (host simulated, pid 1002) has made no call on lane 'apart', which opens once every rank "
-            "of the group has used it: use the default lane, or a group of both"
+            "of the group has used it: use the default lane, or a group of just the sender and the receiver"
         ) in str(error)
 
 
@@ -550,7 +551,7 @@ def test_who_sends_again_is_told_that_the_refusal_was_received(transport: str, t
         return
     taken = (
         r"both ranks have called it\n  this rank's send at \S*test_blame.py:\d+ was refused, which counts as "
-        r"a message: a recv of rank 1 may have ended with that refusal, and rank 1 calls it again"
+        r"a message: a recv of rank 1 may have failed with that refusal; rank 1 then has to call it again"
     )
     assert re.search(taken, heard[0]), heard
 
@@ -654,7 +655,7 @@ def test_in_a_simulated_world_crossed_locks_are_told_by_where_the_tasks_are() ->
 def test_who_calls_only_when_its_own_wait_has_ended_is_told_from_who_is_slow() -> None:
     made = near(flight(call(41, lane="gradients", called=102.2)))
     assert said(made)[1] == (
-        "every rank has called it, rank 1 0.1 s ago: it is slow, or stuck in the network"
+        "every rank has called it, rank 1 0.1 s ago: the operation is slow, or stuck in the network"
     )
 
 
@@ -666,7 +667,7 @@ def test_who_calls_only_after_a_timeout_is_not_taken_for_the_network() -> None:
         assert text == "every rank has called it, rank 1 0.1 s ago" + (
             ", after its wait for barrier #7 on lane 'eval' at train.py:88 had timed out"
             if after
-            else ": it is slow, or stuck in the network"
+            else ": the operation is slow, or stuck in the network"
         )
     assert call(1, waited=REFUSED, failure="no").timed_out == 0.0
 
@@ -941,8 +942,8 @@ def test_a_timeout_tells_where_one_of_equal_calls_was_skipped(alike: bool) -> No
     simulate(main, world_size=2, seed=SEED, loop="none", operation_timeout=5.0)
     assert heard.keys() == {0}
     hint = (
-        r"\n  a rank may have skipped a call before: likely at #5, the first that was called from different "
-        r"lines: "
+        r"\n  a rank may have skipped an earlier call: likely at #5, the first that was called from "
+        r"different lines: "
         rf"\S+test_blame.py:{lines['first']} on rank 0, \S+test_blame.py:{lines['last']} on rank 1"
     )
     assert bool(re.search(hint, heard[0])) is alike, heard[0]
@@ -1018,7 +1019,7 @@ def test_who_is_late_is_named(backend: str, size: int, runner: str, how: str) ->
             assert re.search(r"it is now in .*\((test_blame|ranks)\.py:\d+\)", text)
         else:
             why = {
-                "native": "its interpreter may be held by native code",
+                "native": "native code may be holding its interpreter",
                 "stopped": "its process is stopped",
             }
             assert why[how] in text
@@ -1104,7 +1105,7 @@ def test_what_the_whole_job_waits_for_is_warned_of_once(nodes: int, caplog: Any)
         f"rank {rank}" for rank in range(4)
     ]
     assert sum("ranks wait in a circle" in one for one in warned) == 1
-    elsewhere = "; what the whole job waits for is in the warning of another rank"
+    elsewhere = "; another rank's warning says what the whole job waits for"
     assert sum(one.endswith(elsewhere) for one in warned) == 3
     assert all("has not called all_reduce #1 on lane" in one for one in warned)
 
@@ -1142,7 +1143,7 @@ def test_a_wait_that_holds_the_event_loop_is_told(loop: str) -> None:
 
     simulate(main, world_size=2, seed=SEED, loop=loop)
     assert heard
-    assert all("no other task of its event loop could call anything meanwhile" in text for text in heard)
+    assert all("no other task of its event loop could make a call in the meantime" in text for text in heard)
 
 
 def test_a_warning_that_cannot_be_printed_is_logged_all_the_same(

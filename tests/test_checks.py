@@ -275,12 +275,12 @@ def test_long_texts_that_differ_where_they_are_cut_are_told_apart(
     for said in report.results.values():
         for rank in range(2):
             assert re.search(rf"rank {rank}: all_reduce .*checksum of all: .* at .*test_checks\.py:\d+", said)
-        assert "another call of that line" not in said
+        assert "different calls from one line" not in said
 
 
 SKIPPED = (
-    "(a rank may have skipped {} before this one, or made one more: do all ranks have as many batches, is a "
-    "call under `if rank == 0`? If calls before this one were alike, their results may be mixed)"
+    "(a rank may have skipped {} before this one, or made one more: do all ranks have the same number of "
+    "batches, is a call under `if rank == 0`? If earlier calls were alike, their results may be mixed up)"
 )
 DIFFERENT_LINES = ("all_reduce sum float32[3] at x.py:5", "all_reduce max float32[3] at x.py:6")
 #: What two ranks call, the number of the call on the lane (0: unknown), and the hint in the error.

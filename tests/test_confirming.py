@@ -253,7 +253,7 @@ def test_calls_that_are_forgotten_are_taken_for_the_same(monkeypatch: pytest.Mon
     assert all(report.results.values())
 
 
-@pytest.mark.parametrize(("transport", "told"), [("gloo", "broadcast src=1"), ("mpi", "which is over")])
+@pytest.mark.parametrize(("transport", "told"), [("gloo", "broadcast src=1"), ("mpi", "which has completed")])
 def test_a_rank_that_differs_about_what_was_expected_hundreds_of_calls_ago_is_told(
     transport: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

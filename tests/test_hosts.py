@@ -295,5 +295,5 @@ def test_a_link_that_is_slow(hosts: netns.Hosts, tmp_path: Path) -> None:
     for said in ended.out:
         *text, last = said.splitlines()
         assert text[0].startswith("() all_reduce #2 on lane 'default'"), said
-        assert "every rank has called it: it is slow, or stuck in the network" in "\n".join(text)
+        assert "every rank has called it: the operation is slow, or stuck in the network" in "\n".join(text)
         assert last == "[3.0]"

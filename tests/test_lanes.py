@@ -217,7 +217,7 @@ async def siblings_swapped(me: Rank, start: str) -> None:
             for _ in range(3):
                 await anyio.lowlevel.checkpoint()
             gc.collect()  # nothing refers to the other task any more
-            with raising((ac.LaneOrderError, ac.PeerRefusedError), "running already, and has ended since"):
+            with raising((ac.LaneOrderError, ac.PeerRefusedError), "already running, and has ended since"):
                 await by_a_child(call, value, start)
             return
         await by_a_child(call, value, start)
@@ -345,7 +345,7 @@ def threads_swapped(me: Rank) -> None:
     threads[first].join()
     ended.set()
     threads[1 - first].join()
-    assert len(refused) == 1 and "running already, and has ended since" in refused[0], refused
+    assert len(refused) == 1 and "already running, and has ended since" in refused[0], refused
 
     def in_turn() -> None:
         assert ac.all_reduce(1).wait() == me.size

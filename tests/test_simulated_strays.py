@@ -211,7 +211,7 @@ async def _recording(rank: int) -> None:
     [
         (_recording, "on inputs that require grad on all or on none"),
         (_evaluating_apart, "some of them have started more child tasks of that name"),
-        (_closing, "some of them have closed this lane"),
+        (_closing, "some of them have closed and reopened this lane"),
         (_evaluating, "made no call there, or closed lane 'default/_evaluate' of the world"),
     ],
 )

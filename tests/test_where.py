@@ -123,7 +123,7 @@ def test_the_first_call_from_different_lines_hints_at_a_skipped_one() -> None:
     (parting,) = partings({0: whole, 1: less})
     assert (parting.kind, parting.agreed, parting.missing) == ("absent", 4, (1,))
     assert parting.hint == (
-        "a rank may have skipped a call before: likely at #4, the first that was called from different "
+        "a rank may have skipped an earlier call: likely at #4, the first that was called from different "
         "lines: train.py:8 on rank 0, train.py:9 on rank 1"
     )
     places = {0: "train.py:8", 1: "train.py:9"}
@@ -138,7 +138,7 @@ def test_a_record_that_begins_too_late_does_not_say_where_a_call_was_skipped() -
     second = recorded(1, *(call(place, place=lines[1 - place % 2]) for place in (5, 6, 7, 8)))
     (parting,) = partings({0: first, 1: second})
     assert parting.hint == (
-        "a rank may have skipped a call before: at #6 or before, where what is recorded begins: "
+        "a rank may have skipped an earlier call: at #6, where the recorded calls begin, or before: "
         "train.py:8 on rank 0, train.py:9 on rank 1"
     )
     strayed = parting.strayed
@@ -210,11 +210,11 @@ def hung(size: int = 3) -> dict[int, Flight]:
     return {rank: recorded(rank, *(mine if rank == 1 else others)) for rank in range(size)}
 
 
-SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
+SAME_ORDER = "await lanes in the same order on every rank, and never skip a call, here or in an earlier step"
 SKIPPED_OR_FEWER = (
-    "either rank 1 left out all_reduce #6 on lane 'metrics', as under an `if` that is not true on every "
-    "rank, or ranks 0, 2 had fewer batches, or inputs that do not require grad: leave no call out; without "
-    "data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
+    "either rank 1 skipped all_reduce #6 on lane 'metrics', as under an `if` that is not true on every rank, "
+    "or ranks 0, 2 had fewer batches, or inputs that do not require grad: never skip a call; a rank without "
+    "data for a step still has to await the gradients (or optimizer.step())"
 )
 
 
@@ -309,7 +309,7 @@ def crossed(*waits: tuple[int, str, int]) -> dict[int, Flight]:
 
 
 START_FIRST = (
-    "start sends and receives before any of them is awaited (`sent = ac.send(...)`, `await ac.recv(...)`, "
+    "start all sends and receives before you await any of them (`sent = ac.send(...)`, `await ac.recv(...)`, "
     "`await sent`, or ac.batch_isend_irecv of both)"
 )
 
@@ -337,7 +337,7 @@ def test_ranks_that_wait_for_each_others_messages_are_told_so() -> None:
     mixed = crossed((0, "recv", 1), (1, "recv", 2), (2, "send", 0))
     mixed[2] = recorded(2, message("send", 0)._replace(part=8))
     assert str(hang_of(mixed, dict.fromkeys(mixed, 60.0))).startswith(
-        "ranks 0, 1, 2 each wait for another in a message: rank 0 waits "
+        "ranks 0, 1, 2 each wait for another to send or receive a message: rank 0 waits "
     )
 
 

@@ -467,7 +467,7 @@ def test_wait_all(pair: World, loop: str) -> None:
 
 def future_without_a_loop(_: Rank) -> None:
     work = ac.all_reduce(torch.ones(1))
-    with raising(ac.InvalidArgumentError, "none does", "as_concurrent_future"):
+    with raising(ac.InvalidArgumentError, "there is none", "as_concurrent_future"):
         work.as_future()
     oracle.same(work.wait(), TWO)
 

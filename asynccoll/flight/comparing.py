@@ -41,12 +41,12 @@ class Strayed:
     @property
     def hint(self) -> str:
         """What it suggests, in words."""
-        return f"a rank may have skipped a call before: {self}"
+        return f"a rank may have skipped an earlier call: {self}"
 
     def __str__(self) -> str:
         told = by_line(self.places)
         if not self.exact:
-            return f"at {numbered(self.sequence)} or before, where what is recorded begins: {told}"
+            return f"at {numbered(self.sequence)}, where the recorded calls begin, or before: {told}"
         return f"likely at {numbered(self.sequence)}, the first that was called from different lines: {told}"
 
 

@@ -27,22 +27,22 @@ __all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
 #: A wait that timed out less than this ago still counts as a wait, as its error may be about to be reported;
 #: and a call made within this time after a timeout may have been made only because of that.
 LATELY_SECONDS = 0.5
-_SAME_ORDER = "await lanes in the same order on every rank, and leave no call out, here or in an earlier step"
-_WITHOUT_DATA = "without data for a step, a rank awaits the gradients (or optimizer.step()) all the same"
+_SAME_ORDER = "await lanes in the same order on every rank, and never skip a call, here or in an earlier step"
+_WITHOUT_DATA = "a rank without data for a step still has to await the gradients (or optimizer.step())"
 #: How many waits of a circle are shown at most.
 _MOST_TURNS = 8
 
 _START_FIRST = (
-    "start sends and receives before any of them is awaited (`sent = ac.send(...)`, `await ac.recv(...)`, "
+    "start all sends and receives before you await any of them (`sent = ac.send(...)`, `await ac.recv(...)`, "
     "`await sent`, or ac.batch_isend_irecv of both)"
 )
 _CLOSED = (
-    "some of them have closed this lane and opened it again, and others have not: call ac.close_lane(name) "
+    "some of them have closed and reopened this lane, and others have not: call ac.close_lane(name) "
     "on every rank, between the same calls"
 )
 _CHILDREN = (
-    "some of them have started more child tasks of that name than others: start equally many on every rank, "
-    "also those that call in another group, or nothing"
+    "some of them have started more child tasks of that name than others: start the same number on every "
+    "rank, including those that call in another group, or make no calls"
 )
 
 
@@ -145,7 +145,7 @@ class Hang:
             return f"{listed(ranks)} each wait for a message from {other}, and {none} has sent one"
         if missing == {"recv"}:
             return f"{listed(ranks)} each wait for {other} to receive a message, and {none} does"
-        return f"{listed(ranks)} each wait for {other} in a message"
+        return f"{listed(ranks)} each wait for {other} to send or receive a message"
 
     def _advice(self) -> str:
         """Say what to do about the circle.
@@ -173,9 +173,9 @@ class Hang:
             return ""
         call = f"{call_name(other.operation, other.sequence)} on lane {other.lane!r}"
         return (
-            f"either {listed(other.ranks)} left out {call}, as under an `if` that is not true on every rank, "
-            f"or {listed(sending.ranks)} had fewer batches, or inputs that do not require grad: leave no "
-            f"call out; {_WITHOUT_DATA}"
+            f"either {listed(other.ranks)} skipped {call}, as under an `if` that is not true on every rank, "
+            f"or {listed(sending.ranks)} had fewer batches, or inputs that do not require grad: never "
+            f"skip a call; {_WITHOUT_DATA}"
         )
 
     @property

@@ -29,5 +29,8 @@ def reason(lane: str) -> str:
     if told := advice([lane]):
         return told
     if OF_BACKWARD in lane:
-        return "backward() calls there: run it on every rank, on inputs that require grad on all or on none"
+        return (
+            "backward() makes the calls there: run it on every rank, on inputs that require grad on all "
+            "or on none"
+        )
     return "every rank has to make each call (is this one under `if rank == 0`?)"

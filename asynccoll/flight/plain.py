@@ -48,4 +48,4 @@ def from_plain(plain: Mapping[str, Any]) -> Flight:
         lanes = tuple(Progress(**one) for one in plain["lanes"])
         return Flight(**{**plain, "calls": calls, "lanes": lanes})
     except (TypeError, KeyError) as error:
-        raise ValueError(f"not a flight: {error}") from error
+        raise ValueError(f"not a recorded flight: {error}") from error

@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
     def refusal(self, of: str) -> str:
         """Describe the refusal, where ``of`` was expected: ``called it at train.py:12, and it was ...``."""
-        other = f"{self.operation} in its place" if self.sequence else self.title
+        other = f"{self.operation} instead" if self.sequence else self.title
         what = "it" if self.operation == of else other
         return f"called {what} at {self.place}, and it was refused there: {self.failure}"
 

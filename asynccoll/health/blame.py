@@ -34,15 +34,15 @@ __all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
 _MOST_TOLD = 8
 _SILENT = {
     True: "does not answer, though its host does",
-    False: "cannot be asked: the network between is slow, or cut",
+    False: "cannot be reached: the network in between is slow or down",
 }
-_NOT_OPEN = "its lane is not open yet, for a member of the group has made no call on it"
+_NOT_OPEN = "its lane is not open yet: a member of the group has made no call on it"
 _OUT_OF_MEMORY = " (if it ran out of memory, dmesg says so)"
 _MAYBE = "this may follow from another wait: "
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger); continue it with kill -CONT",
     "t": "its process is stopped by a debugger",
-    "D": "its process sleeps in the kernel (a disk, or swapping)",
+    "D": "its process is blocked in the kernel (disk I/O, or swapping)",
     "Z": "its process has ended",
     "": "its process is gone",
 }
@@ -100,7 +100,7 @@ class Blame:
     def without_verdict(self) -> str:
         """``str()`` without the verdict, for a rank one of whose peers has reported it already."""
         own = [one for one in self.sentences if one != self.verdict]
-        return "; ".join([*own, "what the whole job waits for is in the warning of another rank"])
+        return "; ".join([*own, "another rank's warning says what the whole job waits for"])
 
 
 def blame(
@@ -127,7 +127,7 @@ def blame(
             found[rank] = f"{describe(rank)} {why}"
     sentences = [*found.values()][:_MOST_TOLD]
     if len(found) > _MOST_TOLD:
-        sentences.append(f"and so for {len(found) - _MOST_TOLD} more ranks")
+        sentences.append(f"and likewise for {len(found) - _MOST_TOLD} more ranks")
     told = advice([awaited.lane])
     origin, key = "", ""
     if not found:
@@ -188,7 +188,7 @@ def _why(awaited: Awaited, account: Account, lost: bool) -> str:
         ended = (gone and flight.ending == "running") or _has_failed(flight)
         return f"has called it; {_now(account, gone)}" if stuck or ended else _other(awaited, flight)
     unheard = gone and flight.ending == "running"
-    said = "is gone, without calling it" if unheard else f"has not called {awaited}"
+    said = "is gone without having called it" if unheard else f"has not called {awaited}"
     last = last_words(flight, account.now)
     if (failed := _failed(awaited, flight)) is not None:
         said += f" again, after its {failed.operation} at {failed.place} failed: {failed.failure}"
@@ -211,7 +211,7 @@ def _unopened(awaited: Awaited, account: Account) -> str:
     lane = lane_name(awaited.lane, awaited.group)
     return (
         f"has made no call on {lane}, which opens once every rank of the group has used it: use the default "
-        "lane, or a group of both"
+        "lane, or a group of just the sender and the receiver"
     )
 
 
@@ -252,7 +252,7 @@ def _other(awaited: Awaited, flight: Flight) -> str:
     call = _in_its_place(awaited, flight)
     if call is None or call.operation == awaited.operation:
         return ""
-    return f"has called {f'{call.operation} {call.of}'.rstrip()} in its place, at {call.place}"
+    return f"has called {f'{call.operation} {call.of}'.rstrip()} instead, at {call.place}"
 
 
 def _in_its_place(awaited: Awaited, flight: Flight) -> Call | None:
@@ -275,7 +275,7 @@ def ended_before(awaited: Awaited, accounts: Mapping[int, Account]) -> dict[int,
 def last_words(flight: Flight, now: float, since: str = "ago") -> str:
     """Describe the last call: ``its last call was broadcast #40 on lane 'eval' at train.py:88, ...``."""
     if not flight.calls:
-        return "it has made no call"
+        return "it has made no calls"
     last = flight.calls[-1]
     ago = f", {max(0.0, now - last.called):.1f} s {since}" if now else ""
     why = f": {last.failure}" if last.was_refused else ""
@@ -323,7 +323,7 @@ def _now(account: Account, gone: bool) -> str:
     if account.stands:
         return f"it is now in {account.stands}"
     if not account.answers:
-        return "it does not answer: its interpreter may be held by native code"
+        return "it does not answer: native code may be holding its interpreter"
     return ""
 
 
@@ -333,7 +333,7 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | No
         return [_NOT_OPEN] if awaited.opens else []
     over = [rank for rank, one in sorted(accounts.items()) if one.flight and _is_over(awaited, one.flight)]
     if over:
-        return [f"every rank has called it, and on {listed(over)} it is over"]
+        return [f"every rank has called it, and it has completed on {listed(over)}"]
     who = "every rank has" if awaited.peer < 0 else "both ranks have"
     late = _lately(awaited, accounts)
     told = [f"rank {rank} {age}{_after(before)}" for rank, (age, before) in late.items()]
@@ -343,10 +343,10 @@ def _nobody(awaited: Awaited, accounts: Mapping[int, Account], own: Account | No
         peer = f"rank {awaited.peer}"
         return [
             said,
-            f"{counts}: a recv of {peer} may have ended with that refusal, and {peer} calls it again",
+            f"{counts}: a recv of {peer} may have failed with that refusal; {peer} then has to call it again",
         ]
     if not any(before for _, before in late.values()):
-        return [f"{said}: it is slow, or stuck in the network"]
+        return [f"{said}: the operation is slow, or stuck in the network"]
     verdict = None if own is None else _origin((), [own, *accounts.values()])
     return [said, verdict[0]] if verdict else [said]
 

@@ -123,8 +123,8 @@ def _hint(texts: Sequence[str], place: int) -> str:
         return f"\n(with uneven=True, {whats[0].split()[0]} takes tensors of different shapes)"
     if len(set(said)) == 1:
         return (
-            "\n(another call of that line: one of a block of calls, or of a child task that had this lane "
-            "before, of which a rank has made more than the others; a deadline inside a child does that: "
+            "\n(different calls from one line: in a block of calls, or in a child task that used this lane "
+            "before, a rank has made more calls than the others; a deadline inside a child can cause that: "
             "put it around the task group)"
         )
     before = place % ROUND - 1
@@ -132,8 +132,8 @@ def _hint(texts: Sequence[str], place: int) -> str:
         which = "the call" if before == 1 else f"one of the {before} calls" if before > 0 else "a call"
         return (
             f"\n(a rank may have skipped {which} before this one, or made one more: do all ranks have "
-            "as many batches, is a call under `if rank == 0`? If calls before this one were alike, their "
-            "results may be mixed)"
+            "the same number of batches, is a call under `if rank == 0`? If earlier calls were alike, their "
+            "results may be mixed up)"
         )
     return ""
 

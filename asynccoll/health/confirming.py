@@ -390,7 +390,7 @@ class Confirming:
         if where.nth <= self._forgotten:
             return Announced(note.word, 0, note.place, note.part, lambda: note.text)
         # The forgotten call is not an unexpected one, so this rank expected it: it differs from the note's.
-        return Announced(~note.word, 0, note.place, note.part, lambda: "another call, which is over")
+        return Announced(~note.word, 0, note.place, note.part, lambda: "another call, which has completed")
 
     def error(self, call: Announced, others: Mapping[int, Note]) -> CollectiveMismatchError:
         """Return the error that names this rank's ``call`` and those of ``others``."""

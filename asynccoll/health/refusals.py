@@ -89,7 +89,7 @@ class _Pace:
             if lost is not None:
                 self._lane.lose(lost)
         if for_peers and now >= self._ends:
-            raise TimeoutError(f"not all ranks reported within {self._limit} s what they did")
+            raise TimeoutError(f"not all ranks reported what they did within {self._limit} s")
         host.sleep(self._seconds)
         self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
 
@@ -262,7 +262,7 @@ class Refusals:
         lost: CollectiveError | None = lane.world.loss(lane)
         if lost is None:
             after = f"after call {numbered(cut.place)} was refused"
-            lost = CollectiveTimeoutError(f"{lane}: {after} the other ranks were not heard of ({error})")
+            lost = CollectiveTimeoutError(f"{lane}: {after}, the other ranks did not respond ({error})")
         lane.break_off(lost)
 
     # Keys

@@ -225,7 +225,7 @@ class Watch:
         try:
             yield
         except OSError:  # the process may be out of descriptors: it is asked again in a second
-            _log.debug("a rank could not be asked", exc_info=True)
+            _log.debug("a rank could not be queried", exc_info=True)
         except Exception as error:
             if is_new(error, self._logged):
-                _log.exception("a look at what is waited for has failed; the next is taken all the same")
+                _log.exception("a check for stalled operations failed; the next one runs as usual")

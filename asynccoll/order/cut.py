@@ -103,7 +103,7 @@ class Refusal:
             differ = self.why.removeprefix(_MISMATCH)
             if self.refuses(place):
                 return CollectiveMismatchError(differ)
-            return PeerRefusedError(f"{behind}, about which {differ}\nissue it again")
+            return PeerRefusedError(f"{behind}, which failed: {differ}\nissue it again")
         if self.refuses(place):
             return PeerRefusedError(
                 f"rank {self.rank} refused its side of {call}: {self.why}",

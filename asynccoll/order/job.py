@@ -33,8 +33,8 @@ def returned(completion: Completion | None) -> Completion:
     """Check that a backend, perhaps from another package, returned a completion from a call; return it."""
     if completion is None:
         raise UnsupportedOpError(
-            "the backend's communicator has no such call, or returned nothing from it: what it does not have "
-            "its capabilities must not name, and a call returns a Completion (Promise, READY) at once"
+            "the backend's communicator has no such call, or returned nothing from it: its capabilities must "
+            "not list a call that it lacks, and each call must return a Completion (Promise, READY) at once"
         )
     return completion
 

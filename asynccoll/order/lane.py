@@ -477,7 +477,7 @@ class Lane:
 
     def close(self, *, abort: bool = False) -> None:
         """Fail operations in flight (none, unless ``abort`` or another thread calls), and close the lane."""
-        why = "was aborted" if abort else "was closed; its name may be used anew"
+        why = "was aborted" if abort else "was closed; its name may be reused"
         steps: list[Callable[[], object]] = [
             partial(self.break_off, AbortedError(f"{self} {why}")),
             self.records.forget,

@@ -28,12 +28,12 @@ Stream = tuple[str, int, int]
 
 _OWN_LANES = (
     "Give each task its own lane: start the tasks in `ac.create_task_group()`, pass lane='name' to the call, "
-    "or write `with ac.lane('name'):` around it (and start the task by `ac.isolated(...)` if it uses no_grad "
+    "or write `with ac.lane('name'):` around it (and start the task with `ac.isolated` if it uses no_grad "
     "or autocast, which leak at an await)"
 )
 _OF_ONE_LINE = (
     "This line runs in several tasks at a time: issue its calls in one task, or wait for each task before "
-    "the next is started; or give each its own lane: start the tasks in `ac.create_task_group()`, or pass "
+    "you start the next; or give each its own lane: start the tasks in `ac.create_task_group()`, or pass "
     "another lane= in each"
 )
 #: The owners of at most this many streams are kept.
@@ -124,13 +124,13 @@ def _check_handover(node: actors.Descent, held: actors.Actor, owner: Owner, lane
     elif not over:
         how = "issued there at {} and is still running"
     elif owner.ran_beside(node):
-        how = "issued there at {} when this one was running already, and has ended since"
+        how = "issued there at {} while this one was already running, and has ended since"
     else:
         return
     mine, other, here, there = actors.label(node.actor), owner.name, site().place, owner.spot.place
     raise LaneOrderError(
         f"{mine} issued a collective on {lane} at {here}, but that lane "
         f"belongs to {'another ' * (mine == other)}{other}, which {how.format(there)}. "
-        "Two concurrent tasks on one lane can be scheduled in different order on different "
+        "Two concurrent tasks on one lane can be scheduled in a different order on different "
         f"ranks, which gives wrong numbers. {_OF_ONE_LINE if here == there else _OWN_LANES}"
     )

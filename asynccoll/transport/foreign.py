@@ -42,9 +42,8 @@ def foreign(x: Any) -> Foreign:
     if callable(getattr(x, "test", None)) and callable(getattr(x, "Get_status", None)):
         return _of_request(x)
     raise PayloadTypeError(
-        f"cannot wait for {named_type(x)}; expected a torch Work or Future, a concurrent Future, an "
-        "event of a device, an mpi4py Request, or a list of these (coroutines and asyncio's futures are "
-        "awaited as they are)"
+        f"cannot wait for {named_type(x)}; expected a torch Work or Future, a concurrent Future, a device "
+        "event, an mpi4py Request, or a list of these (await coroutines and asyncio futures directly)"
     )
 
 

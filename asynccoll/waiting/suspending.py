@@ -39,8 +39,8 @@ _SLICE_SECONDS = 0.1
 #: Added to the timeout error of a wait that blocked an event loop whose other tasks were ready to run: the
 #: other ranks may be waiting for calls of those tasks.
 _HELD = (
-    ". This rank waited without await (by wait(), or asynccoll.sync), so that no other task of its event "
-    "loop could call anything meanwhile: await it there"
+    ". This rank waited without await (in wait() or asynccoll.sync), so no other task of its event loop "
+    "could make a call in the meantime: use await there"
 )
 
 

@@ -26,7 +26,7 @@ V = TypeVar("V")
 #: The advice if some other awaitable is passed to ``wait_all``. The awaitables of optimizers begin only when
 #: they are waited for, and call collectives.
 _NO_WORK = (
-    "coroutines, gradients and the steps of optimizers are awaited one by one, or by asyncio.gather; the "
+    "coroutines, gradients and steps of optimizers are awaited one by one, or with asyncio.gather; the "
     "last two have a wait(), too"
 )
 

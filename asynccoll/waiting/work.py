@@ -366,9 +366,9 @@ class Work(NotItsResult, Generic[T]):
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise InvalidArgumentError(
-                "as_future() makes a future of the asyncio loop that runs in this thread, and none does: "
-                "call it inside a coroutine; on trio await the work itself, and in threads use work.wait() "
-                "or work.as_concurrent_future()"
+                "as_future() needs an asyncio loop that is running in this thread, and there is none: call "
+                "it inside a coroutine; on trio await the work itself, and in threads use work.wait() or "
+                "work.as_concurrent_future()"
             ) from None
         self._heard = True
         self._send()  # here, since otherwise the other task would become the owner of the lane
