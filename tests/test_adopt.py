@@ -153,7 +153,7 @@ def test_what_cannot_be_adopted() -> None:
             ac.adopt(wrong)
     ours = ac.all_reduce(1)
     for wrong in (ours, [Event(1), ours]):
-        with pytest.raises(ac.PayloadTypeError, match="is a work of asynccoll already: await it as it is"):
+        with pytest.raises(ac.PayloadTypeError, match="is already a Work of asynccoll: await it directly"):
             ac.adopt(wrong)
     assert ours.wait() == 1
     with pytest.raises(ac.InvalidArgumentError, match="timeout"):

@@ -219,7 +219,7 @@ async def unfitting(me: Rank) -> None:
         got = await me.get(ac.all_to_all(x, input_split_sizes=sent, output_split_sizes=received))
         assert got.shape == (sum(received),)
     longer = torch.ones((2 if first else 1) * me.size)
-    with me.case("even"), pytest.raises(ac.CollectiveMismatchError, match=r"all_to_all|rows of each rank"):
+    with me.case("even"), pytest.raises(ac.CollectiveMismatchError, match=r"all_to_all|rows from each rank"):
         await me.get(ac.all_to_all(longer))
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 

@@ -794,7 +794,7 @@ def test_alike_on_another_line_says_on_which():
     ]
 
 
-WHERE = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks part)"
+WHERE = "(asynccoll trace diff /tmp/asynccoll-0/7e0f shows where the ranks diverge)"
 
 
 def told_second(message):

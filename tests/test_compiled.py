@@ -63,7 +63,7 @@ def _same_in_a_graph(step: Step, twin: Step, rank: int, compiler: str) -> None:
         return
     with torch.no_grad():
         oracle.same(in_a_graph(torch.arange(8.0).reshape(2, 4) + rank), expected[0])
-    with pytest.raises(ac.UnsupportedOpError, match="take a newer torch"):
+    with pytest.raises(ac.UnsupportedOpError, match="use a newer torch"):
         _value_and_gradient(in_a_graph, rank)
 
 
@@ -126,7 +126,7 @@ def test_blocking_calls_by_inductor(gloo_pair: World) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown reduction": ({"op": "nope"}, "unknown reduction 'nope'"),
-    "a logical reduction": ({"op": "and"}, "not known inside torch.compile"),
+    "a logical reduction": ({"op": "and"}, "not supported inside torch.compile"),
     "a group": ({"group": [0, 1]}, "leave out group="),
 }
 #: Refused with the text of the eager call, for a tensor of this shape.

@@ -368,7 +368,7 @@ def test_groups_are_process_sets() -> None:
 async def messages(me: Rank) -> None:
     x = torch.ones(2)
     peer = (me.rank + 1) % me.size
-    says = ("gloo", "permute or broadcast do it where all ranks of a group call them")
+    says = ("gloo", "permute or broadcast can replace it if all ranks of a group call them")
     await me.refuses("send", ac.UnsupportedOpError, ac.send, x, dst=peer, says=says)
     await me.refuses("recv", ac.UnsupportedOpError, ac.recv, x, src=peer, says=says)
     two, one = ac.new_group([0, 1]), ac.new_group([0])

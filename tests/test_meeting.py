@@ -181,7 +181,7 @@ STORELESS = """
     try:
         ac.all_reduce(1, lane="new").wait()
     except ac.PeerLostError as error:
-        say("said" if "the store where they would meet" in str(error) else error)
+        say("said" if "the store that they need for it" in str(error) else error)
     say(ac.all_reduce(2).wait())
     try:
         ac.all_reduce(object() if rank == 1 else 1).wait()

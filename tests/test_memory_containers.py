@@ -111,9 +111,9 @@ def test_a_user_namespace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "why"),
     [
-        ("memfd_create", "memory cannot be made"),
-        ("file size", "memory cannot be made"),
-        ("pidfd_open", "other processes cannot be told of this one"),
+        ("memfd_create", "shared memory cannot be created"),
+        ("file size", "shared memory cannot be created"),
+        ("pidfd_open", "this process cannot give other processes a handle to itself"),
     ],
 )
 def test_what_is_forbidden_to_one_rank(tmp_path: Path, limited: int, limit: str, why: str) -> None:

@@ -127,7 +127,7 @@ async def said(me: Rank) -> None:
         if me.rank in ranks:
             assert ac.explain("all_reduce", x, group=group).why[0] == "through memory that ranks share"
     told = ac.explain("all_reduce", x, group=[me.rank]).why[0]
-    assert told == "gloo: one rank alone has nobody to share memory with"
+    assert told == "gloo: a single rank has no other rank to share memory with"
     offline = explain_offline("all_reduce", backend="gloo", world_size=1)
     assert offline.why[0] == told
 

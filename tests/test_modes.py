@@ -99,7 +99,7 @@ async def filled_outside(me: Rank) -> None:
         tree = [torch.ones(4), torch.ones(3), torch.ones(2, dtype=torch.int16)]
     folded = [torch.ones(1).expand(4), torch.ones(3)]
     for name, call in {"all_reduce": ac.all_reduce, "broadcast": ac.broadcast}.items():
-        for leaves, why in ((tree, "made in inference mode"), (folded, "are the same memory")):
+        for leaves, why in ((tree, "made in inference mode"), (folded, "share the same memory")):
             with me.case(f"{name}, {why}"), pytest.raises(ac.InvalidArgumentError, match=why):
                 call(leaves, out=leaves)
     with torch.inference_mode():

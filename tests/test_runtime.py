@@ -500,7 +500,7 @@ def test_a_port_that_another_program_has_is_told_by_rank_0(tmp_path: Path) -> No
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         meeting = {"MASTER_PORT": str(taken.getsockname()[1])}
         (ended,) = scripts.run(tmp_path, ALONE, launched=False, env={**place, **meeting})
-    assert "LaunchEnvironmentError: rank 0 of 2 cannot serve the ranks' meeting" in ended.err
+    assert "LaunchEnvironmentError: rank 0 of 2 cannot listen for the other ranks" in ended.err
     assert "choose another MASTER_PORT" in ended.err
 
 

@@ -291,7 +291,7 @@ async def joined_after_a_refusal(me: Rank) -> None:
     await me.check("in step", ac.all_gather, me.rank, expect=list(range(me.size)))
     refused = (ac.UnsupportedOpError, ac.PeerRefusedError)  # refused by this rank, or by the peer before it
     for _ in range(2):
-        await me.refuses("join", refused, ac.join, says=("a call that a rank has refused", "min of it"))
+        await me.refuses("join", refused, ac.join, says=("a call that a rank has refused", "op='min'"))
         await me.check("still", ac.all_reduce, me.rank, expect=sum(range(me.size)))
 
 

@@ -403,7 +403,7 @@ async def refused_children() -> None:
                 tasks.start_soon(child, name=name)  # type: ignore[arg-type]
         with raising(ac.InvalidArgumentError, "'backward'", "name="):
             tasks.start_soon(backward)
-        with raising(ac.InvalidArgumentError, "entered already"):
+        with raising(ac.InvalidArgumentError, "already been entered"):
             await tasks.__aenter__()
         tasks.start_soon(child, name="wrong")  # the refused children have not taken the name
     for group in (tasks, ac.create_task_group()):

@@ -91,7 +91,7 @@ MISFITS = {
     "nothing": (called.all_reduce, ["'x'", "all_reduce(x)"]),
     "data by name": (
         lambda: called.all_gather(tensor=X),
-        ["data is passed by position, by name there are dim, uneven", "all_gather(x)"],
+        ["data is passed by position; keyword arguments: dim, uneven", "all_gather(x)"],
     ),
     "mistyped": (
         lambda: called.all_reduce(X, grup=None),
@@ -132,7 +132,7 @@ OTHERS = {
     "message without a tensor": (lambda: called.P2POp(ac.send), "'tensor'", "write ac.P2POp(op, tensor)"),
     "message with more": (lambda: called.P2POp(ac.send, X, 1, None, 0, 1, 2), "P2POp() got too many"),
     "message mistyped": (lambda: called.P2POp(ac.send, X, peers=1), "did you mean peer=?", "peer=..."),
-    "message to": (lambda: called.P2POp(ac.send, X, dst=1), "'dst'", "by name there are op, tensor, peer"),
+    "message to": (lambda: called.P2POp(ac.send, X, dst=1), "'dst'", "keyword arguments: op, tensor, peer"),
     "group of nothing": (called.new_group, "'ranks'", "write ac.new_group(ranks)"),
     "group of torch's": (
         lambda: called.new_group([0], backend="gloo", timeout=30),
@@ -146,17 +146,17 @@ OTHERS = {
     "plan mistyped": (
         lambda: called.explain("broadcast", X, root=0, source=0),
         "broadcast takes no root=, source=",
-        "by name there are src, ",
+        "keyword arguments: src, ",
     ),
     "lane": (called.lane, "lane() missing", "write ac.lane(name)"),
     "a closed one": (lambda: called.close_lane("a", None), "write ac.close_lane(name)"),
     "its name": (called.new_lane, "write ac.new_lane(kind)"),
     "of gradients": (lambda: called.backward_lane(nam="a"), "did you mean name=?", "backward_lane(name)"),
     "who": (called.who_is_missing, "write ac.who_is_missing(work)"),
-    "what": (lambda: called.adopt(work=1), "'work'", "by name there is timeout"),
+    "what": (lambda: called.adopt(work=1), "'work'", "keyword argument: timeout"),
     "metrics": (lambda: called.gather_for_metrics(X), "write ac.gather_for_metrics(x, samples=...)"),
     "seed": (lambda: called.manual_seed(1, True), "write ac.manual_seed(seed)"),
-    "print": (lambda: called.print0("x", stderr=True), "by name there are sep, end, file, flush"),
+    "print": (lambda: called.print0("x", stderr=True), "keyword arguments: sep, end, file, flush"),
     "main": (lambda: called.is_main(True), "write ac.is_main()"),
     "first": (lambda: called.main_first(True), "main_first() got too many", "write ac.main_first()"),
     "end": (lambda: called.finalize(True), "write ac.finalize()"),
@@ -497,7 +497,7 @@ def test_an_error_of_a_call_that_does_not_fit_shows_the_line_of_the_call() -> No
 
 def test_what_is_not_understood_is_not_left_out_of_the_right_call() -> None:
     """The suggested call would mean something else without it, so none is suggested."""
-    with raising(ac.InvalidCallError, "wire_dtype", "by name there are op") as caught:
+    with raising(ac.InvalidCallError, "wire_dtype", "keyword arguments: op") as caught:
         called.all_reduce(X, wire_dtype=torch.bfloat16)
     assert "write" not in str(caught.error)
 

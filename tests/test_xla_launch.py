@@ -132,7 +132,7 @@ def test_a_store_is_refused() -> None:
     code = REFUSED.format(
         arguments=", init_method='tcp://h:1', rank=0, world_size=1", error="InvalidArgumentError"
     )
-    assert "meets through torch_xla's runtime" in said_by(code, PJRT_DEVICE="CPU")
+    assert "finds its ranks through torch_xla's runtime" in said_by(code, PJRT_DEVICE="CPU")
 
 
 @needs_xla

@@ -113,8 +113,8 @@ def _factory(name: str) -> Callable[[Request], Context]:
     try:
         return _load(entry.factory)
     except (ImportError, AttributeError) as error:
-        cure = f"; install it anew: {entry.install}" if entry.install else ""
-        raise BackendNotFoundError(f"backend {name!r} does not load: {error}{cure}") from error
+        cure = f"; reinstall it: {entry.install}" if entry.install else ""
+        raise BackendNotFoundError(f"backend {name!r} cannot be loaded: {error}{cure}") from error
 
 
 def _load(path: str) -> Callable[[Request], Context]:
@@ -134,12 +134,12 @@ def capabilities_of(name: str, device: str) -> Capabilities:
     try:
         module = importlib.import_module(path.partition(":")[0])
     except ImportError as error:
-        raise BackendNotFoundError(f"backend {name!r} does not load: {error}") from error
+        raise BackendNotFoundError(f"backend {name!r} cannot be loaded: {error}") from error
     told = getattr(module, "capabilities", None)
     if told is None:
         raise InvalidArgumentError(
-            f"backend {name!r} does not tell what it can do before it is opened: {module.__name__} has no "
-            "function capabilities(name, device) -> asynccoll.backends.api.Capabilities; ask ac.explain in "
+            f"what backend {name!r} supports is unknown until it is opened: {module.__name__} has no "
+            "function capabilities(name, device) -> asynccoll.backends.api.Capabilities; call ac.explain in "
             "its world"
         )
     return cast("Capabilities", told(name, device))
@@ -160,7 +160,7 @@ def capabilities_among(
     if not memory:
         return known, f"{known.backend}: memory=False"
     if not supported():
-        return known, f"{known.backend}: memory between processes is used on Linux and x86-64 alone"
+        return known, f"{known.backend}: memory between processes is used on Linux and x86-64 only"
     if nodes == 1:
         return MEMORY, "through memory that ranks share"
     return replace(known, near=NEAR, hop_bytes=0), f"{known.backend}: these ranks are on {nodes} hosts"

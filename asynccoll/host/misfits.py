@@ -90,7 +90,7 @@ def check_options(called: str, given: Collection[str], known: Collection[str]) -
         meant = {one: near(one, sorted(known)) for one in unknown}
         what = f"{called} takes no {', '.join(f'{one}=' for one in unknown)}"
         advice = [f"did you mean {right}=?" for right in meant.values() if right]
-        raise InvalidCallError("; ".join([what, *advice, f"by name there {_are([*known])}"]))
+        raise InvalidCallError("; ".join([what, *advice, _keywords([*known])]))
 
 
 def named_type(given: object) -> str:
@@ -124,9 +124,7 @@ def _refuse(
     unknown = [one for one in given if one not in {*named, *left_out} and not takes_any]
     meant = {one: near(one, named) for one in unknown}
     advice = [f"leave {one}= out: {left_out[one]}" for one in given if one in left_out]
-    advice += [
-        f"did you mean {right}=?" if right else f"by name there {_are(named)}" for right in meant.values()
-    ]
+    advice += [f"did you mean {right}=?" if right else _keywords(named) for right in meant.values()]
     text = "; ".join([text, *dict.fromkeys(advice)])
     if all(meant.values()):  # otherwise the suggested call would mean something else
         written = _written(parameters, {meant.get(one, one) for one in given if one not in left_out})
@@ -144,10 +142,10 @@ def _written(parameters: Sequence[inspect.Parameter], by_name: Collection[str]) 
     return ", ".join([*first, *(f"{one}=..." for one in named)])
 
 
-def _are(names: Sequence[str]) -> str:
+def _keywords(names: Sequence[str]) -> str:
     if not names:
-        return "is nothing"
-    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+        return "there are no keyword arguments"
+    return f"keyword argument{'s' * (len(names) > 1)}: {', '.join(names)}"
 
 
 def _by_binding(signature: inspect.Signature, args: Sequence[object], given: Mapping[str, object]) -> str:

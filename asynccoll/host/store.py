@@ -101,7 +101,7 @@ class Clients:
             client.set(keys[index], "")
         missing = self.await_keys(keys, seconds, given_up)
         if missing and given_up():
-            raise AbortedError(f"meeting the other ranks for {name} was given up")
+            raise AbortedError(f"the rendezvous for {name} was given up")
         if missing:
             absent = ", ".join(key.rpartition("/")[2] for key in missing)
             raise CollectiveTimeoutError(f"after {seconds} s member {absent} of {size} had not joined {name}")

@@ -124,7 +124,7 @@ def _what(x: torch.Tensor) -> str:
         return "a tensor that has no memory of its own; pass x.clone(), outside of transformed functions"
     return (
         "a tensor whose storage was freed (as FSDP does with parameters that are not in use); pass it while "
-        "its data is there"
+        "it has data"
     )
 
 
@@ -141,7 +141,7 @@ def writable(name: str, out: torch.Tensor) -> None:
         )
     if out.layout is torch.strided and not out.is_contiguous() and _folded(out):
         raise InvalidArgumentError(
-            f"{name}: several elements of out= are the same memory (shape {list(out.shape)}, strides "
+            f"{name}: several elements of out= share the same memory (shape {list(out.shape)}, strides "
             f"{list(out.stride())}, as expand() makes); pass out.contiguous()"
         )
     if not inference:

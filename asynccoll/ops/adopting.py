@@ -61,7 +61,7 @@ def _check_not_ours(x: object) -> None:
     for each in x if isinstance(x, (list, tuple)) else (x,):
         if isinstance(each, Work):
             raise PayloadTypeError(
-                f"{each!r} is a work of asynccoll already: await it as it is (together with adopted ones: "
+                f"{each!r} is already a Work of asynccoll: await it directly (together with adopted ones: "
                 "await ac.wait_all([work, ac.adopt(handle)]))"
             )
 

@@ -58,7 +58,7 @@ class AnySource(Generic[T]):
         """Request one more message from ``source``, whose last message has been taken."""
         if source in self._works:
             raise InvalidArgumentError(
-                f"a message from rank {source} has been asked for and is not taken yet"
+                f"a message from rank {source} was already requested, and has not been taken yet"
             )
         work = self._works[source] = self._post(source)
         work.add_done_callback(partial(self._arrivals.tell, source))
@@ -152,7 +152,7 @@ class _Arrivals:
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
         """Call ``wake`` if a message arrives during the block. There, check ``sources`` before sleeping."""
         if self._wake is not None:
-            raise InvalidArgumentError("another task or thread waits for these messages already")
+            raise InvalidArgumentError("another task or thread is already waiting for these messages")
         self._wake = wake
         try:
             yield

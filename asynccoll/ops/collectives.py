@@ -232,8 +232,8 @@ def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[obj
         called = f"ac.{name}(x{_said(start, args)})"
         kept = f"await {called}" if how == "await" else f"{called}.wait()"
         warnings.warn(
-            f"{name} leaves its input as it is, and its result is thrown away here: write `x = {kept}`, or "
-            "pass out=x; where only the waiting is meant, put `_ = ` before it",
+            f"{name} does not change its input, and its result is thrown away here: write `x = {kept}`, or "
+            "pass out=x; if you only want to wait, put `_ = ` before it",
             DiscardedResultWarning,
             stacklevel=_DEPTH + 1,
         )

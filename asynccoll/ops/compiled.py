@@ -136,8 +136,8 @@ def _require_world(name: str, group: GroupLike, lane: str | None) -> None:
         context.world.process_group()
     except UnsupportedOpError as error:
         refused = UnsupportedOpError(
-            f"{name} cannot be a part of a graph of torch.compile here ({error}): call it outside of what is "
-            "compiled, or in a function of its own under @torch.compiler.disable, without fullgraph=True"
+            f"{name} cannot be part of a torch.compile graph here ({error}): call it outside the compiled "
+            "code, or in a separate function under @torch.compiler.disable, without fullgraph=True"
         )
         with suppress(AsyncCollError):  # no such group or lane, so no rank to notify
             context.refusals.refuse(lane_of(context, _untraced(group), lane), refused, name=name)
@@ -172,7 +172,7 @@ def _reduction(name: str, op: ReduceOpLike, dtype: torch.dtype, device: str) -> 
     parsed = ReduceOp.parse(op)
     if parsed not in _REDUCTIONS:
         known = ", ".join(sorted(op.value for op in _REDUCTIONS))
-        raise UnsupportedOpError(f"op={op!r} is not known inside torch.compile, where there are {known}")
+        raise UnsupportedOpError(f"op={op!r} is not supported inside torch.compile; expected one of {known}")
     refuse_meaningless(Op.parse(name), TensorSpec(dtype), parsed)
     if dtype is torch.bool:  # a sum would produce bytes of 2
         parsed = ON_BOOL[parsed]
@@ -210,11 +210,11 @@ def _require_plain(plain: bool, tracked: bool) -> None:
     if tracked and not have_gradients():
         raise UnsupportedOpError(
             f"the collectives of torch {torch.__version__} have no gradient inside torch.compile: call them "
-            "outside of the graph, detach the input, or take a newer torch"
+            "outside of the graph, detach the input, or use a newer torch"
         )
     if not plain:
         raise UnsupportedOpError(
-            "inside torch.compile collectives run over the world (group=None) and give a new tensor: "
+            "inside torch.compile collectives run over the world (group=None) and return a new tensor: "
             "leave out group=, out=, uneven=, safe_mode=, factors and compression=, or call them outside of "
             "the graph"
         )

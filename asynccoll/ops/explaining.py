@@ -66,11 +66,11 @@ def _check(op: Op, leaves: Sequence[object]) -> None:
 def _described(op: Op, x: object, call: dict[str, Any]) -> str | None:
     """Return a text on how a payload is sent if receivers do not know its kind or shape; None if they do."""
     if op is Op.BROADCAST and call.get("safe_mode"):
-        return "all of it in one message, which says what it is (safe_mode=True)"
+        return "all of it in one message that describes its content (safe_mode=True)"
     if op in (Op.ALL_GATHER, Op.GATHER) and call.get("uneven") and isinstance(x, torch.Tensor):
-        return "in a message, which says its dtype and shape (uneven=True)"
+        return "in a message that contains its dtype and shape (uneven=True)"
     if op is Op.SCATTER or (op is Op.ALL_TO_ALL and isinstance(x, (list, tuple))):
-        return "each part in a message, which says what it is"
+        return "each part in a message that describes its content"
     return None
 
 
@@ -141,7 +141,7 @@ def explain_offline(
     if not isinstance(found, torch.dtype):
         raise InvalidArgumentError(f"unknown dtype {dtype!r}; expected a torch dtype such as 'float32'")
     if world_size % nodes:
-        raise InvalidArgumentError(f"{world_size} ranks cannot be equally many on {nodes} nodes")
+        raise InvalidArgumentError(f"{world_size} ranks cannot be divided evenly among {nodes} nodes")
     of_rank = [rank * nodes // world_size for rank in range(world_size)]
     known, way = capabilities_among(backend, device, world_size=world_size, nodes=nodes, memory=memory)
     topology = Topology(known, world_size, equal_nodes(of_rank), way)

@@ -124,9 +124,9 @@ class Prepared(Uncopied, Generic[T]):
             check_untracked(self.name, self._reads)
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
-                    f"{self!r} is bound to its tensors' memory, and one of them has other memory than when "
-                    "it was prepared (x.data = y, set_, resize_, t_): x.copy_(y) writes into it; or prepare "
-                    "it again"
+                    f"{self!r} is bound to its tensors' memory, and the memory of one has changed since it "
+                    "was prepared (x.data = y, set_, resize_, t_): write into it with x.copy_(y), or "
+                    "prepare it again"
                 )
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(
@@ -169,7 +169,8 @@ class Prepared(Uncopied, Generic[T]):
             return ()
         if last.pending:
             last.supersede(
-                f"{self!r} was started again, and this start's result overwritten: its await was cut short"
+                f"{self!r} was started again after the await of this start had been cut short, and the new "
+                "start overwrites its result"
             )
         return () if lost else last.in_flight()
 

@@ -102,7 +102,7 @@ def checked_name(name: object) -> str:
     if name.endswith(BACKWARD) and not isinstance(name, _BackwardLane):
         raise InvalidArgumentError(
             f"lane {name!r} is for gradients, where the order of tasks is not checked; choose another "
-            "name, or take ac.backward_lane(name) for calls whose order you keep yourself"
+            "name, or use ac.backward_lane(name) for calls that you keep in order yourself"
         )
     return name
 
@@ -164,7 +164,7 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
     """
     if checked_name(name) == DEFAULT:
         raise InvalidArgumentError(
-            f"the lane {DEFAULT!r} lives as long as its group; close_lane takes another"
+            f"the lane {DEFAULT!r} lives as long as its group; close_lane closes other lanes only"
         )
     context = current()
     closed = context.world if group is None else resolve_group(context, group)
@@ -291,7 +291,7 @@ class TaskGroup:
 
         if self._group is not None:
             raise InvalidArgumentError(
-                "this task group is entered already; each block needs one of its own: "
+                "this task group has already been entered; each block needs its own: "
                 "async with ac.create_task_group() as tg"
             )
         self._parent = current_lane()
@@ -364,8 +364,8 @@ class TaskGroup:
         own = f"{self._parent}/{chosen}"
         if own in self._live:
             raise InvalidArgumentError(
-                f"a child named {chosen!r} is still running in this task group; two of them on one lane "
-                "could cross between ranks: pass another name="
+                f"a child named {chosen!r} is still running in this task group; the calls of two on one "
+                "lane could be mixed up between ranks: pass another name="
             )
         with lane(own):
             child = Steps(_coroutine(function, args))

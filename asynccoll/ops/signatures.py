@@ -191,4 +191,4 @@ def _on_name(name: str, value: object, named: Sequence[str]) -> tuple[str, dict[
     if meant := misfits.near(name, named):
         return f"did you mean {meant}=?", {meant: "..."}
     by_position = isinstance(value, (torch.Tensor, list, tuple, dict))
-    return f"{_BY_POSITION}, by name there are {', '.join(named)}", {} if by_position else None
+    return f"{_BY_POSITION}; keyword arguments: {', '.join(named)}", {} if by_position else None

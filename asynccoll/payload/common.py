@@ -129,11 +129,11 @@ def nothing_to_send(name: str, x: object) -> PayloadTypeError:
     cure = "pass at least one tensor or number on every rank, or skip the call on every rank"
     if name == "broadcast":
         cure = (
-            "pass safe_mode=True on every rank, and the others may pass None or anything; without it "
-            "every rank passes something of the structure, shapes and dtypes that src sends. For an object "
-            "that only src has, ac.broadcast_object"
+            "pass safe_mode=True on every rank; then the others may pass anything, even None. Without it "
+            "every rank has to pass the structure, shapes and dtypes that src sends. For an object that "
+            "only src has, use ac.broadcast_object"
         )
-    return PayloadTypeError(f"{name} got {got}, which sends nothing, and others would wait; {cure}")
+    return PayloadTypeError(f"{name} got {got}, which sends nothing, so others would wait; {cure}")
 
 
 def _only_tensors(leaves: list[object]) -> bool:
@@ -173,7 +173,7 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[
             f"{name}: out= of a tree is for trees of tensors; numbers cannot be filled"
         )
     if filled != spec:
-        raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one as the input: {spec}")
+        raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one like the input: {spec}")
     plain_tensors(f"{name}: out=", outs)
     for x, y in zip(leaves, outs, strict=True):
         if y is not x:

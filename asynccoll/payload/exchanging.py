@@ -60,7 +60,7 @@ def all_to_all(
 def _no_splits(*splits: object) -> None:
     if any(each is not None for each in splits):
         raise InvalidArgumentError(
-            "all_to_all: split sizes are for one tensor; of a list every part goes to a rank as it is"
+            "all_to_all: split sizes are for one tensor; of a list, each whole part is sent to its rank"
         )
 
 
@@ -179,7 +179,7 @@ def peer_of(lane: Lane, rank: int, role: str) -> int:
     """Return the index in the group of ``rank``, which must not be this rank itself."""
     index = lane.group.index(rank, role)
     if index == lane.group.rank:
-        raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to another one")
+        raise InvalidArgumentError(f"{role}={rank} is this rank itself; messages go to other ranks")
     return index
 
 

@@ -88,8 +88,8 @@ def _slot(message: Message, longest: int = 0) -> bytearray:
     start = _FIXED.size + len(header)
     if start > SLOT_BYTES:
         raise InvalidArgumentError(
-            f"the description of the payload takes {len(header)} bytes, of {_ROOM} at most: the shape of "
-            "a tensor, or the name of a codec; pass fewer dimensions, or a Codec with a shorter name"
+            f"the payload's description (a tensor's shape, or a codec's name) takes {len(header)} bytes, and "
+            f"may take at most {_ROOM}; pass fewer dimensions, or a Codec with a shorter name"
         )
     row[_FIXED.size : start] = header
     if size_bytes <= _ROOM - len(header):

@@ -123,7 +123,7 @@ def _reduce_scatter(
     normal_dim("reduce_scatter", x, 0)
     if x.shape[0] % size:
         raise InvalidArgumentError(
-            f"reduce_scatter: {x.shape[0]} rows cannot be shared evenly by {size} ranks; pad to a multiple"
+            f"reduce_scatter: {x.shape[0]} rows cannot be split evenly among {size} ranks; pad to a multiple"
         )
     into = _result_for(x, out, (x.shape[0] // size, *x.shape[1:]))
     return _alone(tensors.reduce_scatter_call(lane, split_rows(x, 0, size), reduce_op(op), into))
@@ -142,7 +142,7 @@ def _all_to_all(
     normal_dim("all_to_all", x, 0)
     if (input_split_sizes is None) != (output_split_sizes is None):
         raise InvalidArgumentError(
-            "prepare: all_to_all takes both input_split_sizes and output_split_sizes, or none"
+            "prepare: all_to_all takes both input_split_sizes and output_split_sizes, or neither"
         )
     if input_split_sizes is None and x.shape[0] % size:
         raise InvalidArgumentError(

@@ -177,7 +177,7 @@ def even_dim(x: torch.Tensor, dim: int, size: int) -> int:
     if x.shape[dim] % size:
         raise InvalidArgumentError(
             f"reduce_scatter: dim {dim} of {dtype_name(x.dtype)}{list(x.shape)} has {x.shape[dim]} "
-            f"entries, which {size} ranks cannot share evenly; pad it to a multiple of {size}"
+            f"entries, which cannot be split evenly among {size} ranks; pad it to a multiple of {size}"
         )
     return dim
 

@@ -139,8 +139,8 @@ def refuse_missing(op: Op, known: Capabilities) -> None:
     advice = ""
     if op in (Op.SEND, Op.RECV):
         advice = (
-            "; gloo, nccl and mpi have it, and permute or broadcast do it "
-            "where all ranks of a group call them"
+            "; gloo, nccl and mpi support it, and permute or broadcast can replace it "
+            "if all ranks of a group call them"
         )
     raise UnsupportedOpError(f"{op.value} is not supported on {known.backend}{advice}")
 
@@ -150,7 +150,7 @@ def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:
     other = dict(known.built_of).get(op)
     if other is None:
         return op.value, f"{known.backend} has {op.value}"
-    return other, f"{known.backend} has no {op.value} of its own: it is made of {other}"
+    return other, f"{known.backend} has no {op.value} of its own: it is composed of {other}"
 
 
 def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy, reduce: ReduceOp) -> Plan:
@@ -158,7 +158,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
     if reduce is ReduceOp.ADASUM and not (op is Op.ALL_REDUCE and known.reduces(spec.dtype, reduce)):
         raise UnsupportedOpError(
             f"{op.value} with adasum of {dtype_name(spec.dtype)} is not supported on {known.backend}; "
-            "horovod has it for all_reduce of floats, where it is built with MPI or NCCL"
+            "horovod supports it for all_reduce of floats, if it is built with MPI or NCCL"
         )
     wire, dtype, on_wire, divide, why = arithmetic(spec.dtype, reduce, known)
     native = _has_native(op, spec, known) and known.reduces(dtype, on_wire)
@@ -209,7 +209,7 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
 def _why_composed(op: Op, spec: TensorSpec, known: Capabilities, reduction: str, *, small: bool) -> str:
     """Return why no native call of the backend is used."""
     if spec.sparse:
-        return "of sparse tensors each rank may have other indices"
+        return "the indices of sparse tensors may differ between ranks"
     if small:
         return f"for so few bytes the hops of an all_reduce on {known.backend} cost more than the data"
     if op in known.compose:
@@ -228,13 +228,13 @@ def _nodes_first(topology: Topology, policy: Policy) -> str:
         return _by_memory(topology)
     each = topology.world_size // topology.nodes
     chosen = (
-        "as initialize was told"
+        "as requested in initialize"
         if policy.by_node
         else "at this size they cost more than the additional bytes"
     )
     return (
         f"{topology.nodes} nodes of {each} ranks: each part is reduced within the nodes, then between them, "
-        f"and shared within them, which saves hops of a ring of {topology.world_size} ({chosen})"
+        f"and distributed within them, which saves hops of a ring of {topology.world_size} ({chosen})"
     )
 
 

@@ -374,4 +374,4 @@ DTYPES_BY_NAME = {
 }
 
 #: Why a quantized tensor is refused, and what to do.
-DEQUANTIZED = "since its scale does not go with it; pass x.dequantize(), or x.int_repr() and the scale"
+DEQUANTIZED = "since its scale is not sent with it; pass x.dequantize(), or x.int_repr() and the scale"

@@ -52,6 +52,6 @@ def unlike(count: int, dtype: torch.dtype, wanted: int, wanted_dtype: torch.dtyp
     sent, fits = f"{count} elements of {dtype_name(dtype)}", f"{wanted} of {dtype_name(wanted_dtype)}"
     return CollectiveMismatchError(
         f"the sender's message has {sent}, but the receiver expects {fits}: a tensor is received by recv, "
-        "with a `like` of its size and dtype, an object by recv_object (the message was taken and dropped; "
-        "the channel is still usable)"
+        "with a `like` of its size and dtype, an object by recv_object (the message was received and "
+        "discarded; the channel is still usable)"
     )

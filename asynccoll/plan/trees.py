@@ -153,8 +153,9 @@ def _key_order(key: object) -> tuple[object, ...]:
         return (type(key).__name__, str(key))
     shown = "nan" if isinstance(key, numbers.Real) else f"a {type(key).__name__}"
     raise PayloadTypeError(
-        f"a dict has {shown} among its keys, which has no order that every rank would see, so that wrong "
-        "leaves could meet; use keys of str, numbers, bytes, enum members or tuples of these, or pass a list"
+        f"a dict has {shown} among its keys, which has no order that is the same on every rank, so the wrong "
+        "leaves could be matched; use keys of str, numbers, bytes, enum members or tuples of these, or pass "
+        "a list"
     )
 
 
@@ -192,7 +193,7 @@ def _shell(x: dict[object, object]) -> dict[object, object]:
     else:
         if type(made) is type(x) and list(made) == list(x):
             return made
-        why = "the copy is another dict"
+        why = "the copy differs"
     raise PayloadTypeError(
         f"a {type(x).__name__} cannot be rebuilt with other values (copy.copy: {why}); pass dict(x)"
     )

@@ -68,7 +68,7 @@ def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] 
         return True
     raise InvalidArgumentError(
         f"{name}: out= cannot carry a gradient, and autograd is recording its input, or out itself: "
-        "leave out= away, detach both, or call it under torch.no_grad()"
+        "omit out=, detach both, or call it under torch.no_grad()"
     )
 
 

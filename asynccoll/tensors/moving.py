@@ -128,8 +128,8 @@ def start_join(lane: Lane, timeout: float | None) -> Started[int]:
     if group.size > 1 and not (backend.joins and group.is_world):
         where = f"on {backend.name}" if group.is_world else f"in the group of ranks {list(group.ranks)}"
         raise UnsupportedOpError(
-            f"join is not supported {where}; horovod has it, in the world. Elsewhere agree on the number "
-            "of steps first: await ac.all_reduce(len(batches), op='min')"
+            f"join is not supported {where}; horovod supports it, in the world. Elsewhere agree on the "
+            "number of steps first: await ac.all_reduce(len(batches), op='min')"
         )
     last = torch.full((), lane.world.rank, dtype=torch.int32, device="cpu")
     # Horovod treats this rank as joined even in calls that it has issued before and others have not. There it

@@ -106,7 +106,7 @@ class Context:
         self.joined: bool = False
         #: the advice for a second ``initialize``
         self.instead: str = (
-            "leave this call out where Parallel, spawn or session has made it, or call ac.finalize() first"
+            "omit this call where Parallel, spawn or session has already made it, or call ac.finalize() first"
         )
         #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
         self.observers: tuple[Callable[[Operation, int], object], ...] = ()
@@ -421,7 +421,7 @@ class Context:
             try:
                 found = self.diagnose(lane, error)
             except Exception:  # no file descriptors, no store: the lane is lost anyway
-                _log.debug("who has caused %r was not found", error, exc_info=True)
+                _log.debug("could not find which rank caused %r", error, exc_info=True)
             lane.lose(found)
 
         if not self.closed:

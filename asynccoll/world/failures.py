@@ -83,9 +83,9 @@ class Failures:
         by = f", and so is {self._liveness.describe(0)}, which may have served it" if lost else ""
         address = self._clients.address
         named = PeerLostError(
-            f"{lane} cannot connect its ranks: the store where they would meet ({address}) is "
+            f"{lane} cannot connect its ranks: the store that they need for it ({address}) is "
             f"gone{by}. Existing connections keep working. To survive this, use groups and lanes of the "
-            "survivors beforehand, or have the ranks meet at a file (init_method='file:///...')",
+            "survivors beforehand, or use a file as the store (init_method='file:///...')",
             lost,
         )
         named.__cause__ = error
@@ -297,7 +297,7 @@ class Failures:
         if now - self._dumped >= DUMP_SECONDS:
             self._dumped = now
             self._kept = dumps.write_dumps(directory, self._liveness.recorded())
-        return f" (asynccoll trace diff {directory} shows where the ranks part)" if self._kept else ""
+        return f" (asynccoll trace diff {directory} shows where the ranks diverge)" if self._kept else ""
 
 
 def _refused_after(place: int, lane: Lane, flight: Flight | None) -> Call | None:

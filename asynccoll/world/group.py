@@ -138,8 +138,8 @@ class Group:
 
     def __reduce__(self) -> NoReturn:
         raise PayloadTypeError(
-            f"{self!r} belongs to its process and cannot be pickled: pass group.ranks, and make one there by "
-            "ac.new_group(ranks)"
+            f"{self!r} belongs to its process and cannot be pickled: pass group.ranks, and make one there "
+            "with ac.new_group(ranks)"
         )
 
     def __len__(self) -> int:

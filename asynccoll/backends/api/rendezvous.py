@@ -138,8 +138,8 @@ def _meet_at(
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
         if rank == 0 and not agent:
             raise LaunchEnvironmentError(
-                f"rank 0 of {world_size} cannot serve the ranks' meeting at {host}:{port}; if another "
-                f"program listens there, choose another MASTER_PORT on all ranks: {error}"
+                f"rank 0 of {world_size} cannot listen for the other ranks at {host}:{port}; if another "
+                f"program is listening there, choose another MASTER_PORT on all ranks: {error}"
             ) from error
         raise CollectiveTimeoutError(
             f"rank {rank} of {world_size} found no store at {host}:{port} within "

@@ -58,7 +58,7 @@ def _difference(members: Sequence[Member]) -> LaunchEnvironmentError | InvalidAr
             return InvalidArgumentError(
                 f"the ranks have different values for {name}=: {_by_value(list(map(repr, said)))}; "
                 "pass the same to ac.initialize on every rank (or set "
-                f"ASYNCCOLL_{name.upper()} alike for all of them)"
+                f"ASYNCCOLL_{name.upper()} to the same value for all of them)"
             )
     return None
 

@@ -321,7 +321,7 @@ def create(request: Request) -> Context:
     if native is not None:
         if by_node is not None:
             raise InvalidArgumentError(
-                "by_node is for a world that ac.initialize makes, but torch's default group is already there;"
+                "by_node is for a world that ac.initialize creates, but torch's default group already exists;"
                 " call ac.initialize instead of torch.distributed.init_process_group"
             )
         return adopt(*native, request.timeout, request.check)
@@ -381,8 +381,8 @@ def _wish(by_node: object) -> bool | None:
     if by_node is None or isinstance(by_node, bool):
         return by_node
     raise InvalidArgumentError(
-        "by_node must be True (all_reduces sum up each node first), False (never), or None (where that is "
-        f"expected to be faster), got {by_node!r}"
+        "by_node must be True (all_reduces reduce within each node first), False (never), or None (where "
+        f"that is expected to be faster), got {by_node!r}"
     )
 
 

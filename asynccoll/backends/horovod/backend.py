@@ -148,7 +148,7 @@ def create(request: Request) -> Context:
     options = request.take_options("torch_group", "comm")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
-            "backend 'horovod' meets through Horovod: start the ranks with horovodrun or `asynccoll run "
+            "backend 'horovod' finds its ranks through Horovod: start them with horovodrun or `asynccoll run "
             "--backend horovod`, and pass neither store= nor init_method="
         )
     hvd = load()

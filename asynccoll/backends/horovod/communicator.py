@@ -242,7 +242,7 @@ class HorovodCommunicator:
         def finish() -> None:
             if received.tolist() != expected:
                 raise CollectiveMismatchError(
-                    f"rank {self._ranks[self._rank]} expected {expected} rows of each rank and got "
+                    f"rank {self._ranks[self._rank]} expected {expected} rows from each rank and got "
                     f"{received.tolist()}; pass splits that agree on every rank (check='full' tells more)"
                 )
             if into is not out:
@@ -264,9 +264,9 @@ class HorovodCommunicator:
         """
         if self._rounds.given_up:
             raise UnsupportedOpError(
-                "join() after a call that a rank has refused: Horovod still has what the others issued of "
+                "join() after a call that a rank has refused: Horovod still has what the others issued for "
                 "it, and would end these ranks with a segmentation fault. Agree on the number of steps "
-                "instead (the min of it, by all_reduce), or restart the ranks"
+                "instead (an all_reduce with op='min'), or restart the ranks"
             )
         self._rounds.joined += 1
         return self._start(mpi_lib.horovod_torch_join, last, -1)

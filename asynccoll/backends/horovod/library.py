@@ -24,7 +24,7 @@ __all__ = ["INSTALL", "load", "present", "start"]
 
 #: A plain ``pip install horovod`` does not compile against today's torch.
 INSTALL = (
-    "Horovod 0.28.1, which the package index has as sources that need patches: `python "
+    "Horovod 0.28.1, which PyPI has only as sources, and these need patches: `python "
     "tools/horovod_wheel.py --install` in a checkout of asynccoll builds it (docs/backends/horovod.md)"
 )
 
@@ -48,7 +48,7 @@ def load() -> ModuleType:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
         raise BackendNotFoundError(
-            f"horovod.torch does not load: {error}. The backend needs {INSTALL}"
+            f"horovod.torch cannot be loaded: {error}. The backend needs {INSTALL}"
         ) from error
 
 
@@ -63,7 +63,7 @@ def start(hvd: ModuleType, launch: LaunchInfo | None, comm: object = None, secon
         return
     if launch is not None and launch.launcher not in ("horovod", "serial") and launch.world_size > 1:
         raise LaunchEnvironmentError(
-            f"this is rank {launch.rank} of {launch.world_size} that {launch.launcher} started, where "
+            f"this is rank {launch.rank} of {launch.world_size} that {launch.launcher} started, but "
             "Horovod would see a world of one; start the ranks with `asynccoll run --backend horovod` "
             "or horovodrun"
         )

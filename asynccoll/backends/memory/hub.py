@@ -216,12 +216,12 @@ def _made() -> tuple[tuple[Arena, Descriptors] | None, str]:
     try:
         arena = Arena()
     except OSError as error:
-        return None, f"memory cannot be made: {error}"
+        return None, f"shared memory cannot be created: {error}"
     try:
         return (arena, own(arena)), ""
     except OSError as error:
         arena.close()
-        return None, f"other processes cannot be told of this one: {error}"
+        return None, f"this process cannot give other processes a handle to itself: {error}"
 
 
 def _handed(said: _Said, made: tuple[Arena, Descriptors] | None, why: str) -> list[Descriptors]:

@@ -330,7 +330,7 @@ class Mover(ABC):
             if not self._is_busy():
                 return True
             who = ", ".join(map(str, gone))
-            self._end_all(PeerLostError(f"the shared memory of {self._where} was left by rank {who}"))
+            self._end_all(PeerLostError(f"rank {who} has left the shared memory of {self._where}"))
         self._tell_others()
         if self._untold:
             self._bells.ring(self.region.index)

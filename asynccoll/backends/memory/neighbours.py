@@ -162,7 +162,7 @@ def hand_in(address: str, index: int, count: int, mine: Descriptors, seconds: fl
     if len(found) != 3 * count:
         for descriptor in found:
             os.close(descriptor)
-        raise Failed("the kernel did not pass on what the ranks of this host have handed in")
+        raise Failed("the kernel did not pass on the descriptors of the ranks of this host")
     everything = [Descriptors(*found[place : place + 3]) for place in range(0, len(found), 3)]
     everything[index].close()  # copies of this rank's own
     everything[index] = mine
@@ -187,8 +187,8 @@ def write_words(arenas: Sequence[int], index: int) -> str:
 def prove(arenas: Sequence[int], words: Sequence[str]) -> None:
     """Look for the words of all ranks in all arenas; raise ``Failed`` if one is not there."""
     if not all(words):
-        raise Failed("a rank of this host cannot write to memory of the others")
+        raise Failed("a rank of this host cannot write to the memory of the others")
     expected = b"".join(map(bytes.fromhex, words))
     for descriptor in arenas:
         if map_region(descriptor, 0, PAGE)[: len(expected)] != expected:
-            raise Failed("a rank of this host does not read what another one has written")
+            raise Failed("a rank of this host cannot see what another rank has written to shared memory")

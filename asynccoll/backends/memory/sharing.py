@@ -231,7 +231,7 @@ def share(inner: Backend, clients: Clients, node_of: Sequence[int], rank: int, s
     node = str(node_of[rank])
     hub, why = None, ""
     if not supported():
-        why = "memory between processes is used on Linux and x86-64 alone"
+        why = "memory between processes is used on Linux and x86-64 only"
     elif len(ranks) > 1:
         try:
             hub = Hub.meet(clients, node, ranks, rank, min(seconds, _MEET_SECONDS))

@@ -9,7 +9,7 @@ from asynccoll.backends.api import Capabilities, Op, ReduceOp
 __all__ = ["ALONE", "MEMORY", "NEAR"]
 
 #: Why a group, or a world, of one rank does not use shared memory.
-ALONE = "one rank alone has nobody to share memory with"
+ALONE = "a single rank has no other rank to share memory with"
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})

@@ -169,7 +169,7 @@ def create(request: Request) -> Context:
     options = request.take_options("torch_group")
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
-            "backend 'mpi' meets through MPI: start the ranks with mpiexec or `asynccoll run --backend "
+            "backend 'mpi' finds its ranks through MPI: start them with mpiexec or `asynccoll run --backend "
             "mpi`, and pass neither store= nor init_method="
         )
     library = load()
@@ -209,7 +209,7 @@ def _check_place(request: Request, rank: int, size: int) -> None:
     raise LaunchEnvironmentError(
         f"{who} says rank {said[0]} of {said[1]}, but MPI says rank {rank} of {size}; start the ranks "
         "with mpiexec (of the MPI library that mpi4py loads), with `asynccoll run --backend mpi`, or under "
-        "SLURM with `srun --mpi=pmi2` where that library speaks it (MPICH does)"
+        "SLURM with `srun --mpi=pmi2` if that library supports it (MPICH does)"
     )
 
 

@@ -105,8 +105,7 @@ def _import() -> Any:
         ) from error
     except RuntimeError as error:  # mpi4py is installed, but no MPI library
         raise BackendNotFoundError(
-            f"backend 'mpi' needs an MPI library besides mpi4py: {str(error).strip().splitlines()[0]}; "
-            f"{INSTALL}"
+            f"backend 'mpi' needs an MPI library for mpi4py: {str(error).strip().splitlines()[0]}; {INSTALL}"
         ) from error
     return MPI
 
@@ -127,7 +126,7 @@ def _check_level(mpi: ModuleType) -> None:
         name = "MPI_THREAD_SINGLE" if level == mpi.THREAD_SINGLE else "MPI_THREAD_FUNNELED"
         raise InvalidArgumentError(
             f"backend 'mpi' needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE, but MPI was initialised with "
-            f"{name}, which takes calls of one thread only; leave mpi4py.rc.thread_level at its default "
+            f"{name}, which allows calls from one thread only; leave mpi4py.rc.thread_level at its default "
             "('multiple'), or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
         )
 

@@ -167,12 +167,13 @@ def create(request: Request) -> Context:
     request.take_options()
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
-            "backend 'xla-tpu' meets through torch_xla's runtime: pass neither store= nor init_method="
+            "backend 'xla-tpu' finds its ranks through torch_xla's runtime: pass neither store= nor "
+            "init_method="
         )
     if xr.is_spmd():
         raise LaunchEnvironmentError(
             "torch_xla is in SPMD mode (XLA_USE_SPMD or xr.use_spmd()), where one program sees all devices "
-            "as one and XLA puts the collectives in; there are no ranks, and nothing for this package to do"
+            "as one and XLA inserts the collectives; there are no ranks, and nothing for this package to do"
         )
     xla = Device()
     rank, size = xr.global_ordinal(), xr.world_size()
@@ -221,7 +222,7 @@ def _check_devices(here: int, size: int) -> None:
     """Raise if the process has several ranks but not all, which no launcher supports (``launching``)."""
     if 1 < here < size:
         raise LaunchEnvironmentError(
-            f"this process has {here} of {size} devices (TPU v2 and v3: two a chip); ranks are either all "
+            f"this process has {here} of {size} devices (TPU v2 and v3: two per chip); ranks are either all "
             "in one process, or each in a process of its own with one device"
         )
 

@@ -179,6 +179,6 @@ def _agree(calls: Sequence[Call], where: str) -> None:
         sent = [row[index] for row in matrix]
         if list(call.splits[1]) != sent:
             raise CollectiveMismatchError(
-                f"all_to_all on {where}: rank {ranks[index]} expects {list(call.splits[1])} rows of the "
+                f"all_to_all on {where}: rank {ranks[index]} expects {list(call.splits[1])} rows from "
                 f"ranks {list(ranks)}, which send it {sent} (nothing was sent; the lane is still usable)"
             )

@@ -152,7 +152,7 @@ class XlaCommunicator:
             # This rank may abort because it has learned that another one is lost; the watchdog says which.
             error = PeerLostError(f"rank {rank} has aborted")
         else:
-            why = f"where a call has failed on it alone: {type(failure).__name__}: {failure}"
+            why = f"as a call has failed on it alone: {type(failure).__name__}: {failure}"
             error = PeerLostError(f"rank {rank} has given up this lane, {why}", (rank,))
         self._launcher.give_up(error)
 

@@ -86,7 +86,7 @@ class _Decoder:
         """Read a count of things that take at least ``size_bytes`` each; refuse more than can follow."""
         count = self.size()
         if count * size_bytes > self._end - self._at:
-            raise UnfitError(f"{count} things are announced, but {self._end - self._at} bytes are left")
+            raise UnfitError(f"{count} items are announced, but {self._end - self._at} bytes are left")
         return count
 
     def skip(self, count: int) -> int:

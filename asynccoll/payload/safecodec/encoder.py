@@ -221,7 +221,7 @@ def _is_json(x: Any, seen: set[int]) -> bool:
 
 def _refused(kind: type, why: str) -> PayloadTypeError:
     return PayloadTypeError(
-        f"the default codec does not carry {kind.__module__}.{kind.__qualname__} ({why}); send plain data, "
+        f"the default codec does not support {kind.__module__}.{kind.__qualname__} ({why}); send plain data, "
         'or, to a call that takes codec=, pass codec="pickle" if you trust every rank'
     )
 
@@ -315,7 +315,7 @@ def _defaultdict(to: _Encoder, x: collections.defaultdict[object, object]) -> No
     if not to.again(x):
         if x.default_factory not in FACTORIES:
             known = ", ".join(kind.__name__ for kind in FACTORIES if kind is not None)
-            raise _refused(type(x), f"its default_factory is none of {known}, so send dict(x)")
+            raise _refused(type(x), f"its default_factory is none of {known}; send dict(x)")
         to.remember(x)
         to.parts.append(_BYTE[tags.DEFAULTDICT])
         to.size(FACTORIES.index(x.default_factory))
@@ -358,7 +358,7 @@ def _parts(number: int, parts: Parts) -> Callable[[_Encoder, object], None]:
     def write(to: _Encoder, x: object) -> None:
         found = parts.split(x)
         if not parts.fit(found):
-            raise _refused(type(x), "it consists of others than Python's own numbers and texts")
+            raise _refused(type(x), "it contains more than Python's own numbers and strings")
         to.parts.append(head)
         to.items(found)
 

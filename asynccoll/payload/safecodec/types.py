@@ -199,7 +199,7 @@ def _dataclass_fields(kind: type) -> tuple[str, ...]:
     try:
         object.__new__(kind)
     except TypeError as error:
-        raise UnfitError(f"it cannot be built of its fields alone: {error}") from None
+        raise UnfitError(f"it cannot be built from its fields alone: {error}") from None
     names = tuple(field.name for field in dataclasses.fields(kind))
     has_dict = any("__dict__" in vars(base) for base in kind.__mro__)
     for name in names:
