@@ -124,9 +124,9 @@ class Prepared(Uncopied, Generic[T]):
             check_untracked(self.name, self._reads)
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
-                    f"{self!r} is bound to its tensors' memory, and the memory of one has changed since it "
-                    "was prepared (x.data = y, set_, resize_, t_): write into it with x.copy_(y), or "
-                    "prepare it again"
+                    f"{self!r} is bound to its tensors' memory, and the memory or shape of one has changed "
+                    "since it was prepared (x.data = y, set_, resize_, t_): write into it with x.copy_(y), "
+                    "or prepare it again"
                 )
             if _any_inference(self._fills) and not torch.is_inference_mode_enabled():
                 raise InvalidArgumentError(
