@@ -186,7 +186,9 @@ async def moved(me: Rank) -> None:
                 op = ac.prepare(call if not into and like is x else "all_reduce", like, **into)
                 await me.get(op.start())
                 move(out if into else x)
-                with raising(ac.InvalidArgumentError, "memory or shape of one has changed", "prepare it again"):
+                with raising(
+                    ac.InvalidArgumentError, "memory or shape of one has changed", "prepare it again"
+                ):
                     op.start()
     await me.check("afterwards", ac.all_reduce, 1, expect=me.size)
 
