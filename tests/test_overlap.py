@@ -24,6 +24,7 @@ import oracle
 import threads
 from asynccoll.overlap.buckets import Bucket
 from overlapping import SMALL, Heads, alike, averages, batch, check_gradients, close, loss_of, network, rows
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -894,6 +895,36 @@ async def beside_another(me: Rank, kind: str) -> None:
 def test_the_reducer_that_one_rank_has_yet_is_told_to_all(pair: World, kind: str) -> None:
     """Garbage is collected at different times on each rank; peers would wait for the rank that refuses."""
     pair.run(beside_another, kind)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+#: By helper: makes it as it should be, or in a way that is refused.
+HALF_REFUSED: dict[str, Callable[[nn.Module, bool], Any]] = {
+    "overlap_gradients": lambda model, wrong: ac.overlap_gradients(model, op="max" if wrong else "avg"),
+    "async_optim": lambda model, wrong: ac.async_optim(sgd(model), bucket_bytes=0 if wrong else 1024),
+    "shard_optimizer": lambda model, wrong: ac.overlap.shard_optimizer(
+        model, torch.optim.LBFGS(model.parameters()) if wrong else sgd(model)
+    ),
+}
+
+
+async def refused_on_one(me: Rank, name: str) -> None:
+    make, told = HALF_REFUSED[name], ac.PeerRefusedError if me.rank else ac.AsyncCollError
+    with raising(told) as caught:
+        make(network(), me.rank == 0)
+    if me.rank:
+        assert isinstance(caught.error, ac.PeerRefusedError)
+        assert caught.error.ranks == (0,)
+    make(network(), False).close()
+
+
+@pytest.mark.parametrize("name", HALF_REFUSED)
+def test_a_helper_that_one_rank_cannot_make_is_refused_on_all(several: World, name: str) -> None:
+    """The others would wait for that rank, which sends nothing; the next one works on every rank."""
+    several.run(refused_on_one, name, runner="asyncio", timeout=patient(20))
 
 
 async def through_the_other(me: Rank) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import asynccoll as ac
 import oracle
 from overlapping import alike, batch
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -184,3 +185,19 @@ def test_layers_that_are_frozen_and_unfrozen_in_the_model() -> None:
     blocks[0].weight.requires_grad_(True)
     with raising(ac.InvalidArgumentError, "'weight' of layer 0 was unfrozen", "'bias'"):
         iter(layers)
+
+
+async def refused_on_one(me: Rank) -> None:
+    if me.rank == 0:
+        with raising(ac.InvalidArgumentError, "ahead"):
+            ac.overlap.shard_layers(blocks(), lane="half refused", ahead=-1)
+    else:
+        layers = ac.overlap.shard_layers(blocks(), lane="half refused")
+        with raising(ac.PeerRefusedError, "ahead"):
+            await through(me, layers, inputs(me, 0))
+    ac.close_lane("half refused")
+
+
+def test_layers_that_one_rank_cannot_shard_are_refused_on_all(several: World) -> None:
+    """The others would wait in their first loop."""
+    several.run(refused_on_one, runner="asyncio", timeout=patient(20))

@@ -6,16 +6,19 @@ Knows nothing about reducers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Real
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from asynccoll.errors import InvalidArgumentError
-from asynccoll.host.misfits import misfit, named_type
+from asynccoll.errors import AsyncCollError, InvalidArgumentError
+from asynccoll.host.misfits import check_count, misfit, named_type
+from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.aliasing import may_overlap
+from asynccoll.ops.collectives import refuse
 from asynccoll.runtime.process import get_rank, get_world_size
 from asynccoll.world.group import GroupLike
 
@@ -26,7 +29,6 @@ __all__ = [
     "check_not_ddp",
     "check_not_unscaled",
     "check_place",
-    "check_reduce_dtype",
     "check_scaler",
     "check_state",
     "check_step",
@@ -43,8 +45,21 @@ __all__ = [
     "share_out",
     "source_of",
     "tensors_of",
+    "told_to_peers",
     "unique",
 ]
+
+
+@contextmanager
+def told_to_peers(name: str, group: GroupLike, lane: str) -> Iterator[None]:
+    """Notify the peers of an error in the block, which checks the arguments of ``name``.
+
+    Their arguments may be accepted, and then they wait for this rank on ``lane``.
+    """
+    try:
+        yield
+    except AsyncCollError as error:
+        refuse(error, group=group, lane=lane, name=name)
 
 
 #: The DDP models that ``auto_model`` has made. Others are unknown: torch keeps no list.
@@ -104,7 +119,15 @@ def check_initialized(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
-def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> None:
+def check_arguments(
+    parameters: list[torch.Tensor],
+    op: str,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+    reduce_dtype: torch.dtype | None,
+    timeout: float | None,
+) -> None:
+    """Refuse parameters and options that ``overlap_gradients`` cannot use."""
     if not parameters:
         raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to reduce")
     if computed := [list(x.shape) for x in parameters if not x.is_leaf]:
@@ -114,10 +137,10 @@ def check_arguments(parameters: list[torch.Tensor], op: str, *sizes: int) -> Non
         )
     if op not in ("avg", "sum"):
         raise InvalidArgumentError(f"op must be 'avg' or 'sum' for gradients, got {op!r}")
-    if any(not isinstance(size, int) or size <= 0 for size in sizes):
-        raise InvalidArgumentError(
-            f"bucket_bytes and first_bucket_bytes must be positive ints, got {sizes[0]!r} and {sizes[1]!r}"
-        )
+    check_count("bucket_bytes", bucket_bytes)
+    check_count("first_bucket_bytes", first_bucket_bytes)
+    _check_reduce_dtype(reduce_dtype)
+    check_timeout(timeout)
 
 
 def place_in(group: GroupLike, what: str) -> tuple[int, int]:
@@ -305,6 +328,6 @@ def scaler_told(optimizer: str) -> str:
     )
 
 
-def check_reduce_dtype(dtype: object) -> None:
+def _check_reduce_dtype(dtype: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidArgumentError(f"reduce_dtype must be a floating point dtype of torch, got {dtype!r}")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.host.misfits import fitting
+from asynccoll.host.misfits import check_count, fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
@@ -234,7 +234,7 @@ def _differ(averages: list[float], step: int) -> bool:
 def _check(parameters: list[torch.Tensor], every: int, delay: int) -> None:
     if not parameters:
         raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to average")
-    if not isinstance(every, int) or every < 1:
-        raise InvalidArgumentError(f"every must be a positive int, got {every!r}")
-    if not isinstance(delay, int) or not 0 <= delay <= every:
-        raise InvalidArgumentError(f"delay must be an int from 0 to every={every}, got {delay!r}")
+    check_count("every", every)
+    check_count("delay", delay, least=0)
+    if delay > every:
+        raise InvalidArgumentError(f"delay must be at most every={every}, got {delay}")

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.host.misfits import fitting
+from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError
+from asynccoll.host.misfits import check_count, fitting
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.accepted import tensors_of
 from asynccoll.overlap.companion import Companion
@@ -51,8 +51,7 @@ class ParameterChecker(Companion):
     def __init__(
         self, model: torch.nn.Module | Iterable[torch.Tensor], *, every: int, **call: object
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError(f"every must be a positive int, got {every!r}")
+        check_count("every", every)
         self._given = model if isinstance(model, torch.nn.Module) else tensors_of(model)
         self._every = every
         self._call = call

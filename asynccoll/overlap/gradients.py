@@ -40,7 +40,6 @@ from asynccoll.errors import (
 )
 from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.host.misfits import fitting
-from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce, refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
@@ -48,7 +47,6 @@ from asynccoll.overlap.accepted import (
     check_initialized,
     check_not_ddp,
     check_place,
-    check_reduce_dtype,
     check_whole,
     has_any_of,
     module_with_buffers,
@@ -56,6 +54,7 @@ from asynccoll.overlap.accepted import (
     place_in,
     replaced_in,
     source_of,
+    told_to_peers,
 )
 from asynccoll.overlap.buckets import FlaggedBucket, Gradients, assign
 from asynccoll.overlap.companion import Companion
@@ -154,26 +153,24 @@ class GradientReducer(Companion):
         self._source, self._named = source_of(model), named_in(model)
         self._sparse, self._replaced_in = partial(sparse_of, model), partial(replaced_in, model)
         parameters = [parameter for parameter in self._source() if parameter.requires_grad]
-        check_initialized(parameters)
-        check_whole(parameters)
-        check_not_ddp(model, parameters)
-        check_arguments(parameters, op, bucket_bytes, first_bucket_bytes)
-        check_reduce_dtype(reduce_dtype)
-        check_timeout(timeout)
         self._group = group
         self._lane = backward_lane(lane)
-        self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
         self._timeout = timeout
-        self._reduce_dtype = reduce_dtype
-        self._place = _, self._size = place_in(group, "gradients to reduce")
-        self._scale = 1.0 / self._size if op == "avg" else 1.0
-        self._summed_over = self._size if op == "sum" else 1
         self._spot = caller(1)
+        self._place = _, self._size = place_in(group, "gradients to reduce")
         # No other reducer of this rank may have this lane, or one of these parameters.
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
-        if (conflict := _conflict(*self._identity)) is not None:
-            # Raised here and reported to the peers, which may have no conflict and would wait for this rank.
-            refuse(conflict, group=group, lane=self._lane, name="overlap_gradients")
+        with told_to_peers("overlap_gradients", group, self._lane):
+            check_initialized(parameters)
+            check_whole(parameters)
+            check_not_ddp(model, parameters)
+            check_arguments(parameters, op, bucket_bytes, first_bucket_bytes, reduce_dtype, timeout)
+            self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
+            if (conflict := _conflict(*self._identity)) is not None:
+                raise conflict
+        self._reduce_dtype = reduce_dtype
+        self._scale = 1.0 / self._size if op == "avg" else 1.0
+        self._summed_over = self._size if op == "sum" else 1
         self._buffers = module_with_buffers(model, broadcast_buffers)
         self._first_rank = first_rank(**self._tail()) if self._buffers is not None else 0
         if init_sync:

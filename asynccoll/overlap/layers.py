@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
 from asynccoll.host.call_site import caller
-from asynccoll.host.misfits import check, fitting, named_type
+from asynccoll.host.misfits import check, check_count, fitting, named_type
 from asynccoll.host.uncopied import Uncopied
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import refuse
@@ -43,12 +43,13 @@ from asynccoll.overlap.accepted import (
     has_any_of,
     place_in,
     share_out,
+    told_to_peers,
 )
 from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.gradients import check_unreduced
 from asynccoll.overlap.pending import Methods, Pending
-from asynccoll.overlap.prefetch import check_ahead, prefetch
+from asynccoll.overlap.prefetch import prefetch
 from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
@@ -117,15 +118,16 @@ class ShardedLayers(Uncopied, nn.Module):
         reshard_after_forward: bool,
     ) -> None:
         super().__init__()
-        check_ahead(ahead)
         self._place = rank, size = place_in(group, "part of layers")
-        modules = _listed(layers)
-        _check_unshared(modules)
-        emptied = list(nn.ModuleList(modules).parameters())
-        check_not_ddp(None, emptied)
-        check_unreduced(emptied)
-        if reshard_after_forward:
-            _check_addresses(emptied)
+        with told_to_peers("shard_layers", group, _LANE if lane is None else lane):
+            check_count("ahead", ahead, least=0)
+            modules = _listed(layers)
+            _check_unshared(modules)
+            emptied = list(nn.ModuleList(modules).parameters())
+            check_not_ddp(None, emptied)
+            check_unreduced(emptied)
+            if reshard_after_forward:
+                _check_addresses(emptied)
         # The modules are not registered as submodules: their parameters are empty, and ours are the parts.
         # Objects for which no lane is given share one lane for gathering, where ``owner`` tells them apart.
         # Each has its own lane for backward, whose order autograd decides.

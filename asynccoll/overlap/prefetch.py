@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
-from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
-from asynccoll.host.misfits import check, check_function, fitting
+from asynccoll.errors import CollectiveMismatchError
+from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.waiting.work import Work
 
 __all__ = ["prefetch"]
@@ -31,7 +31,7 @@ class prefetch(Generic[T]):  # noqa: N801  # read as a function: `async for x in
 
     @fitting
     def __init__(self, starts: Iterable[Callable[[], Work[T]]], *, ahead: int = 1) -> None:
-        check_ahead(ahead)
+        check_count("ahead", ahead, least=0)
         check("starts", starts, Iterable, "an iterable of functions that start one operation each")
         self._starts = iter(starts)
         self._ahead = ahead
@@ -81,9 +81,3 @@ def _started(start: Callable[[], Work[T]]) -> Work[T]:
     work = start()
     check("what a function of prefetch returns", work, Work, "a Work, as every call returns")
     return work
-
-
-def check_ahead(ahead: object) -> None:
-    """Check that ``ahead`` is a number of operations."""
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-        raise InvalidArgumentError(f"ahead must be an int of 0 or more, got {ahead!r}")

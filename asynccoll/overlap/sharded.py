@@ -44,6 +44,7 @@ from asynccoll.overlap.accepted import (
     check_whole,
     named_in,
     replaced_in,
+    told_to_peers,
     unique,
 )
 from asynccoll.overlap.arrivals import Arrival
@@ -97,9 +98,10 @@ class ShardedOptimizer(Wrapping):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        check_options("shard_optimizer", options, OPTIONS)
-        names = _check(model, optimizer)
         lane = options.setdefault("lane", "sharded")
+        with told_to_peers("shard_optimizer", options.get("group"), backward_lane(lane)):
+            check_options("shard_optimizer", options, OPTIONS)
+            names = _check(model, optimizer)
         self.wrapped = optimizer
         #: the optimizer's original parameters, by group; a whole state numbers them in this order
         self._groups = [list(given["params"]) for given in optimizer.param_groups]

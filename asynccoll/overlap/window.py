@@ -17,7 +17,7 @@ import torch
 
 from asynccoll import host
 from asynccoll.errors import AsyncCollError, CollectiveTimeoutError, InvalidArgumentError
-from asynccoll.host.misfits import check, check_function, fitting
+from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.plan.trees import flatten
 from asynccoll.waiting.work import Work
 
@@ -46,10 +46,7 @@ class InFlight:
 
     @fitting
     def __init__(self, max_in_flight_bytes: int) -> None:
-        if not isinstance(max_in_flight_bytes, int) or max_in_flight_bytes <= 0:
-            raise InvalidArgumentError(
-                f"max_in_flight_bytes must be a positive int, got {max_in_flight_bytes!r}"
-            )
+        check_count("max_in_flight_bytes", max_in_flight_bytes)
         self.max_in_flight_bytes = max_in_flight_bytes
         self._out: deque[tuple[Work[object], int]] = deque()
         self._bytes = 0
