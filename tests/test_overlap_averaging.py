@@ -166,7 +166,7 @@ def test_after_a_round_that_failed_comes_another(pair: World, loop: str) -> None
     ("given", "says"),
     [
         ({"every": 0}, "every"),
-        ({"every": 2, "delay": 3}, "from 0 to every=2"),
+        ({"every": 2, "delay": 3}, "at most every=2"),
         ({"every": 2, "delay": -1}, "-1"),
     ],
 )

@@ -1095,7 +1095,7 @@ def test_layers_that_are_empty_are_refused() -> None:
         first, tied = ac.overlap.shard_layers(layers), nn.Linear(6, 6).double()
         tied.weight = layers[1].weight  # type: ignore[assignment]
         for again in (layers, [tied]):
-            with raising(ac.InvalidArgumentError, "is empty", "one set"):
+            with raising(ac.InvalidArgumentError, "is empty", "one module"):
                 ac.overlap.shard_layers(again)
         with raising(ac.InvalidArgumentError, "is empty"):
             ac.overlap_gradients(layers)
