@@ -153,7 +153,7 @@ async def interleaved(me: Rank) -> None:
     async def intruder() -> None:
         await issued.wait()
         try:
-            with raising(ac.LaneOrderError, "lane=", "create_task_group", "ac.isolated(...)") as caught:
+            with raising(ac.LaneOrderError, "lane=", "create_task_group", "`ac.isolated`") as caught:
                 await ac.all_reduce(2)
         finally:
             finished.set()
