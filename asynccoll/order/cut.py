@@ -257,7 +257,7 @@ class Epochs:
         return cut if cut is not None and cut.verdict is None else None
 
     @property
-    def told(self) -> int:
+    def announced(self) -> int:
         """The place up to which peers know about this rank's calls, made or refused.
 
         Peers are told of a refusal that is held for the next epoch when that epoch begins; never if this rank

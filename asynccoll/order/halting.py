@@ -1,8 +1,8 @@
 """Halt and resume one lane when this rank or a peer refuses a call.
 
-``cut`` defines the terms (place, part, epoch, cut, verdict) and the rules. ``health.refusals`` communicates
-with the peers and calls the methods here. Each step is one change under the lane's lock, made before any
-waiter is woken.
+``cut`` defines the terms (place, part, epoch, cut, statement, verdict) and the rules. ``health.refusals``
+communicates with the peers and calls the methods here. Each method makes one change under the lane's lock,
+and wakes waiters only afterwards.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Halting"]
 
+#: In a record: the call is not a message.
+_NO_PEER = -1
 #: An operation that will never complete, and the error that its waiters get.
 Lost = tuple["Operation", "CollectiveError"]
 
@@ -31,8 +33,8 @@ Lost = tuple["Operation", "CollectiveError"]
 class Halting:
     """The effect of refusals on one lane.
 
-    Public methods, ``own`` and ``told`` take the lane's lock: call them without holding it. ``is_halted`` and
-    ``is_settling`` take no lock.
+    Public methods, ``own`` and ``announced`` take the lane's lock: call them without holding it. The others
+    take no lock: ``is_halted`` and ``is_settling`` are for callers that look again if they were outdated.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class Halting:
             return None if cut is None or cut.mine is None else (cut.epoch, cut.mine)
 
     @property
-    def told(self) -> int:
-        """See ``Epochs.told``."""
+    def announced(self) -> int:
+        """The place up to which peers know about this rank's calls, made or refused."""
         with self.lock:
-            return self._epochs.told
+            return self._epochs.announced
 
     @property
     def is_settling(self) -> bool:
@@ -99,25 +101,25 @@ class Halting:
     ) -> Cut | None:
         """Refuse the call at ``place`` (None: this rank's next one), and halt the lane there.
 
-        Returns the cut if this refusal begins it; None if everything that it refuses was already lost, or if
-        it only moved an existing cut. ``part`` is the first refused part of the call; None: the part after
-        the last one accepted if the call is the latest one, else all parts. The operation with the completion
-        ``spare`` is not failed here: the caller gives its waiter a separate error. ``name`` is the call's
-        name, if it was made just now and is not recorded yet. ``until``, if not 0: all calls in [``place``,
-        ``until``) are refused (a child task has ended).
+        Returns the cut if this refusal begins it; None if everything that it refuses was already lost, if it
+        only moved an existing cut, or if the lane is closed. ``part`` is the first refused part of the call;
+        None: the part after the last one accepted if the call is the latest one, else all parts. The
+        operation with the completion ``spare`` is not failed here: the caller gives its waiter a separate
+        error. ``name`` is the call's name, if it was made just now and is not recorded yet. ``until``, if not
+        0: all calls in [``place``, ``until``) are refused, as a child task has ended without making them.
         """
         epochs = self._epochs
         places = epochs.places
         with self.lock:
             if epochs.is_over or (place is not None and epochs.has_lost(place, until)):
                 return None
-            peak = self._peak()
+            peak = self._peak()  # before a place is opened here, at which nothing is issued
             if place is None:
                 place = places.open()
             accepted = places.part if place == places.latest else 0
             stands = accepted if part is None else part - 1
             if name:
-                self._records.refused(name, place, stands + 1, -1, why)
+                self._records.refused(name, place, stands + 1, _NO_PEER, why)
             begun, lost = self._halt(Refusal(self._rank, place, why, stands, until), peak)
         self._fail_all([one for one in lost if one[0].completion is not spare])
         return begun

@@ -46,7 +46,7 @@ class Farewells:
         """
         if self._clients is None:
             return
-        made = {f"{lane.group.key}/{lane.key}": lane.halting.told for lane in self._lanes()}
+        made = {f"{lane.group.key}/{lane.key}": lane.halting.announced for lane in self._lanes()}
         with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
             store.set(_farewell(self._rank), json.dumps(made))
 
