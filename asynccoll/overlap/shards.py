@@ -32,12 +32,12 @@ __all__ = ["ShardBucket", "ShardReducer", "waiting_hooks"]
 class ShardBucket(Bucket):
     """Parameters and their gradients in flat memory with one part for each rank, and this rank's part.
 
-    Gradients accumulate over several reductions until they are zeroed, as in torch. ``.grad`` of a parameter
-    has only what backward added on this rank since the last reduction. After a reduction it stays a view of
-    the bucket, filled with zeros: negative ones, except for the last element of each parameter that has
-    several, which is positive. Adding to negative zeros gives the same result. But zeroing makes all of them
-    positive, so that a zeroed gradient can be told from one that was written to in another way: scaled,
-    negated, clipped.
+    The gradient of the part (``shard.grad``) accumulates over several reductions until the parameters' own
+    gradients are zeroed, as in torch. ``.grad`` of a parameter has only what backward added on this rank since
+    the last reduction. After a reduction it stays a view of the bucket, and is filled with negative zeros, to
+    which adding is the same as to positive ones. Only the last element of a parameter that has several is
+    positive zero. So a gradient that ``zero_grad`` has zeroed, in which all are positive, can be told from one
+    that was scaled, clipped or negated, in which some are negative.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:
@@ -48,9 +48,11 @@ class ShardBucket(Bucket):
         self._zeroed = [True] * len(parameters)
         places = list(zip(self.layout.starts, self.layout.counts, strict=True))
         last = [start + count - 1 for start, count in places if count > 1]
-        #: the versions of the gradients, and the first element of each, as the last reduction left them
+        #: the versions that the last reduction left (``_versions`` follows later writes by backward)
         self._left = list(self._versions)
+        #: views of the first element of each gradient
         self._firsts = [self.flat[start] if count else None for start, count in places]
+        #: the indices in ``flat`` of the elements that a reduction leaves as positive zeros
         self._positive = torch.tensor(last, dtype=torch.int64, device=self.flat.device)
         self.values: torch.Tensor = torch.zeros_like(self.flat)
         for parameter, view in zip(parameters, self.cut(self.values), strict=True):
@@ -84,7 +86,7 @@ class ShardBucket(Bucket):
         elif not self._zeroed[index] and (
             view._version != self._versions[index] or self._written_quietly(index)
         ):
-            if not _zeroed(view):
+            if not _is_zeroed(view):
                 raise InvalidArgumentError(
                     f"the .grad of {self.named(self.parameters[index])} was written to after it had been "
                     "reduced, which does not change the accumulated gradient: that is in "
@@ -95,9 +97,9 @@ class ShardBucket(Bucket):
         self._versions[index] = view._version
 
     def _written_quietly(self, index: int) -> bool:
-        """Whether a gradient was zeroed without a new version, by ``.grad.data.zero_()``: on the CPU only.
+        """Whether a gradient was zeroed without a new version, by ``.grad.data.zero_()``.
 
-        Reading a number from a device waits for the device.
+        Always False on a device, where reading a number would wait for the device.
         """
         first = self._firsts[index]
         if first is None or first.device.type != "cpu" or self.views[index]._version != self._left[index]:
@@ -141,11 +143,12 @@ class ShardBucket(Bucket):
         return self._incoming
 
     def adopt(self) -> None:
-        gathered = self.shard.grad
-        if self._incoming is self._reduced or gathered is None:
+        """Make the reduction the part's ``.grad``, or add it there; mark the parameters' own as reduced."""
+        accumulated = self.shard.grad
+        if self._incoming is self._reduced or accumulated is None:
             self.shard.grad = self._incoming
         else:
-            gathered.masked_fill_(self._zeros(), 0).add_(self._incoming)
+            accumulated.masked_fill_(self._zeroed_elements(), 0).add_(self._incoming)
         self.flat.fill_(-0.0).index_fill_(0, self._positive, 0.0)
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             parameter.grad = view
@@ -153,8 +156,8 @@ class ShardBucket(Bucket):
         self._left = list(self._versions)
         self._zeroed = [False] * len(self._zeroed)
 
-    def _zeros(self) -> torch.Tensor:
-        """Return, for each element of this rank's part, whether it was zeroed; other gradients accumulate."""
+    def _zeroed_elements(self) -> torch.Tensor:
+        """Return, for each element of this rank's part, whether its gradient was zeroed."""
         zeros = torch.zeros_like(self.flat, dtype=torch.bool)
         for view, zeroed in zip(self.cut(zeros), self._zeroed, strict=True):
             view.fill_(zeroed)
@@ -167,7 +170,7 @@ class ShardReducer(GradientReducer):
     Parameters of different ``groups`` are in different buckets.
     """
 
-    #: it may, since the reduced gradients are in the shard
+    #: ``.grad`` of a parameter may be None when the reduction is awaited: the shard has the reduced one
     _may_be_gone = True
     _calls = BY_OPTIMIZER
 
@@ -253,7 +256,10 @@ class ShardReducer(GradientReducer):
     # Parameters
 
     def gather(self, **call: Any) -> None:
-        """Start sending each rank's parts of the parameters to the others, the first layers' first."""
+        """Start sending each rank's parts of the parameters to the others.
+
+        The buckets are in the order of backward; the next forward needs the last one first.
+        """
         for bucket in reversed(self.buckets):
             own = bucket.shard.detach().clone()  # a copy: the part itself is in the memory that is filled
             bucket.arrival.expect(all_gather(own, out=bucket.values, **call))
@@ -264,8 +270,8 @@ class ShardReducer(GradientReducer):
             yield from bucket.arrival.steps()
 
 
-def _zeroed(x: torch.Tensor) -> bool:
-    """Whether ``x``, whose elements were negative zeros except for one, was zeroed: now all are positive."""
+def _is_zeroed(x: torch.Tensor) -> bool:
+    """Whether all elements of ``x`` are positive zeros."""
     real = torch.view_as_real(x) if x.is_complex() else x
     return not bool(((real != 0) | real.signbit()).any())
 
