@@ -33,11 +33,11 @@ class ShardBucket(Bucket):
     """Parameters and their gradients in flat memory with one part for each rank, and this rank's part.
 
     The gradient of the part (``shard.grad``) accumulates over several reductions until the parameters' own
-    gradients are zeroed, as in torch. ``.grad`` of a parameter has only what backward added on this rank since
-    the last reduction. After a reduction it stays a view of the bucket, and is filled with negative zeros, to
-    which adding is the same as to positive ones. Only the last element of a parameter that has several is
-    positive zero. So a gradient that ``zero_grad`` has zeroed, in which all are positive, can be told from one
-    that was scaled, clipped or negated, in which some are negative.
+    gradients are zeroed, as in torch. ``.grad`` of a parameter has only what backward added on this rank
+    since the last reduction. After a reduction it stays a view of the bucket, and is filled with negative
+    zeros, to which adding is the same as to positive ones. Only the last element of a parameter that has
+    several is positive zero. So a gradient that ``zero_grad`` has zeroed, in which all are positive, can be
+    told from one that was scaled, clipped or negated, in which some are negative.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], rank: int, size: int) -> None:

@@ -1,12 +1,14 @@
 """Moving calls through memory that ranks share, in several threads, and how these threads sleep.
 
-A caller moves what can be moved when it issues, a waiter while it waits, and the watcher when it is rung.
-They take turns under a lock that is held for one step at a time. Subclasses (``engine``, ``pair``) say what a
-step is.
+To move a call is to make the progress on it that is possible now: to write data where there is room, and to
+read what others have written. A caller does so when it issues, a waiter while it waits, and the *watcher*,
+one thread of the process for all regions, when it is rung. They take turns under a lock that is held for one
+step at a time. Subclasses (``engine``, ``pair``) say what a step is; it moves any call of the region.
 
-**No thread sleeps through a word that was written.** A thread that is about to sleep writes that to a word of
+**No thread sleeps through data that was written.** A thread that is about to sleep writes that to a word of
 its rank, then looks once more for something to move; a thread that has written data looks at the other ranks'
-words afterwards. Between the store and the look there is a fence (taking and releasing a lock).
+words afterwards. Between the store and the look there is a fence (taking and releasing a lock, which on x86
+orders a store before later loads).
 """
 
 from __future__ import annotations
@@ -121,8 +123,11 @@ class Mover(ABC):
             raise
 
     def _leave_to_watcher(self) -> None:
-        """Announce what an interrupted thread has written, and have the watcher go on in its place."""
-        self._tell_others()
+        """Announce what an interrupted thread has written, and have the watcher go on in its place.
+
+        The interrupt may have come after a rank's word was cleared, and before the rank was woken.
+        """
+        self._tell_others(whatever_they_said=True)
         self._watch()
 
     def _move(self) -> bool:
@@ -175,16 +180,16 @@ class Mover(ABC):
 
     # Waking, and being woken
 
-    def _tell_others(self) -> None:
+    def _tell_others(self, *, whatever_they_said: bool = False) -> None:
         """Wake the sleeping threads and the watchers of the other ranks."""
         with self._fence:
             pass
         words = self._words
         for rank, base in self._bases:
-            if words[base + ASLEEP]:
+            if words[base + ASLEEP] or whatever_they_said:
                 words[base + ASLEEP] = 0
                 self._bells.wake(rank)
-            if words[base + WATCHING]:
+            if words[base + WATCHING] or whatever_they_said:
                 words[base + WATCHING] = 0
                 self._bells.ring(rank)
 
@@ -223,10 +228,11 @@ class Mover(ABC):
     def _wait_until(self, call: InFlight, deadline: float) -> None:
         turns = self._turns
         while not call.finished:
-            if self._move_on():
+            moved = self._move_on()
+            if self._untold:  # of other calls, which any look may have ended
+                self.tell()
+            if moved:
                 turns = self._turns
-                if self._untold:
-                    self.tell()
                 continue
             left = deadline - host.monotonic()
             if left <= 0:
@@ -327,10 +333,9 @@ class Mover(ABC):
         with self._lock:
             while self._move():
                 pass
-            if not self._is_busy():
-                return True
-            who = ", ".join(map(str, gone))
-            self._end_all(PeerLostError(f"rank {who} has left the shared memory of {self._where}"))
+            if self._is_busy():
+                who = ", ".join(map(str, gone))
+                self._end_all(PeerLostError(f"rank {who} has left the shared memory of {self._where}"))
         self._tell_others()
         if self._untold:
             self._bells.ring(self.region.index)

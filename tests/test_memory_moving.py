@@ -1,0 +1,132 @@
+"""The threads that move calls through memory: who is woken, and who calls the callbacks, in rare orders.
+
+The steps are scripted, and so is what wakes threads; the simulated worlds try both for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asynccoll.backends.memory.flight import InFlight
+from asynccoll.backends.memory.layout import ASLEEP, BLOCK_WORDS, WATCHING
+from asynccoll.backends.memory.moving import Mover
+from asynccoll.errors import CollectiveError
+
+
+class Noted:
+    """Bells that note what they are asked to do, and let no thread sleep."""
+
+    crowded = True
+
+    def __init__(self) -> None:
+        self.dead: list[int] = []
+        self.noted: list[str] = []
+        self.in_sleep: Callable[[], object] = lambda: None
+
+    def sleep(self, said: int, seconds: float) -> None:
+        self.in_sleep()
+
+    def wake(self, index: int) -> None:
+        self.noted.append(f"wake {index}")
+
+    def ring(self, index: int) -> None:
+        self.noted.append(f"ring {index}")
+
+    def watch(self, mover: Mover) -> None:
+        pass
+
+    def later(self, job: Callable[[], object]) -> None:
+        job()
+
+    def gone(self) -> Sequence[int]:
+        return self.dead
+
+
+class Scripted(Mover):
+    """Rank 0 of two. Each step takes the next of ``steps``: a call that it ends, or nothing."""
+
+    def __init__(self, bells: Noted) -> None:
+        words = [0] * (2 * BLOCK_WORDS)
+        region: Any = SimpleNamespace(words=words, mine=0, index=0, size=2, others=[BLOCK_WORDS])
+        super().__init__(region, bells, "the world", [0, 1])
+        self.words = words
+        self.steps: list[InFlight | None] = []
+        self.calls: list[InFlight] = []
+
+    def call(self) -> InFlight:
+        self.calls.append(InFlight(self))
+        return self.calls[-1]
+
+    def _step(self) -> bool:
+        ended = self.steps.pop(0) if self.steps else None
+        if ended is not None:
+            self._over(ended, None)
+        return ended is not None
+
+    def _is_busy(self) -> bool:
+        return not all(call.finished for call in self.calls)
+
+    def _goes_on_by_itself(self) -> bool:
+        return bool(self._listened)
+
+    def _drop(self, error: CollectiveError) -> None:
+        for call in self.calls:
+            self._over(call, error)
+
+
+@pytest.mark.parametrize("look", range(12))
+def test_no_thread_sleeps_on_another_calls_callback(look: int) -> None:
+    """Whichever look of a waiter ends another call, its callback is called before the waiter sleeps."""
+    bells = Noted()
+    mover = Scripted(bells)
+    mine, other = mover.call(), mover.call()
+    told: list[str] = []
+    mover.listen(other, lambda: told.append("over"))
+    mover.steps = [*[None] * look, other]
+
+    def in_sleep() -> None:
+        if other.finished:
+            assert told == ["over"]
+            mover.steps = [mine]
+
+    bells.in_sleep = in_sleep
+    assert mover.wait(mine, 60.0)
+    assert told == ["over"]
+
+
+def test_callbacks_of_calls_that_end_as_a_rank_is_lost_are_called() -> None:
+    """What that rank had written before it ended completes the last call; nothing else rings the watcher."""
+    bells = Noted()
+    mover = Scripted(bells)
+    call = mover.call()
+    told: list[BaseException | None] = []
+    mover.listen(call, lambda: told.append(call.error()))
+    bells.noted.clear()
+    bells.dead, mover.steps = [1], [None, call]  # not yet there when the watcher looks first
+    mover.attend()
+    if bells.noted.count("ring 0"):
+        mover.attend()
+    assert told == [None]
+
+
+def test_an_interrupted_thread_wakes_ranks_whose_words_it_may_have_cleared() -> None:
+    """Ctrl-C came after the word was cleared, and before its rank was woken."""
+    bells = Noted()
+    mover = Scripted(bells)
+    call = mover.call()
+    mover.words[BLOCK_WORDS + ASLEEP] = mover.words[BLOCK_WORDS + WATCHING] = 1
+    woken = bells.wake
+
+    def interrupted(index: int) -> None:
+        bells.wake = woken  # type: ignore[method-assign]  # once
+        raise KeyboardInterrupt
+
+    bells.wake = interrupted  # type: ignore[method-assign]
+    mover.steps = [call]
+    with pytest.raises(KeyboardInterrupt):
+        mover.wait(call, 60.0)
+    assert {"wake 1", "ring 1"} <= set(bells.noted)
