@@ -5,16 +5,20 @@ The steps are scripted, and so is what wakes threads; the simulated worlds try b
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from asynccoll.backends.memory.flight import InFlight
-from asynccoll.backends.memory.layout import ASLEEP, BLOCK_WORDS, WATCHING
+from asynccoll.backends.memory.layout import ASLEEP, BLOCK_WORDS, CLOSED, STATE, WATCHING
 from asynccoll.backends.memory.moving import Mover
-from asynccoll.errors import CollectiveError
+from asynccoll.errors import CollectiveError, PeerLostError
+from asynccoll.memory import unfilled
+from patience import patient
 
 
 class Noted:
@@ -111,6 +115,54 @@ def test_callbacks_of_calls_that_end_as_a_rank_is_lost_are_called() -> None:
     if bells.noted.count("ring 0"):
         mover.attend()
     assert told == [None]
+
+
+def test_the_watcher_does_not_rest_beside_a_rank_that_has_just_left() -> None:
+    """That rank looked at the word before it said that nobody looks here, and rings nobody afterwards."""
+    bells = Noted()
+    mover = Scripted(bells)
+    call = mover.call()
+    told: list[BaseException | None] = []
+    mover.listen(call, lambda: told.append(call.error()))
+    bells.noted.clear()
+    looked = mover._lost
+
+    def leaves_afterwards() -> bool:
+        lost = looked()
+        mover.words[BLOCK_WORDS + STATE] = CLOSED
+        return lost
+
+    mover._lost = leaves_afterwards  # type: ignore[method-assign]
+    mover.attend()
+    if "ring 0" in bells.noted:
+        mover.attend()
+    assert isinstance(told[0], PeerLostError)
+
+
+def test_a_wait_ends_in_time_while_another_call_moves_on_and_on() -> None:
+    mover = Scripted(Noted())
+    call = mover.call()
+    mover._step = lambda: True  # type: ignore[method-assign]
+    assert not mover.wait(call, 0.01)
+
+
+def test_a_finalizer_that_runs_within_a_step_takes_no_lock() -> None:
+    """Garbage collection runs in any thread, also in one that holds the lock: it would wait for itself."""
+    mover = Scripted(Noted())
+    call = mover.call()
+    operation: Any = SimpleNamespace(completion=call, done=call.done)
+
+    def step() -> bool:
+        assert not call.done()
+        unfilled.let_go(torch.zeros(1), (operation,))
+        return False
+
+    mover._step = step  # type: ignore[method-assign]
+    thread = threading.Thread(target=mover.poke, daemon=True)
+    thread.start()
+    thread.join(patient(5))
+    assert not thread.is_alive()
+    call.end()
 
 
 def test_an_interrupted_thread_wakes_ranks_whose_words_it_may_have_cleared() -> None:

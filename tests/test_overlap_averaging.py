@@ -175,3 +175,24 @@ def test_refused(given: dict[str, int], says: str) -> None:
         ac.overlap.average_parameters(network(), **given)
     with raising(ac.InvalidArgumentError, "requires_grad"):
         ac.overlap.average_parameters([torch.ones(1)], every=1)
+
+
+def steps_on(me: Rank) -> None:
+    model = network()
+    averaging = ac.overlap.average_parameters(model, every=2)
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            averaging.finish().wait(timeout=0.05)
+        with raising(ac.InvalidArgumentError, "finish()", "again first"):
+            averaging.wait()
+        ac.barrier().wait()
+    else:
+        ac.barrier().wait()  # only then is it that late
+    averaging.finish().wait()
+    averaging.wait()
+    ac.overlap.check_parameters(model).wait()
+
+
+def test_a_step_after_a_finish_that_was_cut_short_is_refused(pair: World) -> None:
+    """This rank would miss the last average, and a later finish() would wait for ranks that had theirs."""
+    pair.run(steps_on, runner="blocking")

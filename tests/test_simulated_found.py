@@ -48,6 +48,26 @@ def test_who_comes_late_is_told_who_left_first() -> None:
     explore(told_who_left, seeds=range(60), world_size=5, faults=stopped).check()
 
 
+def outs_on_rank_0(rank: int) -> None:
+    """Rank 0 receives many tensors in its own memory, rank 1 in new memory."""
+    xs = [torch.full((75 << 10,), float(number)) for number in range(24)]
+    outs = [torch.empty_like(x) for x in xs] if rank == 0 else None
+    with ac.coalescing():
+        works = [
+            ac.all_reduce(x, out=None if outs is None else out) for x, out in zip(xs, outs or xs, strict=True)
+        ]
+    block = [work.wait().clone() for work in works]
+    tree = ac.all_reduce(xs, out=outs) if outs is not None else ac.all_reduce(xs)
+    for got in (block, tree.wait()):
+        assert [(x.min().item(), x.max().item()) for x in got] == [(2.0 * n, 2.0 * n) for n in range(24)]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory"])
+def test_ranks_may_differ_in_whether_they_pass_outs(transport: str) -> None:
+    """Ranks that passed ``out=`` sent smaller buckets: the native calls did not match."""
+    simulate(outs_on_rank_0, world_size=2, loop="none", transport=transport).check()
+
+
 async def closed_in_a_block(rank: int) -> None:
     """Calls deferred on the lane are sent before the lane is closed."""
     with ac.coalescing():

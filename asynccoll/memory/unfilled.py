@@ -80,20 +80,32 @@ class _Dropped:
     def claims(self) -> bool:
         return any(not one.done() or one.completion.writing() for one in self.operations)
 
-    def over(self) -> None:
-        """Do nothing: as a callback of the operations, this keeps the claim alive until they are over."""
+
+#: The claims of dropped works, which nothing else keeps alive, by ``id``.
+_kept: dict[int, _Dropped] = host.per_process(dict)
 
 
 def let_go(out: object, operations: tuple[Filling, ...]) -> None:
-    """Keep ``out`` claimed for the ``operations`` of a dropped work, which may still write to it."""
+    """Keep ``out`` claimed for the ``operations`` of a dropped work, which may still write to it.
+
+    Takes no lock, as garbage collection may call this in a thread that holds any lock. So the operations get
+    no callback: the claim is kept until a later call asks whether they are over.
+    """
     left = _Dropped(out, operations)
-    for operation in operations:
-        operation.completion.add_callback(left.over)
+    _kept[id(left)] = left
     claims.add(left)
+
+
+def _forget_over() -> None:
+    for key, left in list(_kept.items()):
+        if not left.claims:
+            _kept.pop(key, None)
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
     """Refuse to read or fill memory that an earlier call, other than ``but``, is still filling."""
+    if _kept:
+        _forget_over()
     claim = claims.find(xs, but)
     if claim is None:
         return

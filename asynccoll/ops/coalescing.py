@@ -12,7 +12,7 @@ Whether autograd records a call depends on the mode in which it was made.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import TracebackType
@@ -107,21 +107,30 @@ class Deferred(Work[T]):
 
     def map(self, function: Callable[[T], U]) -> Work[U]:
         """As ``Work.map``."""
-        if self._batch is None:
-            return super().map(function)
-        self._heard = True
-        derived: Deferred[U] = Deferred(self._batch, self._lane)
-        derived._finish = as_called(lambda: function(self._outcome()))
-        derived._mapped = self
-        self._derived.append(derived)
-        return noted(derived)
+        with self._unsent() as batch:
+            if batch is not None:
+                self._heard = True
+                derived: Deferred[U] = Deferred(batch, self._lane)
+                derived._finish = as_called(lambda: function(self._outcome()))
+                derived._mapped = self
+                self._derived.append(derived)
+                return noted(derived)
+        return super().map(function)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """As ``Work.add_done_callback``."""
-        if self._batch is None:
-            super().add_done_callback(callback)
-        else:
-            self._callbacks.append(callback)
+        with self._unsent() as batch:
+            if batch is not None:
+                self._callbacks.append(callback)
+                return
+        super().add_done_callback(callback)
+
+    @contextmanager
+    def _unsent(self) -> Iterator[_Batch | None]:
+        """Keep other threads from sending the call in the block; yields None if it was sent already."""
+        batch = self._batch
+        with nullcontext() if batch is None else batch.lock:
+            yield self._batch
 
 
 class _Call(NamedTuple):
@@ -234,11 +243,11 @@ class _Batch:
     alone or with others.
     """
 
-    __slots__ = ("_actor", "_lock", "_parts", "_places", "_read", "_reads")
+    __slots__ = ("_actor", "_parts", "_places", "_read", "_reads", "lock")
 
     def __init__(self) -> None:
         #: held while calls are deferred or sent: another thread may wait for a work, which sends them
-        self._lock = host.RLock()
+        self.lock: host.RLock = host.RLock()
         self._actor = actors.current().actor
         self._parts: dict[object, _Parts] = {}
         self._places: dict[Lane, int] = {}
@@ -330,7 +339,7 @@ class _Batch:
             autograd.records(fuse.name, (x,), (out,))
         key = (lane, fuse.name, fuse.detail, timeout)
         work: Deferred[object] = Deferred(self, lane)
-        with self._lock:
+        with self.lock:
             parts = self._parts.get(key)
             if parts is None:
                 parts = self._parts[key] = _Parts(lane, fuse, timeout)
@@ -362,7 +371,7 @@ class _Batch:
         lane, ranks may differ in which calls are made and deferred there; what is sent together on other
         lanes must not depend on these differences.
         """
-        with self._lock:
+        with self.lock:
             waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
             self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
             first: Exception | None = None

@@ -172,7 +172,9 @@ class Lane:
         line = site()
         called = host.monotonic() if called is None else called
         what = what or estimate.name
-        if self._before is not None:
+        if (
+            self._before is not None and stream is None
+        ):  # messages are no part of a block, whose thread this is
             self._accept_before()
         found: Objection = None
         completion: Completion | None = None
@@ -299,8 +301,8 @@ class Lane:
 
     def _accept_before(self) -> None:
         before, self._before = self._before, None
-        assert before is not None
-        before()
+        if before is not None:  # else another thread has called it
+            before()
 
     @contextmanager
     def together(self, place: int | None = None, what: What = None, name: str = "") -> Iterator[int]:
@@ -312,23 +314,24 @@ class Lane:
         fails, the rest of its call is refused, whichever parts were issued. A nested block adds parts to the
         outer block's call.
         """
-        places = self._places
-        with self._lock:
-            self._admitted_owner(None)
-            inner = places.shared
-            if not inner and (place is None or place != places.latest):
-                places.open()
-            elif not inner and (refusal := self._epochs.refusal_at(places.latest)) is not None:
-                raise refusal.error(self, places.latest)
-            before = places.share(what)
-            place = places.latest
+        places, before, inner = self._places, None, False
         try:
             try:
+                with self._lock:
+                    self._admitted_owner(None)
+                    inner = places.shared
+                    if not inner and (place is None or place != places.latest):
+                        places.open()
+                    elif not inner and (refusal := self._epochs.refusal_at(places.latest)) is not None:
+                        raise refusal.error(self, places.latest)
+                    place = places.latest
+                    before = places.share(what)
                 yield place
             finally:
-                places.leave(before)
+                if before is not None:  # also where Ctrl-C comes as the lock is released
+                    places.leave(before)
         except BaseException as error:
-            if not inner:
+            if before is not None and not inner:
                 self.world.refuse(self, error, place, name=name)
             raise
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from asynccoll import host
 from asynccoll.modes.unseen import with_data
 from asynccoll.order.job import returned
 from asynccoll.order.stepping import Stepping
@@ -20,7 +21,6 @@ from asynccoll.transport.completion import Completion, Promise, Ready
 from asynccoll.transport.streams import on_stream
 
 if TYPE_CHECKING:
-    from asynccoll import host
     from asynccoll.order.announcing import Announcing
     from asynccoll.order.connection import Connection
     from asynccoll.order.cut import Epochs, Refusal
@@ -66,7 +66,8 @@ class Queue:
         self._active: Job | None = None
         self._start_order = start_order
         self._admitted: int | None = None  # the epoch in which ``start_order`` lets one operation start
-        self._driving = False  # a thread is in ``drive``
+        self._ended: tuple[Job, Completion, bool] | None = None  # see ``_end``
+        self._driver: int | None = None  # a thread is in ``drive``
         self._kicked = False  # ``drive`` was called since: that thread must look again before it returns
 
     def is_free(self, stream: Stream | None) -> bool:
@@ -75,7 +76,7 @@ class Queue:
             self._connection.communicator is not None
             and not self._jobs
             and self._active is None
-            and not self._driving
+            and self._driver is None
             and self._start_order is None
             and self._epochs.cut is None
             and not self._failing.out_of_step
@@ -148,7 +149,7 @@ class Queue:
         """Whether no call that ``refusal`` leaves valid is queued or being issued."""
         active = self._active
         return (
-            not self._driving
+            self._driver is None
             and (active is None or not active.place or refusal.loses(active.place, active.part))
             and not any(job.place for job in self._jobs)
         )
@@ -165,24 +166,28 @@ class Queue:
 
     def drive(self) -> None:
         """Issue as many queued operations as possible, or make the thread that is already driving do so."""
-        mine = False
+        me, mine = host.get_ident(), False
         try:
             with self.lock:
-                if self._driving:
+                if self._driver is not None:
                     self._kicked = True
                     return
-                mine = self._driving = True
+                self._driver, mine = me, True
             self._issue_queued()
         except BaseException:  # Ctrl-C while a waiter drives; it may even strike as the lock is released
             if mine:
-                self._stop_driving()
+                self._stop_driving(me)
             raise
 
-    def _stop_driving(self) -> None:
+    def _stop_driving(self, me: int) -> None:
         """Leave the remaining work to completions, after the driving waiter was interrupted at any point."""
         with self.lock:
-            self._driving = self._kicked = False
+            if self._driver not in (None, me):
+                return  # this thread had stopped before the interrupt, and another one drives now
+            self._driver, self._kicked = None, False
             active = self._active
+            if active is not None and self._jobs and self._jobs[0] is active:
+                self._jobs.popleft()  # the interrupt came before that
         if active is None or active.step is None:
             self.drive()
         else:
@@ -190,14 +195,17 @@ class Queue:
             active.step.add_callback(self.drive)
 
     def _issue_queued(self) -> None:
+        self._end()
         while True:
             job = self._active
             if job is None:
                 with self.lock:
                     if self._jobs and self._may_start(self._jobs[0]):
-                        job = self._active = self._jobs.popleft()
+                        job = self._jobs[0]
                         self._epochs.issued = job.place or self._epochs.issued
                         self._records.begun(job.ticket)
+                        self._active = job
+                        self._jobs.popleft()  # last: an interrupt as it returns must not lose the job
                     elif self._rest():
                         break
             elif job.step is not None and not job.step.done():
@@ -219,7 +227,7 @@ class Queue:
         if self._kicked:
             self._kicked = False
             return False
-        self._driving = False
+        self._driver = None
         return True
 
     def _advance(self, job: Job) -> None:
@@ -234,23 +242,34 @@ class Queue:
             if self._active is job:
                 self._failing.broke_off(job, error)
         if last is not None:
-            with self.lock:
-                mine = self._active is job  # else the job was given up: ``_pass_turn`` releases the turn
-                if mine:
-                    self._active = None
-                passed = mine and job.place > 0 and self._admitted is not None
-                if passed:
-                    self._admitted = None
-            try:
-                job.promise.follow(last)
-            finally:
-                if passed and self._start_order is not None:
-                    self._start_order.release()
+            self._ended = job, last, False
+            self._end()
         elif not job.driven:
             assert job.step is not None
             job.step.add_callback(self.drive)
         if interrupted is not None:
             raise interrupted
+
+    def _end(self) -> None:
+        """Free the lane after a job's last call, hand its completion over, and pass the turn on.
+
+        ``_ended`` has the job, its completion, to which nothing else refers, and whether to pass a turn on.
+        After an interrupt at any point, the next thread that drives does what remains.
+        """
+        if self._ended is None:
+            return
+        job, last, passes = self._ended
+        with self.lock:
+            if self._active is job:  # else the job was given up: ``_pass_turn`` releases the turn
+                passes = job.place > 0 and self._admitted is not None
+                if passes:
+                    self._admitted = None
+                self._ended = job, last, passes
+                self._active = None
+        job.promise.follow(last)
+        self._ended = None
+        if passes and self._start_order is not None:
+            self._start_order.release()
 
     def _next_unless_refused(self, job: Job) -> Completion | None:
         """Call ``_next_call`` unless the comparison of calls objects. Also None if that is still unknown."""

@@ -96,6 +96,7 @@ class ParameterAverager(Companion):
         return self._stepped().__await__()
 
     async def _stepped(self) -> None:
+        self._check_not_finishing()
         await run(self._step())
 
     def wait(self, timeout: float | None = None) -> None:
@@ -103,7 +104,15 @@ class ParameterAverager(Companion):
 
         After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
         """
+        self._check_not_finishing()
         run_blocking(self._step(), timeout)
+
+    def _check_not_finishing(self) -> None:
+        if self._last is not None:
+            raise InvalidArgumentError(
+                "a step of the averager before finish() was complete: its wait was cut short (cancelled or "
+                "timed out), and the other ranks complete it; await finish() again first"
+            )
 
     def _step(self) -> Steps[None]:
         """Do this step's part of the rounds; yields the works to wait for."""

@@ -203,13 +203,13 @@ def _sent(
 ) -> Generator[Completion, None, Completion]:
     """Run as the lane's program: pack each bucket while the previous one is in flight.
 
-    With ``outs`` there are never more than two buckets in memory, each of half the size. A bucket is freed
-    once its results have been copied to ``outs``.
+    With ``outs`` there are never more than two buckets in memory. A bucket is freed once its results have
+    been copied to ``outs``.
     """
     cost = yield from costs.agreed(lane, communicator)
     limit = BUCKET_BYTES if cost is None else cost.bucket_bytes(total_bytes)
     staged: deque[Parcel] = deque()
-    for bucket in buckets(xs, limit if outs is None else limit // 2):
+    for bucket in buckets(xs, limit):  # the same on every rank, also if only some have ``outs``
         parcel = Parcel(bucket, xs, outs)
         parcels.append(parcel)
         if parcel.packed and outs is not None:

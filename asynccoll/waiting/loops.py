@@ -132,15 +132,22 @@ class _SelectorLoop(Loop):
 
     def others_ready(self) -> bool:
         loop = self._loop()
-        return loop is not None and bool(loop._ready)
+        return loop is not None and (bool(loop._ready) or loop._stopping)
 
     def _prolong(self, now: float, until: float) -> bool:
         """Prolong the turn unless a callback or file descriptor is ready, or a timer is due by ``until``.
 
-        Returns whether the turn was prolonged. An iteration of the loop costs ten times more than asking it.
+        Nor if the loop was told to stop, which it does once it gets its turn. Returns whether the turn was
+        prolonged. An iteration of the loop costs ten times more than asking it.
         """
         loop = self._loop()
-        if loop is None or loop._ready or self.due(until) <= 0.0 or loop._selector.select(0):
+        if (
+            loop is None
+            or loop._ready
+            or loop._stopping
+            or self.due(until) <= 0.0
+            or loop._selector.select(0)
+        ):
             return False
         self.ends = now + INLINE_SECONDS
         return True

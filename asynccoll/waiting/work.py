@@ -32,7 +32,7 @@ from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
 from asynccoll.modes.unseen import with_data
-from asynccoll.transport.streams import Mark
+from asynccoll.transport.streams import Mark, carried
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult, warn
 from asynccoll.waiting.started import Started
@@ -394,7 +394,7 @@ class Work(NotItsResult, Generic[T]):
         if self.done():
             settle()
         else:  # a separate thread waits, so that the deadline is enforced
-            _waiters.submit(future, settle)
+            _waiters.submit(future, carried(settle))
         return future
 
     # Finishing

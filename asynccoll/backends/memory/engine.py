@@ -70,6 +70,8 @@ class Engine(Mover):
                     posted = True
             if posted:
                 self._tell_others()
+            if self._untold:  # a call that could not be posted has ended the others
+                self._bells.ring(self.region.index)
             if self._entering or self._combining or self._listened:  # which may have to move without a waiter
                 self._watch_if_needed()
         except BaseException:

@@ -111,8 +111,11 @@ class Mover(ABC):
     def poke(self) -> None:
         """Move what can be moved, unless another thread is moving. The watcher calls the callbacks.
 
-        A thread that only polls never sleeps, so this also checks whether the other ranks are still there.
+        A thread that only polls never sleeps, so this also checks whether the other ranks are still there. It
+        may be called in a finalizer, which garbage collection runs in any thread, also within a step.
         """
+        if self._lock.locked():
+            return
         try:
             if not self._move_on():
                 self._lost()
@@ -231,13 +234,12 @@ class Mover(ABC):
             moved = self._move_on()
             if self._untold:  # of other calls, which any look may have ended
                 self.tell()
+            left = deadline - host.monotonic()
+            if left <= 0:  # also while another, long call moves on and on
+                return
             if moved:
                 turns = self._turns
-                continue
-            left = deadline - host.monotonic()
-            if left <= 0:
-                return
-            if turns:
+            elif turns:
                 turns -= 1
                 host.give_way()
             else:
@@ -301,7 +303,7 @@ class Mover(ABC):
             if self._is_attended() or not self._goes_on_by_itself():
                 return  # a waiter has the watcher rung again if that is needed (``_watch_if_needed``)
             self._words[self._mine + WATCHING] = 1
-            if not (self._look_again() or self._untold):
+            if not (self._look_again() or self._untold or self._lost()):
                 return
 
     def _is_attended(self) -> bool:

@@ -295,7 +295,7 @@ class Pair(Mover):
             self._replies.pop((record.kind, record.number), None)
         elif record.kind == _RTS:
             message.announced = True
-            if record.data is not None:
+            if record.data is not None and record.number in self._sends:  # else it was received meanwhile
                 self._eager[record.number] = None
             self._announcing.pop(record.number, None)
         else:
