@@ -172,9 +172,7 @@ class Lane:
         line = site()
         called = host.monotonic() if called is None else called
         what = what or estimate.name
-        if (
-            self._before is not None and stream is None
-        ):  # messages are no part of a block, whose thread this is
+        if stream is None and self._before is not None:  # a message is no part of a block, and sends none
             self._accept_before()
         found: Objection = None
         completion: Completion | None = None
