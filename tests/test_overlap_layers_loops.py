@@ -18,6 +18,7 @@ import asynccoll as ac
 import oracle
 import worlds
 from overlapping import alike, batch, close
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -289,6 +290,29 @@ def _parts_of_gradients(twin: nn.ModuleList, me: Rank) -> list[Tensor]:
 def test_layers_that_ranks_leave_out(several: World, reshard: bool) -> None:
     """Each rank leaves out another layer, and gives zeros for it; shards of two layers are never mixed."""
     several.run(dropped, reshard, runner="asyncio")
+
+
+async def frozen_and_dropped(me: Rank) -> None:
+    twin = blocks().requires_grad_(False)
+    layers = ac.overlap.shard_layers(blocks().requires_grad_(False), reshard_after_forward=True)
+    for turn in range(2):
+        x, same = rows(me.rank, turn).requires_grad_(), rows(me.rank, turn).requires_grad_()
+        y, expected = x, same
+        for layer in twin[min(2, (me.rank + turn) % 3) :]:
+            expected = layer(expected)
+        expected.square().mean().backward()
+        number = 0
+        async for layer in layers:
+            y = layer(y) if number >= min(2, (me.rank + turn) % 3) else y
+            number += 1
+        y.square().mean().backward()
+        assert x.grad is not None and same.grad is not None
+        assert close(x.grad, same.grad)
+
+
+def test_frozen_layers_that_ranks_leave_out(several: World) -> None:
+    """Backward gathers those again that others need, though this rank sends no gradients."""
+    several.run(frozen_and_dropped, runner="asyncio", timeout=patient(20))
 
 
 async def at_different_layers(me: Rank) -> None:

@@ -252,17 +252,19 @@ class _Returning:
 class _Running(dict["Pass", _Returning]):
     """The loops whose gradients one backward sends, in the order in which it reached them.
 
-    ``turns``: the turns of these loops, and of loops whose layers it has gathered again.
+    ``loops`` and ``turns``: these, and the loops whose layers it has gathered again, such as frozen ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.loops: list[Pass] = []
         self.turns: list[Turn] = []
 
     def reached(self, loop: Pass, lane: str) -> None:
         """Note that backward has reached ``loop``, whose gradients are sent on ``lane``."""
         if loop.turn not in self.turns:
             loop.turn.reached(self, loop.owed(lane))
+            self.loops.append(loop)
             self.turns.append(loop.turn)
 
 
@@ -343,14 +345,21 @@ class Scattering:
         with torch.no_grad(), on_behalf_of(self.spot):
             for returning in running.values():
                 returning.send_all()
-                returning.loop.gather_rest()
-                returning.loop.turn.is_over = True
+                _end_loop(returning.loop)
+            for loop in running.loops:
+                if loop not in running:  # all of its layers that this rank has called are frozen
+                    _end_loop(loop)
             for turn in running.turns:
                 turn.ended()
             for loop, returning in running.items():
                 with self._turns.waiting(loop.turn, self._call["lane"], running.turns):
                     for shard, work in returning.sent:
                         _accumulate(shard.own, work.wait())
+
+
+def _end_loop(loop: Pass) -> None:
+    loop.gather_rest()
+    loop.turn.is_over = True
 
 
 def _accumulate(own: nn.Parameter, part: torch.Tensor) -> None:
