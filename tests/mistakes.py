@@ -77,7 +77,11 @@ _FENCED = f"{_WAKE_OTHERS}        with self._fence:\n            pass\n"
 #: What each replaces, in which file.
 _SEEDED = (
     ("order/queue.py", "            and not self._jobs\n", ""),
-    ("order/queue.py", "            and self._active is None\n            and self._driver", "            and self._driver"),
+    (
+        "order/queue.py",
+        "            and self._active is None\n            and self._driver",
+        "            and self._driver",
+    ),
     (
         "order/queue.py",
         (
