@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import asynccoll as ac
 import needs
@@ -29,7 +30,7 @@ from asynccoll.plan.spec import ReduceOp
 from asynccoll.runtime.process import current
 from asynccoll.transport import progress
 from patience import patient
-from ranks import Rank
+from ranks import Rank, raising
 
 needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
 
@@ -608,3 +609,28 @@ def explained(me: Rank) -> None:
     assert "is sent as float32" in cast
     moved = ac.explain("broadcast", torch.ones(2, dtype=torch.float8_e5m2))
     assert moved.direct, "every dtype is moved as it is"
+
+
+async def calls_in_a_graph(me: Rank) -> None:
+    mesh = init_device_mesh("cpu", (me.size,))
+    x = torch.ones(2)
+    for group in (mesh, mesh.get_group(), ac.new_group(range(me.size)), None):
+        with me.case(f"group={group}"):
+            if me.rank == 1:
+                torch._dynamo.reset()
+                step = torch.compile(
+                    lambda x, group=group: ac.all_reduce(x, group=group).wait(),
+                    fullgraph=True,
+                    backend="eager",
+                )
+                with raising(ac.UnsupportedOpError, "outside the compiled code"):
+                    step(x)
+            else:
+                with raising(ac.PeerRefusedError, "rank 1"):
+                    ac.all_reduce(x, group=group).wait()
+            assert ac.all_reduce(1, group=group).wait() == me.size
+
+
+def test_a_call_in_a_graph_is_refused_and_the_others_are_told(pair: worlds.World) -> None:
+    """On the group that the call names, whatever names it."""
+    pair.run(calls_in_a_graph, runner="blocking", timeout=60)
