@@ -22,32 +22,13 @@ from asynccoll.transport.progress import progress
 from asynccoll.waiting.work import Work
 from asynccoll.world.context import Context, Identity
 from patience import patient
+from struck import Struck, nth
 
 
-class Struck:
-    """A lock at which an interrupt comes when ``due`` says so: before it is taken, or after its release."""
-
-    def __init__(self, when: str, due: Callable[[], bool]) -> None:
-        self._lock = threading.Lock()
-        self._when = when
-        self._due = due
-
-    def __enter__(self) -> None:
-        if self._when == "taken" and self._due():
-            raise KeyboardInterrupt
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        if self._when == "released" and self._due():
-            raise KeyboardInterrupt
-
-
-class Once:
+class Armed:
     """Is due once, after it has been armed."""
 
-    def __init__(self, armed: bool = False) -> None:
-        self.armed = armed
+    armed = False
 
     def __call__(self) -> bool:
         due, self.armed = self.armed, False
@@ -75,7 +56,7 @@ def program_of(step: Promise, last: Callable[[], Completion] = lambda: READY) ->
 @pytest.mark.parametrize("by", ["a waiter", "a callback"])
 def test_the_last_call_of_a_program_has_its_result(lane: Lane, when: str, by: str) -> None:
     """Its completion was known only to the thread that was interrupted."""
-    step, due, calls = Promise(), Once(), []
+    step, due, calls = Promise(), Armed(), []
 
     def last() -> Completion:
         calls.append("last")
@@ -84,7 +65,7 @@ def test_the_last_call_of_a_program_has_its_result(lane: Lane, when: str, by: st
 
     operation = lane.run("program", program_of(step, last), awaited_soon=by == "a waiter", timeout=patient(5))
     work: Work[Any] = Work((operation,), lambda: "result")
-    lane.queue.lock = Struck(when, due)  # type: ignore[assignment]  # as much of a lock as is used
+    lane.queue.lock = Struck(due, when=when)  # type: ignore[assignment]  # as much of a lock as is used
     if by == "a waiter":
         threading.Timer(0.05, step.settle).start()
     with pytest.raises(KeyboardInterrupt):
@@ -95,7 +76,7 @@ def test_the_last_call_of_a_program_has_its_result(lane: Lane, when: str, by: st
 
 @pytest.mark.parametrize("when", ["taken", "released"])
 def test_a_queued_call_is_made_once(lane: Lane, when: str) -> None:
-    step, due, calls = Promise(), Once(), []
+    step, due, calls = Promise(), Armed(), []
 
     def start(_: Communicator) -> Completion:
         due.armed = not calls
@@ -104,7 +85,7 @@ def test_a_queued_call_is_made_once(lane: Lane, when: str) -> None:
 
     lane.run("program", program_of(step), timeout=patient(5))
     operation = lane.issue(Estimate("queued"), start, timeout=patient(5))
-    lane.queue.lock = Struck(when, due)  # type: ignore[assignment]
+    lane.queue.lock = Struck(due, when=when)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         step.settle()
     Work((operation,), None).wait()
@@ -113,7 +94,7 @@ def test_a_queued_call_is_made_once(lane: Lane, when: str) -> None:
 
 def test_a_call_that_was_just_taken_from_the_queue_is_made_before_the_next(lane: Lane) -> None:
     """Else this rank would make its next call where the others make this one."""
-    step, due, calls = Promise(), Once(armed=True), []
+    step, due, calls = Promise(), nth(1), []
 
     class Popped(deque[Job]):
         def popleft(self) -> Job:
@@ -155,7 +136,7 @@ def test_an_interrupted_thread_leaves_another_that_drives_alone(lane: Lane) -> N
     job = Job(start, None)
     job.place = 2
     lane.queue.extend((job,))
-    lane.queue.lock = Struck("released", due)  # type: ignore[assignment]
+    lane.queue.lock = Struck(due)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         lane.queue.drive()
     go.set()
@@ -166,7 +147,7 @@ def test_an_interrupted_thread_leaves_another_that_drives_alone(lane: Lane) -> N
 @pytest.mark.parametrize("when", ["taken", "released"])
 def test_a_block_that_was_about_to_begin_leaves_its_lane_as_it_was(lane: Lane, when: str) -> None:
     """Later calls would all be parts of one call, as on no other rank."""
-    lane._lock = Struck(when, Once(armed=True))  # type: ignore[assignment]
+    lane._lock = Struck(nth(1), when=when)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt), lane.together(name="tree"):
         raise AssertionError("not reached")
     first, second = (lane.issue(Estimate(name), lambda _: READY) for name in ("first", "second"))

@@ -6,15 +6,7 @@ import pytest
 
 from asynccoll.order.turns import Turns
 from asynccoll.transport.completion import Completion, Promise
-
-
-class Interrupted:
-    """A lock: Ctrl-C strikes as it is released."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *raised: object) -> None:
-        raise KeyboardInterrupt
+from struck import Struck, nth
 
 
 class Receives:
@@ -41,7 +33,7 @@ def test_ctrl_c_in_taking_a_turn_leaves_it_to_the_next(
     if waiting:
         receives.take(turns, "earlier")
     with monkeypatch.context() as here:
-        here.setattr(turns, "_lock", Interrupted())
+        here.setattr(turns, "_lock", Struck(nth(1)))
         with pytest.raises(KeyboardInterrupt):
             receives.take(turns, "interrupted")
     receives.take(turns, "later")

@@ -20,23 +20,7 @@ from asynccoll.transport import Promise
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting import work as module
 from patience import patient
-
-
-class Struck:
-    """A lock: Ctrl-C strikes as it is released for the ``use``-th time."""
-
-    def __init__(self, use: int) -> None:
-        self._lock = threading.Lock()
-        self._left = use
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
+from struck import Struck, nth
 
 
 def begun() -> ac.Work[float]:
@@ -46,7 +30,7 @@ def begun() -> ac.Work[float]:
 def test_the_next_waiter_finishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     work = begun()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_claim", Struck(1))
+        patch.setattr(module, "_claim", Struck(nth(1)))
         with pytest.raises(KeyboardInterrupt):
             work.wait()
     assert work.wait() == 1.0
@@ -71,7 +55,9 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
         return float(total[0])
 
     work = ac.all_reduce(torch.ones(2)).map(finishing)
-    monkeypatch.setattr(module, "_claim", Struck(3))  # uses: the claim, the second waiter, and the wake-up
+    monkeypatch.setattr(
+        module, "_claim", Struck(nth(3))
+    )  # uses: the claim, the second waiter, and the wake-up
 
     def first() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -111,7 +97,7 @@ def test_later_waiters_are_told_though_the_first_was_struck(monkeypatch: pytest.
     future: concurrent.futures.Future[int] = concurrent.futures.Future()
     work, told = ac.adopt(future), []
     with monkeypatch.context() as patch:
-        patch.setattr(operation, "_wakers_lock", Struck(1))
+        patch.setattr(operation, "_wakers_lock", Struck(nth(1)))
         with pytest.raises(KeyboardInterrupt):
             work.add_done_callback(lambda _: None)
     work.add_done_callback(lambda done: told.append(done.result()))
@@ -123,7 +109,7 @@ def test_a_lane_goes_on_where_who_drives_its_queue_was_struck(monkeypatch: pytes
     """The thread had begun to drive, which keeps other threads from driving."""
     queue = current().world.lane().queue
     with monkeypatch.context() as patch:
-        patch.setattr(queue, "lock", Struck(1))
+        patch.setattr(queue, "lock", Struck(nth(1)))
         with pytest.raises(KeyboardInterrupt):
             queue.drive()
     assert ac.all_reduce(torch.ones(2)).wait(timeout=patient(5)).tolist() == [1.0, 1.0]

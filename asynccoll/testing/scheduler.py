@@ -310,7 +310,7 @@ class Scheduler:
             self._ready(thread)
 
     def _tick(self, me: SimulatedThread) -> None:
-        if self._unwinding or me.rank in self.gone:  # ``is_gone``, in what runs most often
+        if self.is_gone(me):
             raise Killed
         if me.interrupt is not None:
             self._raise(me)
