@@ -1,4 +1,4 @@
-"""Locks at which Ctrl-C strikes, which comes between any two bytecodes: also where a lock is taken or left."""
+"""Locks at which Ctrl-C strikes, which comes between any two bytecodes: also where one is taken or left."""
 
 from __future__ import annotations
 
