@@ -21,6 +21,6 @@ def free_ports(count: int, among: Iterable[int]) -> int:
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of ``count`` consecutive free ports, below the range of ephemeral ports."""
+    """Return the first of ``count`` consecutive free ports, not ephemeral and not of SLURM jobs."""
     # Not the global generator: hypothesis seeds it, so two runs would try the same ports.
-    return free_ports(count, random.SystemRandom().sample(range(15_000, 32_000), 200))
+    return free_ports(count, random.SystemRandom().sample(range(25_000, 32_000), 200))

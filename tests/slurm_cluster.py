@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import random
 import select
 import shutil
 import socket
@@ -31,7 +32,7 @@ from ports import free_ports
 NODES = ("127.0.0.1", "127.0.0.2")
 START_SECONDS = patient(60)
 STOP_SECONDS = patient(20)
-PORTS = range(17_000, 32_000, 8)
+PORTS = range(25_000, 32_000, 8)
 
 CONFIGURATION = """\
 ClusterName=asynccoll
@@ -39,6 +40,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
+FirstJobId={job}
 AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket
 StateSaveLocation={directory}/state
@@ -212,6 +214,8 @@ def configuration(directory: Path) -> str:
         host=socket.gethostname().partition(".")[0],
         user=pwd.getpwuid(os.geteuid()).pw_name,
         port=port,
+        # Jobs meet at ports that follow from their numbers, and other clusters may run on this machine.
+        job=random.SystemRandom().randrange(1, 9_000),
         first=NODES[0],
         first_port=port + 1,
         second=NODES[1],

@@ -44,7 +44,7 @@ SLURM = {
     "SLURM_JOB_NODELIST": "n[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
 }
-SLURM_INFO = LaunchInfo("slurm", 3, 4, 1, 2, 1, 2, "n1", 19567)
+SLURM_INFO = LaunchInfo("slurm", 3, 4, 1, 2, 1, 2, "n1", 19567, job="slurm 1234567.0")
 ONE_NODE = {
     **SLURM,
     "SLURM_JOB_NUM_NODES": "1",
@@ -175,11 +175,13 @@ FOUND = {
     "slurm": (SLURM, SLURM_INFO),
     "slurm-second-step": (
         {**SLURM, "SLURM_STEP_ID": "1"},
-        dataclasses.replace(SLURM_INFO, master_port=15000 + (1234567 + 2003) % 10_000),
+        dataclasses.replace(SLURM_INFO, master_port=15000 + (1234567 + 2003) % 10_000, job="slurm 1234567.1"),
     ),
     "slurm-later-step-under-its-old-name": (
         {**SLURM, "SLURM_STEPID": "6"},
-        dataclasses.replace(SLURM_INFO, master_port=15000 + (1234567 + 6 * 2003) % 10_000),
+        dataclasses.replace(
+            SLURM_INFO, master_port=15000 + (1234567 + 6 * 2003) % 10_000, job="slurm 1234567.6"
+        ),
     ),
     "slurm-step-of-fewer-tasks": (
         {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"},
@@ -187,18 +189,21 @@ FOUND = {
     ),
     "slurm-step-of-one-task-in-an-allocation-of-many": (
         {**ONE_NODE, "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"},
-        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
+        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567, job="slurm 1234567.0"),
     ),
     "slurm-pty": (
         {**ONE_NODE, "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "4000", "SLURM_PTY_WIN_COL": "80"},
-        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
+        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567, job="slurm 1234567.0"),
     ),
-    "slurm-hetjob": (HETJOB, LaunchInfo("slurm", 2, 3, 1, 2, 1, 2, "n1", 19567)),
+    "slurm-hetjob": (HETJOB, LaunchInfo("slurm", 2, 3, 1, 2, 1, 2, "n1", 19567, job="slurm 1234567.0")),
     "slurm-hetjob-from-the-second-host": (
         HETJOB_FIRST,
-        LaunchInfo("slurm", 0, 3, 0, 1, 0, 2, "n2", 19567),
+        LaunchInfo("slurm", 0, 3, 0, 1, 0, 2, "n2", 19567, job="slurm 1234567.0"),
     ),
-    "slurm-group-of-a-hetjob": (HET_GROUP, LaunchInfo("slurm", 1, 2, 1, 2, 0, 1, "n2", 19567)),
+    "slurm-group-of-a-hetjob": (
+        HET_GROUP,
+        LaunchInfo("slurm", 1, 2, 1, 2, 0, 1, "n2", 19567, job="slurm 1234567.0"),
+    ),
     "slurm-gpus-per-task": (
         {**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"},
         dataclasses.replace(SLURM_INFO, own_gpus=True),
@@ -262,7 +267,7 @@ FOUND = {
     "openmpi-with-pmix": ({**OPENMPI, "PMIX_RANK": "2"}, LaunchInfo("openmpi", 2, 4, 0, 2, 1, 2)),
     "slurm-short-job-id": (
         {**SLURM, "SLURM_JOB_ID": "7"},
-        dataclasses.replace(SLURM_INFO, master_port=15007),
+        dataclasses.replace(SLURM_INFO, master_port=15007, job="slurm 7.0"),
     ),
     "slurm-uneven": (
         {
@@ -272,11 +277,11 @@ FOUND = {
             "SLURM_LOCALID": "0",
             "SLURM_STEP_TASKS_PER_NODE": "4,1",
         },
-        LaunchInfo("slurm", 4, 5, 0, 1, 1, 2, "n1", 19567),
+        LaunchInfo("slurm", 4, 5, 0, 1, 1, 2, "n1", 19567, job="slurm 1234567.0"),
     ),
     "slurm-cyclic": (
         {**SLURM, "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
-        LaunchInfo("slurm", 2, 4, 1, 2, 0, 2, "n1", 19567),
+        LaunchInfo("slurm", 2, 4, 1, 2, 0, 2, "n1", 19567, job="slurm 1234567.0"),
     ),
     "slurm-step-on-fewer-nodes": (
         {
@@ -291,7 +296,7 @@ FOUND = {
     ),
     "slurm-with-chosen-master": (
         {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "29400"},
-        dataclasses.replace(SLURM_INFO, master_addr="head", master_port=29400),
+        dataclasses.replace(SLURM_INFO, master_addr="head", master_port=29400, job=None),
     ),
     "torchrun-inside-slurm": ({**SLURM, **TORCHRUN}, TORCHRUN_INFO),
     "torch-agrees-with-slurm": (
@@ -318,7 +323,7 @@ FOUND = {
     "mpiexec-in-a-batch-script": ({**SLURM_BATCH, **MPICH}, LaunchInfo("mpich", 1, 2, 1, 2)),
     "batch-script-of-one": (
         {**ONE_NODE, "ENVIRONMENT": "BATCH"},
-        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567),
+        LaunchInfo("slurm", 0, 1, 0, 1, 0, 1, "n1", 19567, job="slurm 1234567.0"),
     ),
     "srun-in-a-batch-script": ({**SLURM, "ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"}, SLURM_INFO),
     "mpich-in-an-allocation": (  # its daemons are SLURM's tasks, one per node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import jobs
 import needs
-from asynccoll.backends.api import agent, resolver
+from asynccoll.backends.api import agent, resolver, tcpstore
 from jobs import on_linux
 from patience import patient
 from ports import free_port
@@ -217,3 +218,63 @@ def test_open_lanes_go_on_without_a_store(tmp_path: Path, memory: str) -> None:
         ["0 4", "0 PeerLostError", "0 [2.0, 2.0]", "0 said"],
         ["1 4", "1 PayloadTypeError", "1 [2.0, 2.0]", "1 said"],
     ]
+
+
+@pytest.fixture
+def derived() -> int:
+    """A port that is free, like those where a job's ranks would look next."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError):
+            for later in (10_000, 20_000):
+                socket.create_server(("127.0.0.1", port + later)).close()
+            return port
+
+
+def find(job: str, port: int, seconds: float = 30.0) -> dist.Store:
+    """Return the store of ``job`` as its later ranks find it."""
+    return tcpstore.connect_as(
+        job, "127.0.0.1", port, serve=False, timeout=timedelta(seconds=patient(seconds))
+    )
+
+
+def serve(job: str, port: int) -> dist.Store:
+    """Return the store of ``job`` as its rank 0 serves it."""
+    return tcpstore.connect_as(job, "127.0.0.1", port, serve=True, timeout=timedelta(seconds=patient(30)))
+
+
+def test_a_job_meets_beside_who_has_its_port(derived: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first port, a program never answers; at the second is another job's store, left as it is."""
+    monkeypatch.setattr(tcpstore, "_ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", derived)), ThreadPoolExecutor(2) as threads:
+        other = dist.TCPStore("127.0.0.1", derived + 10_000, is_master=True, wait_for_workers=False)
+        keys = other.num_keys()
+        found = [threads.submit(find, "b", derived) for _ in range(2)]
+        serve("b", derived).set("place", "b")
+        assert [one.result().get("place") for one in found] == [b"b", b"b"]
+        assert other.num_keys() == keys
+
+
+def test_a_job_does_not_take_another_ones_store(derived: int) -> None:
+    """Another job derived the same port, and was first."""
+    serve("a", derived)
+    with pytest.raises(TimeoutError, match=f"no store of job b was served at port {derived}, "):
+        find("b", derived, seconds=0.2)
+
+
+def test_where_all_ports_of_a_job_are_taken_rank_0_says_so(derived: int) -> None:
+    """It does not wait."""
+    with contextlib.ExitStack() as stack:
+        for later in (0, 10_000, 20_000):
+            stack.enter_context(socket.create_server(("127.0.0.1", derived + later)))
+        with pytest.raises(dist.DistNetworkError, match=f"{derived + 20_000}"):
+            serve("a", derived)
+
+
+def test_a_program_that_never_answers_is_no_store(derived: int) -> None:
+    """torch itself would wait for its answer for ever, and handle no Ctrl-C."""
+    with (
+        socket.create_server(("127.0.0.1", derived)),
+        pytest.raises(TimeoutError, match=f"127.0.0.1:{derived} did"),
+    ):
+        tcpstore.connect("127.0.0.1", derived, serve=False, timeout=timedelta(seconds=0.1))

@@ -241,6 +241,23 @@ def test_srun_starts_a_training(cluster: Cluster, tmp_path: Path, name: str) -> 
     assert [one["slurm_node"] for one in found] == [NODES[node] for node, _ in wanted]
 
 
+#: Listens where the job's ranks would meet, and never answers; then starts the ranks.
+TAKEN = """
+    import os, socket, subprocess, sys
+    with socket.create_server(("127.0.0.1", 15_000 + int(os.environ["SLURM_JOB_ID"]) % 10_000)):
+        sys.exit(subprocess.call(["srun", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_meet_elsewhere_if_another_program_has_their_port(cluster: Cluster, tmp_path: Path) -> None:
+    """Nobody chose that port, so neither does rank 0 fail nor do the others wait for it there."""
+    ranks = [sys.executable, TRAINING, "bare", str(tmp_path)]
+    ended = cluster.call("salloc", "-N2", "--ntasks-per-node=1", *script(tmp_path, TAKEN), *ranks)
+    assert ended.code == 0, ended.said
+    training.check(tmp_path, [(0, 0), (1, 0)])
+
+
 #: The first ranks of the two steps wait for each other, so that both worlds exist at the same time.
 STEP = """
     import sys

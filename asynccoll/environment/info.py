@@ -23,7 +23,9 @@ class LaunchInfo:
 
     ``placed`` is False if the launcher does not say which ranks share a node: local ranks and nodes are then
     found out when the ranks meet, and here each rank is described as alone on its node. ``own_gpus`` is True
-    if the launcher shows each rank only its own GPUs instead of all of the node's.
+    if the launcher shows each rank only its own GPUs instead of all of the node's. ``job`` names the job if
+    nobody chose ``master_port``, but all ranks derived it: another program may have taken that port, so that
+    they meet at a later one (``tcpstore.connect_as``).
     """
 
     launcher: str
@@ -37,6 +39,7 @@ class LaunchInfo:
     master_port: int | None = None
     placed: bool = True
     own_gpus: bool = False
+    job: str | None = None
 
 
 class Variables:

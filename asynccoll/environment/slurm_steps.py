@@ -154,14 +154,13 @@ def _node_of(rank: int, tasks: Sequence[int]) -> int:
 
 def _with_slurm_master(info: LaunchInfo, variables: Variables, expand_hosts: ExpandHosts) -> LaunchInfo:
     """Meet on the first host of the step, at a port that all tasks derive from the job's number."""
-    address, port = info.master_addr, info.master_port
-    if address is None:
-        address = _first_host(info.rank, variables, expand_hosts)
-    if port is None:
-        step = variables.first(*_STEP_ID) or 0
+    if info.master_addr is None:
+        info = replace(info, master_addr=_first_host(info.rank, variables, expand_hosts))
+    if info.master_port is None:
+        job, step = variables.integer("SLURM_JOB_ID"), variables.first(*_STEP_ID) or 0
         later = step * _STEP if step < _FIRST_SPECIAL_STEP else 0
-        port = BASE_PORT + (variables.integer("SLURM_JOB_ID") + later) % _PORTS
-    return replace(info, master_addr=address, master_port=port)
+        info = replace(info, master_port=BASE_PORT + (job + later) % _PORTS, job=f"slurm {job}.{step}")
+    return info
 
 
 def _first_host(rank: int, variables: Variables, expand_hosts: ExpandHosts) -> str:

@@ -16,6 +16,7 @@ from asynccoll.backends.api.meeting import agree_on_store, make_default_group
 from asynccoll.backends.api.rendezvous import Meeting, locate, meet
 from asynccoll.backends.api.request import Request, of_torch
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
+from asynccoll.backends.api.within import within
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import misfit, mismatch
 from asynccoll.host import forks, give_way, network
@@ -106,4 +107,5 @@ __all__ = [
     "unseen",
     "usable_cores",
     "values",
+    "within",
 ]

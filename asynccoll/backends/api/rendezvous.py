@@ -17,7 +17,7 @@ from asynccoll.backends.api.agent import is_agents, meet_under_one_agent
 from asynccoll.backends.api.assembly import Member, assemble
 from asynccoll.backends.api.request import Request
 from asynccoll.backends.api.settings import own_version, refuse_differences
-from asynccoll.backends.api.tcpstore import connect
+from asynccoll.backends.api.tcpstore import connect, connect_as
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.info import Variables
 from asynccoll.environment.node import node_name
@@ -121,11 +121,12 @@ def _from_environment(request: Request, timeout: timedelta) -> tuple[dist.Store,
             f"{host or 'unset'}, MASTER_PORT={port or 'unset'}; set both, start the script with `asynccoll "
             "run`, or pass init_method='tcp://host:port'"
         )
-    return _meet_at(host, port, rank, world_size, timeout)
+    job = launch.job if launch is not None and launch.master_port == port else None
+    return _meet_at(host, port, rank, world_size, timeout, job)
 
 
 def _meet_at(
-    host: str, port: int, rank: int, world_size: int, timeout: timedelta
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, job: str | None = None
 ) -> tuple[dist.Store, int, int]:
     # torchrun's agent already serves a store at its address. If one agent has all ranks, they meet at a store
     # of rank 0's instead (``agent``); otherwise all ranks are clients of the agent's store.
@@ -134,6 +135,8 @@ def _meet_at(
         own = meet_under_one_agent(rank, world_size, timeout) if agent else None
         if own is not None:
             return own, rank, world_size
+        if job is not None and not agent:
+            return connect_as(job, host, port, serve=rank == 0, timeout=timeout), rank, world_size
         store = connect(host, port, serve=rank == 0 and not agent, timeout=timeout, knock=not agent)
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
         if rank == 0 and not agent:

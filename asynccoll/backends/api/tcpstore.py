@@ -10,6 +10,7 @@ ours retries every few milliseconds.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,14 +19,21 @@ from time import monotonic, sleep
 import torch.distributed as dist
 
 from asynccoll.backends.api.resolver import without_lookups
+from asynccoll.backends.api.within import within
 
-__all__ = ["LOOPBACK", "await_name", "await_server", "connect", "served"]
+__all__ = ["LOOPBACK", "await_name", "await_server", "connect", "connect_as", "served"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_SECONDS = 1.0
+#: torch's own errors, at the end of the time limit, say more.
+_LATER_SECONDS = 0.5
+#: How long a server that may be somebody else's has to answer.
+_ANSWER_SECONDS = 5.0
+#: From one port where the ranks of a job may meet to the next, and the number of these ports.
+_APART, _CHOICES = 10_000, 3
 #: How long a name that does not resolve is retried: hosts that start with the job may be registered late.
 _NAME_SECONDS = 30.0
 
@@ -58,20 +66,74 @@ def connect(
         port = listener.getsockname()[1]
     if knock and not serve:
         await_server(host, port, timeout.total_seconds())
-    with without_lookups(host, quick=names_are_quick):
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=serve,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,  # one server per address and process, shared with torch's own
-            master_listen_fd=listener.detach() if listener is not None else None,  # the store closes it
-        )
+    listens = None if listener is None else listener.detach()  # the store closes it
+
+    def opened() -> dist.TCPStore:
+        with without_lookups(host, quick=names_are_quick):
+            return dist.TCPStore(
+                host,
+                port,
+                is_master=serve,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,  # one server per address and process, shared with torch's own
+                master_listen_fd=listens,
+            )
+
+    # torch waits without a time limit for the answer of a server, which may be another program.
+    store = within(timeout.total_seconds() + _LATER_SECONDS, opened, f"the store at {host}:{port}")
     if serve:
         served.clear()
         served[host, port] = store
     return store
+
+
+def connect_as(job: str, host: str, port: int, *, serve: bool, timeout: timedelta) -> dist.Store:
+    """Return the part of a store that is this job's, where nobody chose ``port``, but all ranks derived it.
+
+    Another program, or another job, may be listening there. Rank 0 therefore serves the store at the first
+    port that is free of ``port``, ``port + 10000`` and ``port + 20000``, and writes the job's name into it;
+    the other ranks look for the store with that name at all three.
+
+    Raises:
+        OSError: the store was not found within ``timeout``.
+        torch.distributed.DistError: rank 0 cannot listen at any of the ports.
+    """
+    name = f"job {job}"
+    ports = range(port, port + _CHOICES * _APART, _APART)
+    store = _serve_one(host, ports, timeout) if serve else _find_named(name, host, ports, timeout)
+    if serve:
+        store.set(name, "")
+    return dist.PrefixStore(name, store)
+
+
+def _serve_one(host: str, ports: range, timeout: timedelta) -> dist.TCPStore:
+    for port in ports[:-1]:
+        with contextlib.suppress(dist.DistNetworkError):
+            return connect(host, port, serve=True, timeout=timeout)
+    return connect(host, ports[-1], serve=True, timeout=timeout)
+
+
+def _find_named(name: str, host: str, ports: range, timeout: timedelta) -> dist.TCPStore:
+    """Return the store that contains ``name``, served at one of ``ports``."""
+    await_name(host)
+    seconds = timeout.total_seconds()
+    started = monotonic()
+    pause = _FIRST_PAUSE_SECONDS
+    for port in itertools.cycle(ports):
+        with contextlib.suppress(OSError, RuntimeError):  # torch's, if no store answers
+            socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close()
+            found = connect(
+                host, port, serve=False, timeout=timedelta(seconds=min(_ANSWER_SECONDS, seconds)), knock=False
+            )
+            if found.check([name]):
+                found.set_timeout(timeout)
+                return found
+        if monotonic() - started + pause > seconds:
+            break
+        sleep(pause)
+        pause = min(1.3 * pause, _LONGEST_PAUSE_SECONDS)
+    raise TimeoutError(f"no store of {name} was served at port {', '.join(map(str, ports))}")
 
 
 def _listener(host: str, port: int) -> socket.socket | None:

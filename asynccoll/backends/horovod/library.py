@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import threading
-from concurrent.futures import Future
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -79,21 +78,11 @@ def start(hvd: ModuleType, launch: LaunchInfo | None, comm: object = None, secon
 
 def _init(hvd: ModuleType, comm: object, seconds: float) -> None:
     """Run ``hvd.init`` within ``seconds``: Horovod's own limit, which applies to it too, is switched off."""
-    ended: Future[None] = Future()
+    from asynccoll.backends.api import within  # which loads torch
 
-    def init() -> None:
-        try:
-            ended.set_result(hvd.init(comm=comm))
-        except BaseException as error:  # for the caller to raise
-            ended.set_exception(error)
-
-    threading.Thread(target=init, name="asynccoll-horovod-init", daemon=True).start()
     try:
-        ended.result(seconds)
+        within(seconds, partial(hvd.init, comm=comm), "hvd.init()")
     except TimeoutError as error:
-        if ended.done():
-            raise
         raise CollectiveTimeoutError(
-            f"hvd.init() did not return within {seconds} s: a rank has not called ac.initialize, or is not "
-            "reachable"
+            f"{error}: a rank has not called ac.initialize, or is not reachable"
         ) from error
