@@ -65,7 +65,7 @@ tests:
 
 # The files whose cases run on any backend, at every world size.
 EVERY_BACKEND := all_gather all_reduce all_to_all autograd barrier broadcast checks children clocks coalescing \
-	composed compositions empties faults forks fusion gather groups lanes modes objects p2p prepare reduce \
+	composed compositions empties faults finish_interrupts forks fusion gather groups lanes modes objects p2p prepare reduce \
 	reduce_scatter refusals scaling scatter sync_parity training work
 
 memory: ## the tests that run on any backend, between ranks with shared memory

@@ -100,7 +100,7 @@ _SEEDED = (
     ("order/halting.py", "            self._queue.extend(jobs)\n", ""),
     ("order/halting.py", "place = places.open()", "place = places.latest + 1"),
     ("order/queue.py", "return latest if first is None else", "return 0 if first is None else"),
-    ("transport/completion.py", "            self._event.set()\n", "            pass\n"),
+    ("transport/completion.py", "                self._callbacks.insert(0, wake)", "                pass"),
     (
         "transport/completion.py",
         "host.call_each(callbacks)",

@@ -44,6 +44,7 @@ class Prepared(Uncopied, Generic[T]):
     """A collective bound to its memory: ``start()`` sends its input's content. Made by ``prepare``."""
 
     __slots__ = (
+        "_beginning",
         "_calls",
         "_fills",
         "_finish",
@@ -93,6 +94,8 @@ class Prepared(Uncopied, Generic[T]):
         self._fills = fills
         self._memory = _memory_of(self._reads, fills)
         self._last: Work[T] | None = None
+        #: whether a start has begun its call, which Ctrl-C may keep from becoming ``_last``
+        self._beginning = False
         #: what each start fills; without ``out``, known once a start has been waited for
         self._results = fills
 
@@ -141,16 +144,24 @@ class Prepared(Uncopied, Generic[T]):
                 self._calls, self._finish = with_data(self._make)
                 self._results = self._fills
             self._overwrite_results()
+            self._beginning = True
             self._last = work = handed_out(
                 with_data(self._begin, unfinished), self._fills or None, self._read
             )
+            self._beginning = False
         except Exception as error:
+            self._beginning = False
             self._world.refuse(self._lane, error, name=self.name)
             raise
         return work
 
     def _check_last(self) -> None:
         """Refuse to start if the last work has not been waited for, and no wait for it was cut short."""
+        if self._beginning:
+            raise InvalidArgumentError(
+                f"an earlier start of {self!r} was cut off (Ctrl-C?), so its call may still use this memory: "
+                "prepare it again"
+            )
         if self._last is not None and self._last.pending and not self._last.cut_short:
             raise InvalidArgumentError(
                 f"{self!r} was started before its last work was awaited, and all starts share their memory: "

@@ -111,12 +111,14 @@ class Call:
     ``start`` makes the native call, unless ``program`` makes several. ``fill`` puts the data to be sent where
     these calls read it before the first start, ``refill`` before any later start (None: it is already there).
     The result is what ``finish`` returns, or ``value`` without it. ``ahead``, given the place of a start in
-    the lane's order and its line, makes calls that precede it, and may raise.
+    the lane's order and its line, makes calls that precede it, and may raise. ``done`` is where
+    ``finish`` keeps what it must not compute again, should the next waiter run it again after Ctrl-C.
     """
 
     __slots__ = (
         "ahead",
         "detail",
+        "done",
         "fill",
         "finish",
         "plan",
@@ -142,6 +144,7 @@ class Call:
         refill: Callable[[], object] | None = None,
         program: Program | None = None,
         ahead: Ahead | None = None,
+        done: list[torch.Tensor] | None = None,
     ) -> None:
         self.plan: Plan = plan
         self.ahead: Ahead | None = ahead
@@ -154,6 +157,7 @@ class Call:
         self.detail: object = detail
         self.fill: Callable[[], object] | None = fill
         self.refill: Callable[[], object] | None = refill
+        self.done: list[torch.Tensor] | None = done
 
     def begin(self, lane: Lane, timeout: float | None) -> Started[Any]:
         """Start the call for the first time."""
@@ -163,6 +167,8 @@ class Call:
         self, lane: Lane, timeout: float | None, after: Sequence[Operation] = ()
     ) -> Started[object]:
         """Start the call again, with its input's content once the operations ``after`` are over."""
+        if self.done:
+            self.done.clear()
         if after:
             return self._run(lane, timeout, _after(after, self.refill, self.steps), host.monotonic())
         return self._begin(lane, timeout, self.refill)
@@ -441,14 +447,13 @@ def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[
     return lambda: wire.view(-1).copy_(encode(physical(x), plan).view(-1))
 
 
-def reduced(wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return what a reduction has left in ``wire``, as ``x`` was: divided for an average, and decoded."""
-    divided: list[torch.Tensor] = []
-    try:
-        if plan.divide:
-            divided.extend(map(wire.div_, (size,)))  # in one C call: no signal handler runs in between
-        return decode(wire, plan, x.dtype, x.device)
-    except KeyboardInterrupt:
-        if divided:  # the next waiter tries again
-            wire.mul_(size)
-        raise
+def reduced(
+    wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int, done: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return what a reduction has left in ``wire``, as ``x`` was: divided for an average, and decoded.
+
+    ``done`` is that of the call: it is empty until ``wire`` has been divided.
+    """
+    if plan.divide and not done:
+        done.extend(map(wire.div_, (size,)))  # in one C call: no signal handler runs in between
+    return decode(wire, plan, x.dtype, x.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.memory.aliasing import may_overlap, same_memory
+from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.arithmetic import reduce_chunks
 from asynccoll.order.job import Start
 from asynccoll.order.lane import Lane
@@ -62,7 +62,8 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
     if out is not x and route.keeps_input and plan.direct and _apart(route, x, out):
         return _all_reduce_into(route, x, out)
     wire, fill, refill = owned(route, x, out)
-    value, finish = delivered(wire, plan, out, lambda: reduced(wire, plan, x, size).view(x.shape))
+    done: list[torch.Tensor] = []
+    value, finish = delivered(wire, plan, out, lambda: reduced(wire, plan, x, size, done).view(x.shape))
     return Call(
         plan,
         lambda communicator: communicator.all_reduce(wire, wire_op),
@@ -74,6 +75,7 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
         fill=fill,
         refill=refill,
         program=nodes_first(lane, wire, wire_op, near=route.near) if plan.via == "nodes" else None,
+        done=done,
     )
 
 
@@ -133,14 +135,16 @@ def _all_reduce_exchanged(lane: Lane, route: Route, x: torch.Tensor, out: torch.
     rows = [received] if size == 2 else list(received.chunk(size - 1))
     rows.insert(rank, own)
     refill = encoding_again(own, x, plan)
+    done: list[torch.Tensor] = []
     return Call(
         plan,
         lambda communicator: communicator.all_to_all(received, sent, splits, splits),
         own,
-        lambda: deliver(_reduce_rows(rows, plan, x, _reused(out, own, rank, plan)).view(x.shape), out),
+        lambda: deliver(_total(rows, rank, plan, x, out, done).view(x.shape), out),
         shape=x.shape,
         detail=plan.reduce,
         refill=refill if size == 2 else partial(_repeat_again, refill, sent.view(size - 1, -1), own),
+        done=done,
     )
 
 
@@ -159,20 +163,23 @@ _ALL_REDUCE: dict[str, Callable[[Lane, Route, torch.Tensor, torch.Tensor | None]
 }
 
 
-def _reused(out: torch.Tensor | None, own: torch.Tensor, rank: int, plan: Plan) -> torch.Tensor | None:
-    """Return the caller's ``out`` for the total of all rows, if it may be written while they are read.
+def _total(
+    rows: Sequence[torch.Tensor],
+    rank: int,
+    plan: Plan,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    done: list[torch.Tensor],
+) -> torch.Tensor:
+    """Return all ranks' rows reduced, in the caller's ``out`` if it is no memory of this rank's row.
 
-    The other ranks' rows are in memory of ours, but ``out`` may share the memory of ``own``, this rank's row.
-    The first two rows are read before anything is written, so ``own`` may be one of them. torch refuses
-    memory that overlaps a row partially or has other strides, even those of a dimension of one element.
+    The other rows are in memory of ours. The total is kept in ``done``, since ``out`` may overwrite a row.
     """
-    if out is None or plan.wire is not Wire.SAME:
-        return None
-    shared = may_overlap(out, own)
-    if shared and (rank > 1 or not same_memory(out, own)):
-        return None
-    target = target_for(out, own, own.shape)
-    return None if shared and target.stride() != own.stride() else target
+    if not done:
+        own = rows[rank]
+        apart = out is not None and plan.wire is Wire.SAME and not may_overlap(out, own)
+        done.append(_reduce_rows(rows, plan, x, target_for(out, own, own.shape) if apart else None))
+    return done[0]
 
 
 def _reduce_rows(
@@ -183,7 +190,7 @@ def _reduce_rows(
     if plan.wire is Wire.REAL:  # pairs of reals are only how complex numbers were sent
         total = reduce_chunks([torch.view_as_complex(row.view(-1, 2)) for row in rows], op)
         return (total.div_(len(rows)) if plan.divide else total).to(x.device, x.dtype)
-    return reduced(reduce_chunks(rows, op, into), plan, x, len(rows))
+    return reduced(reduce_chunks(rows, op, into), plan, x, len(rows), [])
 
 
 def reduce_call(lane: Lane, x: torch.Tensor, dst: int, op: ReduceOp, out: torch.Tensor | None) -> Call:
@@ -200,6 +207,7 @@ def reduce_call(lane: Lane, x: torch.Tensor, dst: int, op: ReduceOp, out: torch.
 def _reduce_native(lane: Lane, route: Route, x: torch.Tensor, dst: int, out: torch.Tensor | None) -> Call:
     plan, size = route.plan, lane.group.size
     here = lane.group.rank == dst
+    done: list[torch.Tensor] = []
     if route.keeps_input and not here:
         buffer, fill = sent_as(route, x), None
         refill = encoding_again(buffer, x, plan)
@@ -209,10 +217,11 @@ def _reduce_native(lane: Lane, route: Route, x: torch.Tensor, dst: int, out: tor
         plan,
         lambda communicator: communicator.reduce(buffer, dst, plan.wire_reduce),
         buffer,
-        (lambda: deliver(reduced(buffer, plan, x, size).view(x.shape), out)) if here else None,
+        (lambda: deliver(reduced(buffer, plan, x, size, done).view(x.shape), out)) if here else None,
         shape=x.shape,
         fill=fill,
         refill=refill,
+        done=done,
     )
 
 
@@ -243,20 +252,20 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
     check_out(out, rows, shape)
     wire = sent_as(route, rows.reshape(size, -1))
     program = None
+    done: list[torch.Tensor] = []
     if plan.via in ("native", "nodes"):
         given = undisturbing(out, wire, lane.group.rank)
         target = target_for(given, wire, shape if plan.direct else wire.shape[1:])
         into, sent = target.view(-1), wire.view(-1)
         start: Start = lambda communicator: communicator.reduce_scatter(into, sent, plan.wire_reduce)  # noqa: E731
-        total = lambda: reduced(target, plan, rows, size).view(shape)  # noqa: E731
+        total = lambda: reduced(target, plan, rows, size, done).view(shape)  # noqa: E731
         value, finish = delivered(target, plan, out, total)
         if plan.via == "nodes":
             program = scattered_by_node(lane, into, sent, plan.wire_reduce)
     else:
         start, parts = _exchanged_rows(lane, wire)
         rank = lane.group.rank
-        into_out = _reused(out, parts[rank], rank, plan)
-        value, finish = None, lambda: deliver(_reduce_rows(parts, plan, rows, into_out).view(shape), out)
+        value, finish = None, lambda: deliver(_total(parts, rank, plan, rows, out, done).view(shape), out)
     return Call(
         plan,
         start,
@@ -267,6 +276,7 @@ def reduce_scatter_call(lane: Lane, rows: torch.Tensor, op: ReduceOp, out: torch
         shape=rows.shape,
         refill=encoding_again(wire, rows, plan),
         program=program,
+        done=done,
     )
 
 

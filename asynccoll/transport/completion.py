@@ -96,10 +96,9 @@ READY = Ready()
 class Promise(Completion):
     """A completion settled by Python code: a program's last step, a waiter thread, the progress thread."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_event", "sent", "source")
+    __slots__ = ("_callbacks", "_done", "_error", "sent", "source")
 
     def __init__(self) -> None:
-        self._event: host.Event | None = None  # created by the first waiter: most promises never need one
         self._callbacks: list[Callback] = []
         self._done = False
         self._error: BaseException | None = None
@@ -124,13 +123,25 @@ class Promise(Completion):
 
     def wait(self, seconds: float) -> bool:
         if not self._done:
-            event = self._event or host.Event()
+            # Not an event: Ctrl-C may strike while its lock is taken, and leave it locked.
+            asleep = host.Lock()
+            asleep.acquire()
+            wake = asleep.release
             with _settling:
                 if self._done:
                     return True
-                event = self._event = self._event or event
-            event.wait(seconds)
+                self._callbacks.insert(0, wake)  # before those that may take long
+            try:
+                asleep.acquire(timeout=max(0.0, seconds))
+            finally:
+                self._forget(wake)
         return self._done
+
+    def _forget(self, callback: Callback) -> None:
+        """Remove ``callback``, unless it has been or is about to be called."""
+        with _settling:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
 
     def add_callback(self, callback: Callback) -> None:
         with _settling:
@@ -157,8 +168,6 @@ class Promise(Completion):
                 return
             self._error = error
             self._done = True
-        if self._event is not None:
-            self._event.set()
         # No lock: once the promise is done, ``add_callback`` appends nothing.
         callbacks, self._callbacks = self._callbacks, []
         if callbacks:

@@ -32,6 +32,7 @@ from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
 from asynccoll.modes.unseen import with_data
+from asynccoll.transport.completion import Promise
 from asynccoll.transport.streams import Mark, carried
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult, warn
@@ -64,8 +65,8 @@ renew(_claim)
 #: How often a waiter checks whether another thread is still finishing the work: after Ctrl-C, that thread may
 #: fail to wake it.
 _LOOK_SECONDS = 1.0
-#: By the ``id`` of a work that one thread is finishing while others wait for it: the event that wakes them.
-_finishing: dict[int, host.Event] = host.per_process(dict)
+#: By the ``id`` of a work that one thread is finishing while others wait for it: what wakes them.
+_finishing: dict[int, Promise] = host.per_process(dict)
 
 #: The works of the innermost open scope, which waits for them when it ends.
 scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
@@ -441,11 +442,11 @@ class Work(NotItsResult, Generic[T]):
     def _settle(self) -> bool:
         """Finish the work, or wait for the thread that does. Returns whether this call finished it.
 
-        A waiter puts its event into ``_finishing`` before it reads the state again; the finisher sets the
-        state before it looks for an event. So one of the two always sees the other's write. Ctrl-C affects
+        A waiter puts a promise into ``_finishing`` before it reads the state again; the finisher sets the
+        state before it looks for a promise. So one of the two always sees the other's write. Ctrl-C affects
         only the waiter that it strikes; the next waiter finishes the work. Ctrl-C may strike as any call
-        returns, so the claim is made inside the ``try`` whose ``finally`` gives it back, and waits for an
-        event have a timeout.
+        returns, so the claim is made inside the ``try`` whose ``finally`` gives it back, and waits for
+        that promise have a timeout.
         """
         while self._state < _DONE:
             mine, state = False, _PENDING
@@ -454,7 +455,7 @@ class Work(NotItsResult, Generic[T]):
                     if self._state == _PENDING:
                         mine, self._state = True, _FINISHING
                     elif self._state == _FINISHING:
-                        finished = _finishing.setdefault(id(self), host.Event())
+                        finished = _finishing.setdefault(id(self), Promise())
                 if mine:
                     self._complete()
                     state = _DONE
@@ -479,7 +480,7 @@ class Work(NotItsResult, Generic[T]):
             with _claim:
                 late = _finishing.pop(id(self), None)
             if late is not None:
-                late.set()
+                late.settle()
 
     def _complete(self) -> None:
         """Compute the result and check the input. Raise the error of an operation if one has failed."""

@@ -1,0 +1,134 @@
+"""Ctrl-C at any moment of a finish: the next wait has the same result."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import asynccoll as ac
+from ranks import Rank
+from worlds import World
+
+LIBRARY = str(Path(ac.__file__).parent)
+#: Calls between those after which Ctrl-C strikes in turn, and the number of these.
+APART, TIMES = 3, 40
+
+
+class Strike:
+    """Raises KeyboardInterrupt behind the ``left``-th call that the library makes in this thread.
+
+    Python handles signals after calls, and where it jumps back.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._last: dict[types.FrameType, str] = {}
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> object:
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            last, self._last[frame] = (
+                self._last.get(frame, ""),
+                dis.opname[frame.f_code.co_code[frame.f_lasti]],
+            )
+            self.left -= last.startswith(("CALL", "JUMP_BACKWARD"))
+            if self.left == 0:
+                self.left = -1
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def tensors(rank: int, numel: int) -> list[torch.Tensor]:
+    """Values whose average over 2 and 3 ranks is exact, unlike that of an average divided once more."""
+    return [torch.full((numel,), 6.0 * (rank + 1)), torch.arange(4.0) * 12 * rank]
+
+
+Make = Callable[[list[torch.Tensor]], ac.Work]
+
+
+def whole(result: object) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
+
+
+def struck(me: Rank, numel: int, make: Make, expected: list[torch.Tensor]) -> int:
+    """Return how often Ctrl-C came while a finish had not ended."""
+    caught = 0
+    for turn in range(TIMES):
+        work = make(tensors(me.rank, numel))
+        while not work.done():
+            pass
+        try:
+            with Strike(1 + turn * APART):
+                work.wait()
+        except KeyboardInterrupt:
+            caught += 1
+        got = whole(work.wait())
+        for mine, wanted in zip(got, expected, strict=True):
+            assert torch.equal(mine, wanted), f"struck behind call {1 + turn * APART}: {mine[:4]}"
+    return caught
+
+
+CALLS: dict[str, Make] = {
+    "tensor": lambda xs: ac.all_reduce(xs[0], op="avg"),
+    "in place": lambda xs: ac.all_reduce(xs[0], op="avg", out=xs[0]),
+    "sum in place": lambda xs: ac.all_reduce(xs[0], out=xs[0]),
+    "tree": lambda xs: ac.all_reduce(xs, op="avg"),
+    "tree in place": lambda xs: ac.all_reduce(xs, op="avg", out=xs),
+    "scattered": lambda xs: ac.reduce_scatter(xs[0], op="avg"),
+}
+
+
+def average(size: int, numel: int, name: str) -> list[torch.Tensor]:
+    """What plain Python says: the mean of 6 (rank + 1), and of 12 rank times 0, 1, 2, 3."""
+    ranks = range(size)
+    first = sum(6.0 * (rank + 1) for rank in ranks)
+    if name != "sum in place":
+        first /= size
+    rows = numel // size if name == "scattered" else numel
+    second = [sum(12.0 * rank * i for rank in ranks) / size for i in range(4)]
+    return [torch.full((rows,), first)] + ([torch.tensor(second)] if name.startswith("tree") else [])
+
+
+def everywhere(me: Rank, name: str) -> None:
+    for numel in (12, 60_000):
+        caught = struck(me, numel, CALLS[name], average(me.size, numel, name))
+        assert caught > 2
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_finish_that_is_cut_short_and_run_again_divides_and_adds_once(several: World, name: str) -> None:
+    several.run(everywhere, name)
+
+
+def test_a_prepared_start_that_is_cut_short_lets_no_later_one_share_its_memory() -> None:
+    """In a world of one rank, so that ranks need not be struck alike."""
+    outcomes = set()
+    for turn in range(3 * TIMES):
+        x = torch.tensor([1.0])
+        prepared = ac.prepare("all_reduce", like=x)
+        with contextlib.suppress(KeyboardInterrupt), Strike(1 + turn * APART):
+            prepared.start().wait()
+        x.fill_(10.0)
+        try:
+            result = prepared.start().wait()
+        except ac.InvalidArgumentError as error:
+            outcomes.add("cut off" if "was cut off (Ctrl-C?)" in str(error) else "not awaited")
+        else:
+            assert result.tolist() == [10.0]
+            outcomes.add("right")
+    assert outcomes >= {"right", "cut off"}
