@@ -257,6 +257,35 @@ def test_what_is_left_to_the_thread_keeps_its_place(four: worlds.World) -> None:
     four.run(one_after_the_other)
 
 
+def behind_a_large_message(me: Rank) -> None:
+    from asynccoll.backends.mpi import completion
+
+    under = communicator()
+    large, small = torch.full((2 << 20,), me.rank * 7.0), torch.full((1,), me.rank * 3.0)
+    if me.rank == 0:
+        works = [under.recv(x, 1, 0) for x in (large, small, large, small)]
+        assert all(work.wait(patient(30)) for work in works)
+        assert [type(work.error()) for work in works] == [type(None), ac.PeerRefusedError] + 2 * [type(None)]
+        assert (large.unique().tolist(), small.tolist()) == ([7.0], [3.0])
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "watch", [].append)  # as if the thread had no time yet
+        under._common.overlapped = True
+        first = under.send(large, 0, 0)
+        under.refuse(0, 0, "not this one")
+        second = under.send(large, 0, 0)
+        assert isinstance(first, completion.LeftToThread)
+        assert isinstance(second, completion.LeftToThread)
+        later = type(under)(under.native, under._library, me.rank, me.size, 1)
+        later.inherit(under)
+        assert all(work.wait(patient(30)) for work in (later.send(small, 0, 0), first, second))
+
+
+def test_a_large_message_that_is_left_to_the_thread_keeps_its_place(pair: worlds.World) -> None:
+    """Also ahead of a refused message, and of one that is sent after a refused call."""
+    pair.run(behind_a_large_message)
+
+
 async def relayed(me: Rank) -> None:
     x = torch.full((1 << 18,), float(me.rank))
     await me.get(ac.barrier())

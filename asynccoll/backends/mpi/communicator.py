@@ -88,8 +88,7 @@ class MpiCommunicator:
         common, size = self._common, x.nbytes
         if common.abandoned:
             return Ready(AbortedError("its lane was given up"))
-        if (left := common.left) is not None:
-            left.make()
+        common.make_left()
         if size >= LARGE_BYTES and common.overlapped and not self._guarded:
             return LeftToThread(request or Many(), calls, (x, keep), size, common)
         if self._on_device:
@@ -259,6 +258,7 @@ class MpiCommunicator:
     def refuse(self, dst: int, tag: int, why: str) -> None:
         """Send, instead of a message, a header with the reason and an empty body."""
         said, where = refusal(why), (dst, self._tag(tag))
+        self._common.make_left()
         self._refusals.append(said)  # MPI reads it until it is sent, and no thread waits for that
 
         def tell() -> None:
@@ -286,6 +286,7 @@ class MpiCommunicator:
         return False
 
     def inherit(self, previous: MpiCommunicator) -> None:
+        previous._common.make_left()  # it may be a message, which precedes those of this epoch
         self._messages, self._refusals = previous._messages, previous._refusals
 
     def close(self) -> None:

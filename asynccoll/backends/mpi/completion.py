@@ -78,6 +78,11 @@ class Common:
         #: the call that was left to the progress thread; it must be made before any other
         self.left: LeftToThread | None = None
 
+    def make_left(self) -> None:
+        """Make the call that was left to the progress thread, if any: the next call comes after it."""
+        if (left := self.left) is not None:
+            left.make()
+
 
 class MpiCompletion(Polled):
     """One request (or ``Many``), and the memory it works on."""
