@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
+from asynccoll.memory import unfilled
 from asynccoll.memory.aliasing import Claims
 
 
@@ -110,3 +113,40 @@ def test_no_tensor_is_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert claims.find((torch.zeros(3),)) is None
+
+
+class Unwaited:
+    """A work in flight and part of a cycle; when it is collected, the next one becomes garbage."""
+
+    left = 60
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        Unwaited.left -= 1
+        unfilled.let_go(torch.empty(0), (flying,))
+        if Unwaited.left:
+            Unwaited()
+
+
+flying: Any = SimpleNamespace(
+    done=lambda: not Unwaited.left, completion=SimpleNamespace(writing=lambda: False)
+)
+
+
+def test_a_work_that_is_dropped_while_another_call_looks_for_dropped_ones_is_one_more() -> None:
+    """The pairs of a dict are allocated as it is read, which may collect garbage."""
+    for _ in range(3000):  # more pairs than Python keeps for reuse
+        unfilled.let_go(torch.empty(0), (flying,))
+    Unwaited()
+    usual = gc.get_threshold()
+    gc.set_threshold(1, 1000, 1000)
+    try:
+        unfilled.refuse_unfilled("x", ())
+    finally:
+        gc.set_threshold(*usual)
+        Unwaited.left = min(Unwaited.left, 1)
+        gc.collect()
+    unfilled.refuse_unfilled("x", ())
+    assert not unfilled._kept

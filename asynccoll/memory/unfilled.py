@@ -81,8 +81,8 @@ class _Dropped:
         return any(not one.done() or one.completion.writing() for one in self.operations)
 
 
-#: The claims of dropped works, which nothing else keeps alive, by ``id``.
-_kept: dict[int, _Dropped] = host.per_process(dict)
+#: The claims of dropped works, which nothing else keeps alive.
+_kept: dict[_Dropped, None] = host.per_process(dict)
 
 
 def let_go(out: object, operations: tuple[Filling, ...]) -> None:
@@ -92,14 +92,14 @@ def let_go(out: object, operations: tuple[Filling, ...]) -> None:
     no callback: the claim is kept until a later call asks whether they are over.
     """
     left = _Dropped(out, operations)
-    _kept[id(left)] = left
+    _kept[left] = None
     claims.add(left)
 
 
 def _forget_over() -> None:
-    for key, left in list(_kept.items()):
+    for left in list(_kept):  # not of pairs: to make these may collect garbage, which may add another claim
         if not left.claims:
-            _kept.pop(key, None)
+            _kept.pop(left, None)
 
 
 def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
