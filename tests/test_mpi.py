@@ -503,7 +503,7 @@ def interrupted(me: Rank) -> None:
             under._common.overlapped = True
             work = under.all_reduce(x, ac.ReduceOp.SUM)
             assert isinstance(work, completion.LeftToThread)
-            sys.setprofile(partial(_strike, event, count(moment, -1)))
+            sys.setprofile(partial(_strike, "make", event, count(moment, -1)))
             try:
                 work.make()
             except KeyboardInterrupt:
@@ -517,14 +517,47 @@ def interrupted(me: Rank) -> None:
     assert struck > 3
 
 
-def _strike(wanted: str, left: Iterator[int], frame: FrameType, event: str, _what: object) -> None:
-    if frame.f_code.co_name == "make" and event == wanted and next(left) == 0:
+def interrupted_before(me: Rank) -> None:
+    from asynccoll.backends.mpi import completion
+
+    under, struck = communicator(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "watch", [].append)
+        for where, event, moment in product(
+            ("__init__", "_watch_large"), ("call", "c_call", "c_return", "return"), range(4)
+        ):
+            x = torch.full((2 << 20,), float(me.rank))
+            under._common.overlapped = True
+            sys.setprofile(partial(_strike, where, event, count(moment, -1)))
+            try:
+                under.all_reduce(x, ac.ReduceOp.SUM)
+            except KeyboardInterrupt:
+                struck += 1
+                assert completion.never_ending[-1][0] is x, "MPI may use it"  # type: ignore[index]
+            finally:
+                sys.setprofile(None)
+            for _ in range(2):
+                after = under.all_reduce(torch.ones(1), ac.ReduceOp.SUM)
+                assert after.wait(patient(30))
+                assert after.error() is None
+    assert struck > 7
+
+
+def _strike(
+    where: str, wanted: str, left: Iterator[int], frame: FrameType, event: str, _what: object
+) -> None:
+    if frame.f_code.co_name == where and event == wanted and next(left) == 0:
         raise KeyboardInterrupt
 
 
 def test_a_call_whose_making_is_interrupted_is_made_once(pair: worlds.World) -> None:
     """A second one would meet a later call on the other ranks."""
     pair.run(interrupted)
+
+
+def test_calls_go_on_after_a_large_one_was_interrupted(pair: worlds.World) -> None:
+    """Whether or not it will be made. All ranks are interrupted at the same moment here."""
+    pair.run(interrupted_before)
 
 
 # ---------------------------------------------------------------- errors

@@ -89,12 +89,12 @@ class MpiCommunicator:
         if common.abandoned:
             return Ready(AbortedError("its lane was given up"))
         common.make_left()
-        if size >= LARGE_BYTES and common.overlapped and not self._guarded:
-            return LeftToThread(request or Many(), calls, (x, keep), size, common)
         if self._on_device:
             _settle_stream(x)
         buffers = x, keep, calls
         try:
+            if size >= LARGE_BYTES and common.overlapped and not self._guarded:
+                return LeftToThread(request or Many(), calls, buffers, size, common)
             return MpiCompletion(self._made(calls, request), buffers, size, common)
         except MPI.Exception as error:
             return Ready(typed(error))

@@ -261,8 +261,11 @@ class LeftToThread(MpiCompletion):
         """``request`` combines ``calls``, which are still to be made."""
         self._calls: Sequence[partial[Any]] | None = calls
         self._calling = _new_lock()
-        common.left = self
         super().__init__(request, buffers, size_bytes, common)
+
+    def _watch_large(self) -> None:
+        self._common.left = self  # complete by now, as after Ctrl-C the next call makes it
+        super()._watch_large()
 
     def make(self) -> None:
         """Make the calls, unless another thread has; on return they have been made."""
