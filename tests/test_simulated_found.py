@@ -278,6 +278,37 @@ def test_a_message_that_the_library_does_not_take_is_not_replaced_by_the_next(tr
                 assert all(isinstance(one, str) for one in got[len(right) :]), (rank, call, seed, got)
 
 
+async def long_objects(rank: int) -> list[int | str]:
+    """As ``three_messages``, of objects that need a second piece each."""
+    await ac.barrier()
+    got: list[int | str] = []
+    for number in (1, 2, 3):
+        try:
+            if rank == 0:
+                await ac.send_object([number] * 1000, dst=1)
+                got.append(number)
+            else:
+                got.append((await ac.recv_object(src=0))[0])
+        except ac.CollectiveError as error:
+            got.append(type(error).__name__)
+    return got
+
+
+def test_a_second_piece_that_the_library_does_not_take_is_not_taken_for_the_next_message() -> None:
+    """It was received as the beginning of the next one, whose receive got the one before."""
+    failed = 0
+    for seed, moment in itertools.product(range(2), range(0, 2000, 40)):
+        fault = Fail(1, at=1e-3 + moment * 1e-6)
+        report = simulate(long_objects, world_size=2, seed=seed, transport="mpi", faults=[fault])
+        report.check(faults=True)  # it may strike in the barrier
+        for got in report.results.values():
+            right = list(itertools.takewhile(lambda one: not isinstance(one, str), got))
+            assert right == [1, 2, 3][: len(right)], (moment, seed, got)
+            assert all(isinstance(one, str) for one in got[len(right) :]), (moment, seed, got)
+            failed += len(right) < 3
+    assert failed
+
+
 async def makes_room(rank: int) -> list[float]:
     """Rank 0 needs one more lane while rank 1 has the maximum and has yet to close one."""
     said = [float(await ac.all_reduce(torch.ones(1), lane=f"lane {k}")) for k in range(MAX_LANES)]

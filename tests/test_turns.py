@@ -29,7 +29,7 @@ class Receives:
 def test_ctrl_c_in_taking_a_turn_leaves_it_to_the_next(
     monkeypatch: pytest.MonkeyPatch, waiting: bool
 ) -> None:
-    turns, receives = Turns(), Receives()
+    turns, receives = Turns(lose=print), Receives()
     if waiting:
         receives.take(turns, "earlier")
     with monkeypatch.context() as here:
@@ -44,3 +44,18 @@ def test_ctrl_c_in_taking_a_turn_leaves_it_to_the_next(
     assert receives.order[-1] == "later"
     receives.asked["later"].settle()
     assert not turns
+
+
+def test_after_a_receive_that_could_not_be_made_no_other_takes_its_message() -> None:
+    told: list[BaseException] = []
+    turns, receives = Turns(told.append), Receives()
+    receives.take(turns, "first")
+
+    def refused(asked: Promise) -> Completion:
+        raise RuntimeError("not accepted")
+
+    second, third = turns.take((0, 7), refused), receives.take(turns, "third")
+    receives.asked["first"].settle()
+    assert [str(one.error()) for one in (second, third)] == ["not accepted"] * 2
+    assert list(map(str, told)) == ["not accepted"]
+    assert receives.order == ["first"]

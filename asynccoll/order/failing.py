@@ -41,7 +41,7 @@ class Failing:
         raises ``error`` itself.
         """
         if message:
-            self._lose_messages(error)
+            self.lose_messages(error)
         else:
             _, self._epochs.issued, *_ = self._epochs.places.next(name)
         if isinstance(error, RuntimeError) and not isinstance(error, AsyncCollError):
@@ -54,7 +54,7 @@ class Failing:
         mismatch that all have found) need neither.
         """
         if not job.place:
-            self._lose_messages(error)
+            self.lose_messages(error)
             return
         lane = self._lane
         alone = isinstance(error, CollectiveMismatchError) and error.alone
@@ -75,7 +75,7 @@ class Failing:
         told = self._lane.world.diagnose(self._lane, found)
         self._lane.world.refuse(self._lane, told, place, spare=spare, part=part)
 
-    def _lose_messages(self, error: BaseException) -> None:
+    def lose_messages(self, error: BaseException) -> None:
         """Lose the lane because a message was not accepted: the peer would take the next one for it."""
         if not isinstance(error, AsyncCollError):  # one of ours, as for a bad tag: nothing was sent
             self._lose_soon(collective_error(error, f"a message on {self._lane}"))

@@ -94,7 +94,6 @@ class Lane:
         self.refusals_seen = 0  # the world's count of refusals when this lane last looked (``refusals``)
         self.routes: dict[object, Any] = {}  # plans and estimates, by kind of tensor
         self.cost: Cost | None = None  # the cost model agreed on by its ranks (``costs``)
-        self.turns: Turns = Turns()
         self.records: Records = Records(world.recorder, group.key, self.key, name)
         self._estimates: dict[tuple[str, int], Estimate] = {}
         self._before: Callable[[], object] | None = None  # called before the next call is accepted
@@ -104,6 +103,7 @@ class Lane:
         self._places = Places(child, rounds)
         epochs = self._epochs = Epochs(self._places)
         failing = self._failing = Failing(self, epochs)
+        self.turns: Turns = Turns(failing.lose_messages)
         made, failed = lambda: self.queue.drive(), self._failed_to_open  # noqa: PLW0108  # set below
         connection = self._connection = Connection(name, lock, partial(world.open, self), made, failed)
         self.announcing: Announcing = Announcing(connection, rounds * ROUND, checked=self.compares_calls)

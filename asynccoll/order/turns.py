@@ -21,11 +21,17 @@ Ask = Callable[[Promise], Completion]
 
 
 class Turns:
-    """Whose turn it is on one lane, by source and tag."""
+    """Whose turn it is on one lane, by source and tag.
 
-    __slots__ = ("_asked", "_lock")
+    A receive may fail after earlier pieces were taken, or after a later one was accepted: the next receive
+    would then take its message for another. So none is made any more, and ``lose`` gives up the lane.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_asked", "_lock", "_lose", "_lost")
+
+    def __init__(self, lose: Callable[[BaseException], object]) -> None:
+        self._lose = lose
+        self._lost: BaseException | None = None
         self._asked: dict[Key, Promise] = {}  # the promise of each key's latest receive, while unsettled
         self._lock = host.Lock()
 
@@ -40,8 +46,11 @@ class Turns:
 
         def follow() -> None:
             try:
+                if self._lost is not None:
+                    raise self._lost
                 over.follow(ask(asked))
             except BaseException as error:  # raised in the waiter of the receive, not in this thread
+                self.lose(error)
                 asked.settle()
                 over.settle(error)
 
@@ -56,6 +65,12 @@ class Turns:
             (before or READY).add_callback(asked.settle)
             raise
         return over
+
+    def lose(self, error: BaseException) -> None:
+        """Make no receive any more, since a piece of a message could not be requested."""
+        if self._lost is None:
+            self._lost = error
+            self._lose(error)
 
     def _leave(self, key: Key, asked: Promise) -> None:
         with self._lock:

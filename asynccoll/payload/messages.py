@@ -393,6 +393,7 @@ def recv_message(
                         body.append(torch.empty(slot.longest, dtype=torch.uint8, device="cpu"))
                         over.follow(communicator.recv(body[0], src, tag))
                 except BaseException as error:  # for the operation's waiter to raise, not this thread
+                    lane.turns.lose(error)
                     over.settle(error)
                 finally:
                     asked.settle()
