@@ -332,6 +332,7 @@ def write(directory, parts):
     """Write the files of the ranks."""
     for one in parts:
         about = {name: value for name, value in asdict(one).items() if name != "spans"}
+        about["steps"] = [(end, True) for end in one.steps]
         lines = [{"format": 1, **about}, *([n, *astuple(span)] for n, span in enumerate(one.spans))]
         (directory / f"rank-{one.rank:05}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
@@ -539,6 +540,22 @@ async def written(me: Rank) -> None:
 
 def test_a_file_can_be_read_at_any_moment(pair: World) -> None:
     pair.run(written)
+
+
+def test_each_end_of_a_step_is_written_once(tmp_path):
+    """If each write repeated all of them, an hour of short steps would take gigabytes."""
+    recorder, path = Recorder(), tmp_path / "rank-00000.jsonl"
+    writer = Writer(recorder, current(), path)
+    for _ in range(1000):
+        recorder.step(marked=False)
+    writer.write()
+    before = path.stat().st_size
+    writer.write()
+    assert path.stat().st_size - before < 100
+    assert read_part(path).steps == recorder.steps
+    recorder.step()
+    writer.end()
+    assert read_part(path).steps == recorder.steps == (recorder.step_ends[-1][0] - recorder.began,)
 
 
 def test_a_file_that_can_be_written_no_more_ends_the_recording_and_not_the_program(tmp_path):

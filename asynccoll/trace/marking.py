@@ -129,7 +129,7 @@ class _Marks:
         self._optimizing.pop(host.get_ident(), None)
         if span is not None:
             span.finish()
-        self.recorder.seen_steps.append(host.monotonic())
+        self.recorder.step(marked=False)
 
     def _end_raised_step(self, frame: FrameType | None) -> None:
         """End the thread's step unless it has called ``frame``: it has raised, which no hook reports."""

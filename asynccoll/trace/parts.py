@@ -1,8 +1,8 @@
 """What one rank recorded, as a value and as a file that can be read whatever happened to the rank.
 
 A file consists of lines of JSON: a description of the rank, then each span once it is over (and, at
-intervals, those that are not). If a rank was killed, only the last half second is missing, and the line that
-says that the file is complete.
+intervals, those that are not), and each end of a step once. If a rank was killed, only the last half second
+is missing, and the line that says that the file is complete.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from asynccoll import host
 from asynccoll.environment.node import node_name
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.trace.clocks import SYNCHRONIZING, Clock
+from asynccoll.trace.recorder import steps_of
 from asynccoll.trace.spans import Span
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class Writer:
         self._recorder = recorder
         self._lock = host.Lock()
         self._written = 0  # how many of the recorder's entries
+        self._steps = 0  # how many of its ends of steps
         self._open: list[int] = []  # the indices of those that were not over
         self._has_failed = False
         self._file = path.open("w")
@@ -163,7 +165,9 @@ class Writer:
                 if span.end is None:
                     self._open.append(number)
                 self._line([number, *_as_row(span)])
-            self._line({"seconds": self._recorder.seconds, "steps": self._recorder.steps})
+            ends = [(end - self._recorder.began, how) for end, how in self._recorder.step_ends[self._steps :]]
+            self._steps += len(ends)
+            self._line({"seconds": self._recorder.seconds, "steps": ends})
             self._file.flush()
 
     @contextmanager
@@ -208,12 +212,14 @@ def read_part(path: Path) -> Part:
 def _part(lines: Sequence[str]) -> Part:
     about: dict[str, Any] = {}
     rows: dict[int, Sequence[Any]] = {}
+    ends: list[tuple[float, bool]] = []
     for line in lines:
         try:
             said = json.loads(line)
         except json.JSONDecodeError:  # the last line of a rank that was killed while it wrote
             continue
         if isinstance(said, dict):
+            ends += said.pop("steps", ())
             about |= said
         else:
             rows[said[0]] = said[1:]
@@ -221,6 +227,5 @@ def _part(lines: Sequence[str]) -> Part:
         raise ValueError(f"no line says format {_FORMAT}")
     spans = sorted((Span(*row) for row in rows.values()), key=lambda span: span.start)
     whose = {name: about[name] for name in _ABOUT}
-    steps = tuple(about.get("steps", ()))
     seconds, is_whole = about.get("seconds", 0.0), about.get("is_whole", False)
-    return Part(**whose, seconds=seconds, spans=tuple(spans), steps=steps, is_whole=is_whole)
+    return Part(**whose, seconds=seconds, spans=tuple(spans), steps=steps_of(ends), is_whole=is_whole)

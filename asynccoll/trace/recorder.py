@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from asynccoll.trace.spans import Span
 if TYPE_CHECKING:
     from asynccoll.order.operation import Operation
 
-__all__ = ["Recorder", "has_failed", "row_of"]
+__all__ = ["Recorder", "has_failed", "row_of", "steps_of"]
 
 
 class _Entry:
@@ -85,9 +85,8 @@ class Recorder:
         self.began: float = host.monotonic()
         self.ended: float | None = None
         self.entries: list[_Entry] = []
-        #: when steps ended: as marked by the program, and as seen from optimizers
-        self.told_steps: list[float] = []
-        self.seen_steps: list[float] = []
+        #: when steps ended, and whether the program has marked that; else an optimizer has shown it
+        self.step_ends: list[tuple[float, bool]] = []
         #: called when an operation has failed, by the thread that sees it
         self.when_failed: Callable[[], object] = _nothing
         #: the operations that are not known to have ended, by their entries
@@ -162,11 +161,11 @@ class Recorder:
     @property
     def steps(self) -> tuple[float, ...]:
         """When each step ended, in seconds since the recording began: as marked, else as seen."""
-        return tuple(sorted(end - self.began for end in self.told_steps or self.seen_steps))
+        return tuple(end - self.began for end in steps_of(self.step_ends))
 
-    def step(self) -> None:
-        """Record that the program marks the end of a step."""
-        self.told_steps.append(host.monotonic())
+    def step(self, *, marked: bool = True) -> None:
+        """Record that a step ends now, as the program has ``marked``, or as an optimizer shows."""
+        self.step_ends.append((host.monotonic(), marked))
 
     def end(self) -> None:
         """End the recording; only the ends of what has begun are recorded from now on."""
@@ -177,6 +176,13 @@ class Recorder:
     def seconds(self) -> float:
         """How long the recording lasted, or has lasted so far."""
         return (self.ended or host.monotonic()) - self.began
+
+
+def steps_of(ends: Iterable[tuple[float, bool]]) -> tuple[float, ...]:
+    """Return when steps ended, in order: the ``ends`` that the program has marked, or else all of them."""
+    seen = list(ends)
+    marked = [end for end, is_marked in seen if is_marked]
+    return tuple(sorted(marked or [end for end, _ in seen]))
 
 
 def has_failed(operation: Operation) -> bool:
