@@ -164,6 +164,24 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
         looks.stop()
 
 
+def test_the_watch_looks_for_refusals_also_while_this_rank_waits_for_a_moment_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own calls may be over where peers need its statement, though it never waits for long."""
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 0.0)
+    looked = threading.Event()
+    parts = {"has_peers": True, "store_answers": lambda: True, "look_for_refusals": looked.set}
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=True, stall_seconds=0.0)))
+    lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
+    just_started = time.monotonic() + 1000
+    looks.add(cast("Any", SimpleIdentity(started=just_started, part=1, lane=lane, done=lambda: False)))
+    try:
+        assert looked.wait(patient(5))
+    finally:
+        looks.stop()
+
+
 def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,9 +4,9 @@ Once a lane was lost with a rank, it immediately checks on operations that may w
 
 It sleeps while no operation is waited for. There are two exceptions. If a call may be over on one rank before
 its peers have made theirs (``ends_alone``), the thread looks for refusals at intervals even if nothing waits
-here, as those peers may wait. And unless warnings are off, it checks at intervals whether this rank is a call
-apart from its neighbor. With neither, the thread is started only once something waits. It never completes an
-operation; it finds out that one will never complete.
+here for long, as those peers may wait. And unless warnings are off, it checks at intervals whether this rank
+is a call apart from its neighbor. With neither, the thread is started only once something waits. It never
+completes an operation; it finds out that one will never complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Watch"]
 _log = logging.getLogger("asynccoll.watch")
 
 PATIENCE_SECONDS = 1.0
-#: How often it looks for refusals while nothing waits, if it does so at all.
+#: How often it looks for refusals while nothing waits for long, if it does so at all.
 IDLE_SECONDS = 5.0
 #: How often it checks whether ranks are a call apart; comparing 1,024 calls of each takes a millisecond.
 SHIFT_SECONDS = 2.0
@@ -160,7 +160,7 @@ class Watch:
                 due = (op for op in asked_for if op.started <= late or op in urgent)
                 overdue = [op for op in due if not op.done()]
                 lanes, parts = dict.fromkeys(op.lane for op in overdue), self._due(overdue)
-            if lanes or self._is_due(idle=not woken):
+            if lanes or self._is_due():
                 self._asked = host.monotonic()
                 self._ask_after(lanes)
                 with self._going_on():
@@ -173,9 +173,9 @@ class Watch:
             with self._going_on():
                 self._look_for_shifts()
 
-    def _is_due(self, *, idle: bool) -> bool:
-        """Whether it is time to look for refusals although nothing waits here."""
-        return idle and self._world.ends_alone and self._asked + IDLE_SECONDS <= host.monotonic()
+    def _is_due(self) -> bool:
+        """Whether it is time to look for refusals although nothing waits here, or only for moments."""
+        return self._world.ends_alone and self._asked + IDLE_SECONDS <= host.monotonic()
 
     def _look_for_shifts(self) -> None:
         now = host.monotonic()
