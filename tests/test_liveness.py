@@ -95,8 +95,27 @@ def test_who_was_heard_is_silent_no_more(
         assert asker.lost((RANK,), routine=True) == ()
         assert not asker.in_doubt((RANK,))
         Hearing.answers = set()
-        asker._silent = {rank: since - liveness.SILENCE_SECONDS for rank, since in asker._silent.items()}
+        pass_by(liveness.SILENCE_SECONDS, monkeypatch)
         assert asker.lost((RANK,), routine=True) == ()
+
+
+def test_a_silence_of_long_ago_does_not_count(
+    asker: Liveness, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has asked since, and the rank may have been there: it is silent from now on."""
+    with socket.create_connection(listening.getsockname()):
+        assert asker.lost((RANK,), routine=True) == ()
+        pass_by(3600, monkeypatch)
+        assert asker.lost((RANK,), routine=True) == ()
+        assert asker.in_doubt((RANK,))
+        pass_by(liveness.SILENCE_SECONDS, monkeypatch)
+        assert asker.lost((RANK,), routine=True) == (RANK,)
+
+
+def pass_by(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the clock forward."""
+    before = liveness.host.monotonic
+    monkeypatch.setattr(liveness.host, "monotonic", lambda: before() + seconds)
 
 
 class Hearing:

@@ -33,6 +33,8 @@ PROBE_SECONDS = 0.5
 #: In a routine check a missing answer may be a lost packet on a busy network: a rank counts as gone only
 #: after it has been asked repeatedly for this long without an answer.
 SILENCE_SECONDS = 4.0
+#: A rank that was not asked for this long may have been there in between: its silence begins anew.
+_LAPSE_SECONDS = 60.0
 _AGAIN_SECONDS = 0.01
 
 
@@ -51,7 +53,8 @@ class Liveness:
         self._mine: Peer | None = None
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, lines.Line] = {}
-        self._silent: dict[int, float] = {}  # the ranks that do not answer, and since when
+        #: the ranks that do not answer: since when, and when they were last asked
+        self._silent: dict[int, tuple[float, float]] = {}
         #: the ranks that a routine check found gone, and until when that result is used
         self._dead: dict[int, float] = {}
         self._asking = host.Lock()
@@ -125,10 +128,13 @@ class Liveness:
         heard = set() if self._accounts is None else self._accounts.heard({one: peers[one] for one in silent})
         silent = [rank for rank in silent if rank not in heard]
         now = host.monotonic()
+        recent = {
+            rank: since for rank, (since, asked) in self._silent.items() if now - asked < _LAPSE_SECONDS
+        }
         # A rank that has answered any thread, or has refused the connection, is no longer silent.
-        before = {rank: since for rank, since in self._silent.items() if rank in silent or rank not in peers}
-        self._silent = dict.fromkeys(silent, now) | before
-        spared = {rank for rank in silent if routine and now - self._silent[rank] < SILENCE_SECONDS}
+        before = {rank: times for rank, times in self._silent.items() if rank not in peers}
+        self._silent = before | {rank: (recent.get(rank, now), now) for rank in silent}
+        spared = {rank for rank in silent if routine and now - self._silent[rank][0] < SILENCE_SECONDS}
         there = self._lines.keys() | spared | heard
         gone = peers.keys() - there
         if routine:
