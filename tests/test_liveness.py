@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,6 +16,7 @@ from asynccoll.health.accounts import Accounts, Peer
 from asynccoll.health.liveness import Liveness
 from asynccoll.host import lines
 from asynccoll.host.answering import Answers
+from patience import patient
 
 RANK = 1
 
@@ -128,6 +130,24 @@ class Hearing:
 
     def close(self) -> None:
         pass
+
+
+def test_a_signal_handler_leaves_the_world_while_its_thread_asks_who_is_gone(
+    asker: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher stops the ranks that are left just when they find out which rank is gone."""
+    real, handlers = lines.connect, [asker.close]
+
+    def connect(*given: Any) -> Any:
+        if handlers:
+            handlers.pop()()
+        return real(*given)
+
+    monkeypatch.setattr(lines, "connect", connect)
+    asking = threading.Thread(target=asker.lost, args=((RANK,),), daemon=True)
+    asking.start()
+    asking.join(patient(5))
+    assert not asking.is_alive()
 
 
 def test_nobody_is_gone_where_nobody_can_be_asked(asker: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:

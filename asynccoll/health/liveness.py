@@ -57,7 +57,8 @@ class Liveness:
         self._silent: dict[int, tuple[float, float]] = {}
         #: the ranks that a routine check found gone, and until when that result is used
         self._dead: dict[int, float] = {}
-        self._asking = host.Lock()
+        #: reentrant, as a signal handler may leave the world while its thread asks
+        self._asking = host.RLock()
         if clients is not None:
             try:
                 self._publish(clients)
@@ -230,7 +231,7 @@ class Liveness:
 
     def disown(self) -> None:
         """In a forked child, close the copy of the beacon, which would outlive the rank."""
-        self._asking = host.Lock()
+        self._asking = host.RLock()
         if self._accounts is not None:
             self._accounts.disown()
         self.close()
