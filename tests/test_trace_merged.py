@@ -328,6 +328,14 @@ def test_a_call_that_a_rank_has_not_made_says_nothing_of_who_was_last():
     assert [(one.rank, one.last, one.of) for one in found.lateness] == [(1, 1, 2), (0, 1, 2), (2, 0, 2)]
 
 
+def test_a_lane_may_have_any_name():
+    """Only a list of ranks at its end is one of a smaller group."""
+    rows = [call(0.1, 0.2, row="mean of [CLS]"), call(0.3, 0.4, row="of [")]
+    found = find([part(0, rows), part(1, [*rows, call(0.5, None, row="mean of [CLS] of [1]")])])
+    assert found.lateness[0].of == 2
+    assert [one.missing for one in found.unfinished] == [()]
+
+
 def write(directory, parts):
     """Write the files of the ranks."""
     for one in parts:

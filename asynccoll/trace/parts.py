@@ -8,6 +8,7 @@ is missing, and the line that says that the file is complete.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Writer", "calls", "members", "part_of", "read_part"]
 
 _FORMAT = 1
+#: The end of an operation's row if its group is not the world (``recorder.row_of``); lanes have any names.
+_OF_RANKS = re.compile(r" of \[(\d+(?:, \d+)*)\]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +98,8 @@ def calls(parts: Iterable[Part]) -> dict[Hashable, list[tuple[Part, Span]]]:
 
 def members(span: Span, parts: Iterable[Part]) -> set[int]:
     """Return the ranks of the operation's group, which its row names if it is not the world."""
-    _, of, ranks = span.row.rpartition(" of [")
-    if of:
-        return {int(rank) for rank in ranks.rstrip("]").split(",")}
-    return {part.rank for part in parts}
+    ranks = _OF_RANKS.search(span.row)
+    return {part.rank for part in parts} if ranks is None else set(map(int, ranks[1].split(", ")))
 
 
 def part_of(recorder: Recorder, context: Context) -> Part:
