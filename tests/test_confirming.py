@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -282,6 +283,29 @@ def test_a_rank_that_differs_about_what_was_expected_hundreds_of_calls_ago_is_to
     report.check()
     assert "all_gather" in report.results[0][0] and told in report.results[0][0]
     assert transport == "mpi" or "all_gather" in report.results[1][0]
+
+
+def test_a_call_that_is_just_being_forgotten_has_been_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that asks at this moment would wait for it, and is asked no more."""
+    monkeypatch.setattr(confirming, "OVER", 2)
+    lane = SimpleNamespace(group=SimpleNamespace(key="world"), key="default", epoch=0, is_over=lambda _: True)
+    answers = []
+
+    class Forgetting(dict[int, confirming.Announced]):
+        def __delitem__(self, nth: int) -> None:
+            super().__delitem__(nth)
+            answers.append(one.made(confirming.Where(0, nth), confirming.Note(7, nth, 1, "another call")))
+
+    every = confirming.Confirmations(0, lambda *_: {})
+    one = confirming.Confirming(cast("Any", lane), every, {0: 0, 1: 1})
+    one._said = Forgetting()
+    try:
+        for nth in range(1, 5):
+            one._say(nth, confirming.Announced(nth, nth, nth, 1, str))
+    finally:
+        every.close()
+    assert len(answers) == 2
+    assert all(answers)
 
 
 @pytest.mark.parametrize(

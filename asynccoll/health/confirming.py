@@ -366,8 +366,8 @@ class Confirming:
     def _forget(self) -> None:
         """Forget calls that are over, except the latest ones; keep all that are in flight."""
         while len(self._said) > OVER and self._lane.is_over(self._said[self._oldest].place):
-            del self._said[self._oldest]
-            self._oldest += 1
+            self._oldest += 1  # first: the answering thread takes what is missing from there on for not made
+            del self._said[self._oldest - 1]
         self._most = 2 * len(self._said)
 
     def _keep(self, where: Where, call: Announced) -> None:
