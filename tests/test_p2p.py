@@ -213,6 +213,7 @@ async def late_source(me: Rank) -> None:
             came.append(source)
     assert isinstance(caught.error, ac.CollectiveTimeoutError)
     assert (sorted(came), caught.error.ranks) == ([1, 3], (2,))
+    assert "without await" not in str(caught.error)
     me.show(f"late {me.runner}")
     with me.case("goes on"):
         assert [(source, x.item()) async for source, x in by_turns(me, arriving)] == [(2, 2)]
@@ -340,6 +341,8 @@ async def batch(me: Rank, sends: Any, receives: Any) -> None:
         ]
     )
     assert [await me.get(work) for work in works] == [y, None, None, behind]
+    again = (ac.P2POp(*one) for one in ((receives, y.zero_(), previous), (sends, x, following)))
+    assert [await me.get(work) for work in ac.batch_isend_irecv(again)] == [y, None]
     oracle.same(y, torch.full((3,), float(previous)))
     oracle.same(behind, torch.tensor([previous]))
     with me.case("refused"):

@@ -231,6 +231,26 @@ def test_a_task_that_still_waits_where_another_gave_up(pair: World) -> None:
     pair.run(started_again, runner="asyncio")
 
 
+async def mapped_and_started_again(me: Rank) -> None:
+    """Rank 0 gives up its wait for what it derived from the first start."""
+    op = ac.prepare("all_gather", torch.ones(2) * me.rank)
+    if me.rank == 0:
+        with raising(ac.CollectiveTimeoutError):
+            op.start().map(torch.clone).wait(0.01)
+        second = op.start()
+        me.show("mapped")
+    else:
+        me.see("mapped")
+        await op.start()
+        second = op.start()
+    oracle.same(await second, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+
+def test_a_wait_that_is_cut_short_for_a_derived_work_counts_for_the_start(pair: World) -> None:
+    """The next start was refused, on both ranks."""
+    pair.run(mapped_and_started_again, runner="asyncio")
+
+
 async def written_in_flight(me: Rank) -> None:
     for name, into in (("all_gather", None), ("all_reduce", torch.empty(2))):
         op = ac.prepare(name, x := torch.ones(2), **({} if into is None or me.rank else {"out": into}))

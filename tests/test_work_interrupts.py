@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dis
+import os
 import sys
 import threading
 import types
 
+import anyio
 import pytest
 import torch
 
@@ -56,8 +59,8 @@ def test_a_thread_that_waits_for_who_is_struck_goes_on(monkeypatch: pytest.Monke
 
     work = ac.all_reduce(torch.ones(2)).map(finishing)
     monkeypatch.setattr(
-        module, "_claim", Struck(nth(3))
-    )  # uses: the claim, the second waiter, and the wake-up
+        module, "_claim", Struck(nth(4))
+    )  # uses: the claim, the second waiter's two, and the wake-up
 
     def first() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -203,3 +206,87 @@ def test_a_message_from_any_source_is_taken_off_as_a_whole() -> None:
         if done:
             break
     assert done, "there are more instructions to strike at"
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["for", "async for"])
+def test_a_message_that_was_requested_as_ctrl_c_came_is_found_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    """Nobody is told that it has arrived; the iteration asked without end."""
+    messages = anysource.AnySource(lambda source: ac.all_reduce(float(source), timeout=0.1), ())
+
+    def struck(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ac.Work, "add_done_callback", struck)
+        with pytest.raises(KeyboardInterrupt):
+            messages.again(5)
+    if loop:
+        assert asyncio.run(asyncio.wait_for(anext(messages), patient(10))) == (5, 5.0)
+    else:
+        assert next(messages) == (5, 5.0)
+
+
+class Elsewhere:
+    """A work that another thread is finishing, until ``go_on``."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.work = ac.all_reduce(torch.ones(2)).map(self._finish)
+        self._thread = threading.Thread(target=self.work.wait)
+
+    def _finish(self, total: torch.Tensor) -> float:
+        self.entered.set()
+        assert self.go_on.wait(patient(30))
+        return float(total[0])
+
+    def __enter__(self) -> Elsewhere:
+        self._thread.start()
+        assert self.entered.wait(patient(30))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
+        self._thread.join()
+
+
+def test_a_wait_has_its_time_limit_while_another_thread_makes_the_result() -> None:
+    with Elsewhere() as elsewhere:
+        with pytest.raises(ac.CollectiveTimeoutError, match="another thread is still making its result"):
+            elsewhere.work.wait(timeout=0.05)
+        elsewhere.go_on.set()
+        assert elsewhere.work.wait(timeout=patient(10)) == 1.0
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_loop_goes_on_while_another_thread_makes_the_result(backend: str) -> None:
+    """The function that makes it may need the loop."""
+
+    async def main() -> None:
+        with Elsewhere() as elsewhere:
+            async with anyio.create_task_group() as tasks:
+
+                async def go_on() -> None:
+                    await anyio.sleep(0)
+                    elsewhere.go_on.set()
+
+                tasks.start_soon(go_on)
+                with anyio.fail_after(patient(10)):
+                    assert await elsewhere.work == 1.0
+
+    anyio.run(main, backend=backend)
+
+
+def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_was_making() -> None:
+    with Elsewhere() as elsewhere:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                elsewhere.work.wait()
+            except ac.ForkedProcessError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0

@@ -22,7 +22,7 @@ from asynccoll.ops.scopes import current_lane
 from asynccoll.ops.signatures import fitting
 from asynccoll.payload.codecs import Codec
 from asynccoll.runtime.process import current
-from asynccoll.waiting.suspending import Signal
+from asynccoll.waiting.suspending import Signal, late
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
@@ -121,10 +121,14 @@ class AnySource(Generic[T]):
         if self._arrivals.sources:
             return
         now = host.monotonic()
-        for work in self._works.values():
-            if any(operation.deadline <= now for operation in work.operations):
+        for source, work in self._works.items():
+            past = [one for one in work.operations if one.deadline <= now]
+            if past and work.done():  # Ctrl-C has kept ``again`` from having it told
+                self._arrivals.tell(source, work)
+                return
+            if past:
                 self._let_go()
-                work.wait()
+                raise late(past[0])
 
     def _let_go(self) -> None:
         """Detach all works after an error, so that none of them warns that it was not awaited."""
@@ -141,9 +145,10 @@ class _Arrivals:
         self.sources: deque[int] = deque()
         self._wake: Callable[[], object] | None = None
 
-    def tell(self, source: int, _: Work[object]) -> None:
+    def tell(self, source: int, _: object) -> None:
         """Record that a message from ``source`` has arrived. Called on the thread that completes it."""
-        self.sources.append(source)
+        if source not in self.sources:
+            self.sources.append(source)
         wake = self._wake
         if wake is not None:
             wake()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class P2POp:
 
 @fitting
 def batch_isend_irecv(
-    p2p_op_list: Sequence[P2POp], /, *, lane: str | None = None, timeout: float | None = None
+    p2p_op_list: Iterable[P2POp], /, *, lane: str | None = None, timeout: float | None = None
 ) -> list[Work[object]]:
     """Start all messages in the list, and return their works in the same order. None waits for another.
 
@@ -72,18 +72,21 @@ def batch_isend_irecv(
 
     Source: ``torch.distributed.batch_isend_irecv``.
     """
-    listed: Iterable[object] = p2p_op_list if isinstance(p2p_op_list, Iterable) else (p2p_op_list,)
-    for one in listed:
-        if not isinstance(one, P2POp) or listed is not p2p_op_list:
+    is_list = isinstance(p2p_op_list, Iterable)
+    messages: list[Any] = (
+        list(p2p_op_list) if is_list else [p2p_op_list]
+    )  # a generator can be iterated only once
+    for one in messages:
+        if not isinstance(one, P2POp) or not is_list:
             kind = "torch.distributed.P2POp" if isinstance(one, dist.P2POp) else type(one).__name__
-            where = " in it" if listed is p2p_op_list else ""
+            where = " in it" if is_list else ""
             raise PayloadTypeError(
                 f"batch_isend_irecv takes a list of ac.P2POp, got a {kind}{where}: write "
                 "ac.P2POp(ac.send, x, 1) or ac.P2POp(ac.recv, x, 0)"
             )
     works: list[Work[object]] = []
     try:
-        works.extend(one.start(lane, timeout) for one in p2p_op_list)
+        works.extend(one.start(lane, timeout) for one in messages)
     except BaseException:
         for work in works:
             work.detach()  # the caller does not get them, so they must not warn

@@ -37,7 +37,7 @@ from asynccoll.transport.streams import Mark, carried
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.forgotten import NotItsResult, warn
 from asynccoll.waiting.started import Started
-from asynccoll.waiting.suspending import block, pause, quick, suspend
+from asynccoll.waiting.suspending import Signal, block, pause, quick, suspend
 from asynccoll.waiting.synchronizing import synchronized
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Work(NotItsResult, Generic[T]):
         "_cut_short",
         "_error",
         "_finish",
+        "_finisher",
         "_heard",
         "_mapped",
         "_mark",
@@ -135,7 +136,7 @@ class Work(NotItsResult, Generic[T]):
                         yield from suspend(operation)
                     plain = plain and operation.over
             except BaseException:
-                self._cut_short = True
+                self._end_early()
                 raise
             if not self._operations:
                 yield from pause()
@@ -147,6 +148,10 @@ class Work(NotItsResult, Generic[T]):
                 return self._value
         else:
             yield from pause()
+        while (finished := self._finished_elsewhere()) is not None:
+            signal = Signal()
+            finished.add_callback(signal.set)
+            yield from signal.wait(_LOOK_SECONDS).__await__()
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -158,15 +163,15 @@ class Work(NotItsResult, Generic[T]):
         if timeout is not None:
             check_patience(timeout)
         self._heard = True
+        ends = None if timeout is None else host.monotonic() + timeout
         if self._state == _PENDING:
             plain = self._finish is None
-            ends = None if timeout is None else host.monotonic() + timeout
             try:
                 for operation in self._operations:
                     block(operation, None if ends is None else ends - host.monotonic())
                     plain = plain and operation.over
             except BaseException:
-                self._cut_short = True
+                self._end_early()
                 raise
             plain = plain and bool(self._operations) and self._state != _FAILED
             if plain and (self._read is None or self._is_unwritten()):
@@ -175,7 +180,7 @@ class Work(NotItsResult, Generic[T]):
                 if self.out is not None:
                     claims.is_over(self)
                 return self._value
-        return self._outcome()
+        return self._outcome(ends)
 
     async def on_host(self) -> T:
         """Return the result once the host may read it (on the CPU that is the same as ready).
@@ -400,15 +405,18 @@ class Work(NotItsResult, Generic[T]):
 
     # Finishing
 
-    def _outcome(self) -> T:
-        """Return the result or raise the error. The first call finishes the work; later calls reuse that."""
+    def _outcome(self, ends: float | None = None) -> T:
+        """Return the result or raise the error. The first call finishes the work; later calls reuse that.
+
+        While another thread finishes the work, wait for that: until ``ends``, if given.
+        """
         here = False
         if self._state < _DONE:
             if self._finish is None and self._succeeded() and self._is_unwritten():
                 self._state = _DONE  # as in __await__
                 self._read = None
             else:
-                here = self._settle()
+                here = self._settle(ends)
             self._saw_ends()
         if self._state == _FAILED:
             assert self._error is not None
@@ -439,23 +447,21 @@ class Work(NotItsResult, Generic[T]):
                 return False
         return True
 
-    def _settle(self) -> bool:
+    def _settle(self, ends: float | None) -> bool:
         """Finish the work, or wait for the thread that does. Returns whether this call finished it.
 
         A waiter puts a promise into ``_finishing`` before it reads the state again; the finisher sets the
         state before it looks for a promise. So one of the two always sees the other's write. Ctrl-C affects
         only the waiter that it strikes; the next waiter finishes the work. Ctrl-C may strike as any call
-        returns, so the claim is made inside the ``try`` whose ``finally`` gives it back, and waits for
-        that promise have a timeout.
+        returns, so the claim is made inside the ``try`` whose ``finally`` gives it back.
         """
         while self._state < _DONE:
             mine, state = False, _PENDING
             try:
                 with _claim:
                     if self._state == _PENDING:
+                        self._finisher = host.getpid()
                         mine, self._state = True, _FINISHING
-                    elif self._state == _FINISHING:
-                        finished = _finishing.setdefault(id(self), Promise())
                 if mine:
                     self._complete()
                     state = _DONE
@@ -471,9 +477,34 @@ class Work(NotItsResult, Generic[T]):
                     self._wake_waiters()
             if mine:
                 return True
-            while self._state == _FINISHING and not finished.wait(_LOOK_SECONDS):
-                pass
+            while (finished := self._finished_elsewhere()) is not None:
+                left = _LOOK_SECONDS if ends is None else min(_LOOK_SECONDS, ends - host.monotonic())
+                if left <= 0:
+                    raise CollectiveTimeoutError(
+                        f"{self!r} is over, but another thread is still making its result; wait for it again"
+                    )
+                finished.wait(left)
         return False
+
+    def _finished_elsewhere(self) -> Promise | None:
+        """Return what is settled when the thread that is finishing the work has ended that; else None.
+
+        After Ctrl-C that thread may fail to settle it, so a wait for it has a time limit.
+        """
+        if self._state != _FINISHING:
+            return None
+        with _claim:
+            if self._state != _FINISHING:
+                return None
+            if self._finisher == host.getpid():
+                return _finishing.setdefault(id(self), Promise())
+        self._fail(
+            ForkedProcessError(
+                f"{self!r}: another thread was making its result when this process was forked; wait for it "
+                "before the fork, or in the parent"
+            )
+        )
+        return None
 
     def _wake_waiters(self) -> None:
         if _finishing:
@@ -547,14 +578,22 @@ class Work(NotItsResult, Generic[T]):
         late = [one for one in self._operations if not one.done() and min(until, one.deadline) <= now]
         for operation in late:
             operation.extend()
-        self._heard = self._heard or bool(late)
-        self._cut_short = self._cut_short or bool(late)
+        if late:
+            self._heard = True
+            self._end_early()
         return bool(late)
 
     def leave(self) -> None:
         """Note that a wait for several works was cut short, if this work is not over."""
         if self._state == _PENDING:
-            self._cut_short = True
+            self._end_early()
+
+    def _end_early(self) -> None:
+        """Note that a wait was cut short: for this work, and for those that it was derived from."""
+        work: Work[Any] | None = self
+        while work is not None:
+            work._cut_short = True
+            work = work._mapped
 
     def __del__(self) -> None:
         try:
