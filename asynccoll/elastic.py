@@ -8,11 +8,13 @@ and turns our errors into the one that Horovod recovers from.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, overload
 
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
+from asynccoll.host.endings import in_a_line, leaves
+from asynccoll.launch.calling import complete
 from asynccoll.runtime.process import finalize, initialize
 
 __all__ = ["run", "state"]
@@ -36,7 +38,11 @@ def state(**kept: object) -> Any:
     return hvd.elastic.TorchState(**kept)
 
 
-def run(function: Callable[..., T]) -> Callable[..., T]:
+@overload
+def run(function: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]: ...
+@overload
+def run(function: Callable[..., T]) -> Callable[..., T]: ...
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``function(state, *args)`` as an elastic job: called again in each world that the workers form.
 
     >>> @ac.elastic.run
@@ -48,7 +54,8 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
     Each call is made after a fresh ``initialize("horovod")``: ranks and sizes are those of the new world, and
     groups and lanes of the previous one are gone. When a worker is lost, the others return to the last
-    commit; when hosts are added, they continue from the current state. It ends when the function returns.
+    commit; when hosts are added, they continue from the current state. It ends when the function returns. An
+    ``async def`` is run by ``asyncio.run``.
 
     Start it with ``horovodrun -np 4 --min-np 2 --host-discovery-script ./hosts.sh python train.py``.
 
@@ -56,28 +63,30 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
         CollectiveMismatchError, PeerRefusedError: mistakes of the program are not retried.
     """
     hvd = load()
-    from horovod.common.exceptions import HorovodInternalError
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-    def life(state: object, *args: object, **kwargs: object) -> T:
+    recoverable = (CollectiveError, HorovodInternalError)
+
+    def life(state: object, *args: object, **kwargs: object) -> object:
         try:
             initialize("horovod")
-            result = function(state, *args, **kwargs)
-        except _MISTAKES:
-            finalize()  # not aborted: peers must still hear of it, and must not take it for a loss
-            raise
-        except CollectiveError as error:
-            finalize(abort=True)
-            raise HorovodInternalError(str(error)) from error
-        except BaseException:  # among them the one by which Horovod reports new hosts
-            finalize(abort=True)
+            result = complete(function, state, *args, **kwargs)
+        except BaseException as error:
+            causes = leaves(error)  # Horovod does not look into the error of a task group
+            is_mistake = all(isinstance(one, _MISTAKES) for one in causes)
+            finalize(abort=not is_mistake)  # peers must still hear of a mistake, and not take it for a loss
+            if updates := [one for one in causes if isinstance(one, HostsUpdatedInterrupt)]:
+                raise updates[0] from None
+            if not is_mistake and all(isinstance(one, recoverable) for one in causes):
+                raise HorovodInternalError(in_a_line(error)) from error
             raise
         finalize()
         return result
 
-    elastic: Callable[..., T] = hvd.elastic.run(life)
+    elastic: Callable[..., Any] = hvd.elastic.run(life)
 
     @functools.wraps(function)
-    def job(state: object, *args: object, **kwargs: object) -> T:
+    def job(state: object, *args: object, **kwargs: object) -> Any:
         start(hvd, None)
         return elastic(state, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import subprocess
@@ -9,8 +10,10 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 import asynccoll as ac
@@ -336,6 +339,50 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     ended = by_hand(tmp_path, MISTAKE)
     assert ended.code == 0, ended.said
     assert ended.lines == ["told", "told", "try 1", "try 1"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [
+        (["PeerLostError"], "HorovodInternalError"),
+        (["PeerLostError", "PeerRefusedError"], "HorovodInternalError"),
+        (["HostsUpdatedInterrupt"], "HostsUpdatedInterrupt"),
+        (["PeerRefusedError", "HostsUpdatedInterrupt"], "HostsUpdatedInterrupt"),
+        (["PeerRefusedError"], "ExceptionGroup"),
+        (["PeerLostError", "ValueError"], "ExceptionGroup"),
+    ],
+)
+def test_an_elastic_job_recovers_from_errors_in_its_task_groups(
+    monkeypatch: pytest.MonkeyPatch, errors: list[str], raised: str
+) -> None:
+    """Horovod gets the error that it knows; a group with an error of the program stays as it is."""
+    from horovod.common import exceptions
+
+    left: list[bool] = []
+    horovod = SimpleNamespace(elastic=SimpleNamespace(run=lambda life: life))
+    monkeypatch.setattr(ac.elastic, "load", lambda: horovod)
+    monkeypatch.setattr(ac.elastic, "start", lambda *_: None)
+    monkeypatch.setattr(ac.elastic, "initialize", lambda _backend: None)
+    monkeypatch.setattr(ac.elastic, "finalize", lambda *, abort: left.append(abort))
+
+    async def fail(name: str) -> None:
+        kind: Any = next(vars(one)[name] for one in (ac, exceptions, builtins) if name in vars(one))
+        try:
+            if name != errors[0]:
+                await anyio.sleep_forever()  # until the first one fails
+        finally:
+            raise kind("why")
+
+    @ac.elastic.run
+    async def train(_state: object) -> None:
+        async with ac.create_task_group() as group:
+            for name in reversed(errors):
+                group.start_soon(fail, name, name=name)
+
+    with pytest.raises(Exception, match=r"why|unhandled errors") as caught:
+        train(None)
+    assert type(caught.value).__name__ == raised
+    assert left == [errors != ["PeerRefusedError"]]
 
 
 def test_the_environment_of_another_job_is_not_passed_on() -> None:

@@ -20,9 +20,10 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.endings import leaves
 from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.testing.faults import Fault
-from asynccoll.testing.report import Report, leaves
+from asynccoll.testing.report import Report
 from asynccoll.testing.schedules import PCT, RandomWalk
 from asynccoll.testing.shrinking import Case, Tried, smallest
 from asynccoll.testing.simulation import simulate

@@ -12,21 +12,16 @@ from asynccoll.errors import (
     PeerLostError,
     PeerRefusedError,
 )
+from asynccoll.host.endings import leaves
 from asynccoll.testing.strays import Stray, told
 from asynccoll.testing.threads import Event
 from asynccoll.trace import Timeline
 
-__all__ = ["Report", "leaves"]
+__all__ = ["Report"]
 
 _CONSEQUENCES = (AbortedError, PeerLostError, PeerRefusedError)
 #: How many ranks' errors are shown; those of the others say the same.
 _MOST_TOLD = 8
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors in an exception group, however nested, or ``error`` if it is none."""
-    parts = getattr(error, "exceptions", None)
-    return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
 
 
 def _follows(error: BaseException) -> bool:
