@@ -524,6 +524,43 @@ def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
     assert "rank 0 failed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("how", "code"), [(None, 0), (RendezvousTimeoutError, 1)])
+def test_a_signal_that_comes_after_the_end_of_a_job_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, how: type[Exception] | None, code: int
+) -> None:
+    """Directories are removed then, and Python ends."""
+    registered = Mock()
+    monkeypatch.setattr(passing, "on_stop_signals", registered)
+    monkeypatch.setattr(elastic, "elastic_launch", lambda *_: Mock(side_effect=how))
+    monkeypatch.setattr(elastic, "processes", Mock())
+    config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", logs_specs=Mock())
+    assert elastic._launch(config, "", [], Mock(), []) == code
+    registered.call_args[0][0](signal.SIGTERM)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_signal_that_comes_after_the_end_of_mpiexec_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    """The failure is still told."""
+    running = Mock(returncode=None)
+
+    def wait() -> int:
+        running.returncode = code
+        registered.call_args[0][0](signal.SIGTERM)
+        return code
+
+    running.wait = wait
+    registered = Mock()
+    monkeypatch.setattr(passing, "on_stop_signals", registered)
+    monkeypatch.setattr(passing, "launched", lambda *_: contextlib.nullcontext(running))
+    monkeypatch.setattr(libraries, "processes", Mock())
+    engine = libraries._Engine("mpi", "mpiexec", lambda: Mpiexec("mpiexec", "other"), "")
+    assert libraries._run(RunRequest("train.py"), engine) == code
+    assert ("mpiexec ended with code 3" in capsys.readouterr().err) == bool(code)
+    assert not running.send_signal.called
+
+
 def test_a_launcher_ends_although_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens if its terminal hangs up while it waits for other hosts."""
     monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": OSError(errno.EIO, "hung up")}))

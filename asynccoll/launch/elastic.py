@@ -96,10 +96,12 @@ def _launch(
     assert config.logs_specs is not None, "torchrun always has some"
     error_files = _at_each_attempt(config.logs_specs)
     try:
-        _await_first_host(config)
-        elastic_launch(config, command)(*arguments)
+        try:
+            _await_first_host(config)
+            elastic_launch(config, command)(*arguments)
+        finally:
+            ended.set()  # a signal must not cut the report, or the end of this process, short
     except ChildFailedError as error:
-        ended.set()  # a signal must not cut the report short
         processes.kill_children()  # first: once the failure is reported, the next job may start
         failures = [_failure(rank, one, error_files[one.local_rank]) for rank, one in error.failures.items()]
         print(report(failures, flights=witness.flights()), file=sys.stderr, flush=True)

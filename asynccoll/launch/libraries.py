@@ -82,8 +82,9 @@ def _run(request: RunRequest, engine: _Engine) -> int:
         with passing.launched(line, environ) as running:
 
             def stop(number: signal.Signals) -> None:
-                stopped.append(number)
-                passing.pass_on(number, running)
+                if running.returncode is None:  # else the job has ended by itself
+                    stopped.append(number)
+                    passing.pass_on(number, running)
 
             passing.on_stop_signals(stop)
             code = running.wait()
