@@ -28,12 +28,23 @@ from torch.distributed.launcher.api import LaunchConfig
 import asynccoll as ac
 from asynccoll.environment.nodes import Nodes
 from asynccoll.host import handing
-from asynccoll.launch import LaunchInfo, child, detect, elastic, libraries, passing, planned_rank, spawn
+from asynccoll.launch import (
+    LaunchInfo,
+    child,
+    detect,
+    elastic,
+    job,
+    libraries,
+    passing,
+    planned_rank,
+    spawn,
+)
 from asynccoll.launch.job import Job
 from asynccoll.launch.mpiexec import Mpiexec
 from asynccoll.launch.place import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
+from asynccoll.runtime import process
 from jobs import on_linux
 from patience import patient
 
@@ -604,27 +615,34 @@ def test_hosts_are_to_blame_only_where_there_are_any(
         spawn._spawn_horovod(Job("horovod", print), 2, {"hosts": hosts})
 
 
-class Ending:
-    """A job whose ranks end with the given code."""
-
-    def __init__(self, code: object) -> None:
-        self.code = code
-
-    def carry_out(self, _rank: int, _local_rank: int) -> None:
-        sys.exit(self.code)  # type: ignore[arg-type]  # as in the user's program
+def stop(_local_rank: int, code: object) -> None:
+    """End as the user's program may."""
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("code", "ends", "aborts"), [(None, 0, []), (0, 0, []), (3, 1, [1]), ("why", 1, [1])]
+    ("code", "leaves", "aborts"),
+    [(None, True, []), (0, True, []), (0, False, [1]), (3, True, [1]), ("why", True, [1])],
 )
 def test_a_rank_of_mpi_that_ends_in_order_aborts_no_job(
-    code: object, ends: int, aborts: list[int], monkeypatch: pytest.MonkeyPatch
+    code: object, leaves: bool, aborts: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Any other one has recorded its error, be it of leaving the world."""
     aborted: list[int] = []
+
+    def leave(*, abort: bool = False) -> None:
+        if not leaves and not abort:
+            raise ac.CollectiveTimeoutError("still in flight")
+
     monkeypatch.setattr(child, "abort_mpi", aborted.append)
     monkeypatch.setattr(child, "die_with_launcher", lambda: None)
     monkeypatch.setattr(planned_rank.preparing, "prepare", lambda _said: None)
     monkeypatch.setattr(planned_rank, "_place", lambda: (0, 0))
-    with pytest.raises(SystemExit) as ended:
-        planned_rank.main(pickle.dumps({}) + pickle.dumps(Ending(code)))
-    assert (ended.value.code, aborted) == (ends, aborts)
+    monkeypatch.setattr(process, "initialize", lambda _backend: None)
+    monkeypatch.setattr(process, "finalize", leave)
+    monkeypatch.setattr(job, "dies_of", lambda _error: None)
+    task = Job("mpi", stop, (code,), directory=str(tmp_path))
+    with pytest.raises(SystemExit, match="1") if aborts else contextlib.nullcontext():
+        planned_rank.main(pickle.dumps({}) + pickle.dumps(task))
+    assert aborted == aborts
+    assert len(list(tmp_path.iterdir())) == len(aborts)

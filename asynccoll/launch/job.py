@@ -40,18 +40,24 @@ class Job:
     directory: str = ""
 
     def carry_out(self, rank: int, local_rank: int, /, **place: object) -> None:
-        """Join the world, call the function, leave; in the process of ``rank``."""
+        """Join the world, call the function, leave; in the process of ``rank``.
+
+        ``sys.exit(0)`` in the function is like a return. What is raised here has been recorded.
+        """
         from asynccoll.runtime.process import finalize, initialize
 
         try:
             initialize(self.backend, **{**self.options, **place})
-            complete(self.function, local_rank, *self.args, **self.kwargs)
+            try:
+                complete(self.function, local_rank, *self.args, **self.kwargs)
+            except SystemExit as stop:
+                if is_failure(stop):
+                    raise
             finalize()
         except BaseException as error:
-            if has_failed := is_failure(error):
-                self.record(rank, error)
-                dies_of(error)
-            finalize(abort=has_failed)
+            self.record(rank, error)
+            dies_of(error)
+            finalize(abort=True)
             raise
 
     def record(self, rank: int, error: BaseException) -> None:
