@@ -535,6 +535,33 @@ def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
     assert "rank 0 failed" in capsys.readouterr().err
 
 
+NESTED = """
+import signal, threading
+from asynccoll.launch import passing
+
+class Slow(threading.Event):
+    def set(self):
+        with self._cond:
+            signal.raise_signal(signal.SIGHUP)
+        super().set()
+
+threading.Event = Slow
+told = []
+passing.on_stop_signals(told.append)
+signal.raise_signal(signal.SIGHUP)
+print(len(told))
+"""
+
+
+@on_linux
+def test_a_hangup_that_comes_twice_at_once_is_heard_once() -> None:
+    """Shell and kernel both send one, and the handler may be interrupted where it holds a lock."""
+    hears = ["env", "--default-signal"]  # tests may run under nohup
+    line = [*hears, sys.executable, "-c", NESTED]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=patient(30), check=False)
+    assert done.stdout == "1\n", done.stderr
+
+
 @pytest.mark.parametrize(("how", "code"), [(None, 0), (RendezvousTimeoutError, 1)])
 def test_a_signal_that_comes_after_the_end_of_a_job_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, how: type[Exception] | None, code: int

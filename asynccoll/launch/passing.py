@@ -120,13 +120,12 @@ def on_stop_signals(
     on another thread.
     """
     noticed = threading.Event()
-    counted: list[int] = []
+    arrived: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGHUP:
-            counted.append(number)
-        if noticed.is_set():
-            if len(counted) > 1:
+        arrived.append(number)
+        if len(arrived) > 1:  # perhaps within the handler of the first, whose locks this one must not take
+            if len(arrived) - arrived.count(signal.SIGHUP) > 1:
                 processes.signal_children(signal.SIGKILL)
             return
         noticed.set()
