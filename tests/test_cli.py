@@ -340,6 +340,22 @@ def test_a_restart_finds_nothing_of_the_attempt_before(start, script):
 
 
 @on_linux
+def test_a_rank_killed_after_a_restart_has_no_call_of_the_attempt_before(start, script):
+    script("""
+        import os
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            import asynccoll as ac
+            ac.initialize("gloo")
+            ac.all_reduce(1).wait()
+        os.kill(os.getpid(), 9)
+    """)
+    code, _, errors = start("run", "-n", 2, "--max-restarts", 1, "program.py").wait()
+    assert code == 128 + 9
+    assert "killed by SIGKILL" in errors
+    assert "its last call" not in errors
+
+
+@on_linux
 def test_a_failing_rank_takes_what_it_started_with_it(start, script):
     script("""
         import os, subprocess

@@ -94,7 +94,7 @@ def _launch(
         stuck=lambda number: _give_up(number, directories),
     )
     assert config.logs_specs is not None, "torchrun always has some"
-    error_files = _at_each_attempt(config.logs_specs)
+    error_files = _at_each_attempt(config.logs_specs, witness)
     try:
         try:
             _await_first_host(config)
@@ -337,7 +337,7 @@ def _passing_directory(prefix: str) -> Iterator[Path]:
         yield Path(made)
 
 
-def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
+def _at_each_attempt(logs: LogsSpecs, witness: Witness) -> dict[int, str]:
     """End what the previous attempt left running, at each attempt; returns the error files of the latest.
 
     They are kept by local rank as torch elastic decides on them, before it starts the ranks: a failure names
@@ -348,6 +348,7 @@ def _at_each_attempt(logs: LogsSpecs) -> dict[int, str]:
 
     def reify(envs: dict[int, dict[str, str]]) -> LogsDest:
         processes.end_children()
+        witness.restarted()
         decided = decide(envs)
         files.update(decided.error_files)
         return decided

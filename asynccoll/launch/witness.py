@@ -50,6 +50,7 @@ class Witness:
         """Prepare to see ranks that are started in ``directory`` from now on, once ``watch`` is called."""
         self.directory: Path = directory
         self._seen: dict[int, _Seen] = {}  # by process
+        self._earlier = 0  # how many of them are of earlier attempts
         self._ended: list[int] = []
         self._changed = -1
         self._poll = select.poll()
@@ -74,10 +75,14 @@ class Witness:
             self._listening.close()
         return self._ended
 
+    def restarted(self) -> None:
+        """Leave the ranks so far out of ``flights``: they are about to be started again."""
+        self._earlier = len(self._seen)
+
     def flights(self) -> dict[int, Flight]:
         """Return what each rank that has joined its world has recorded, including those that are gone."""
         found = {}
-        for seen in list(self._seen.values()):  # of a rank that was restarted, the latest
+        for seen in list(self._seen.values())[self._earlier :]:
             recorded = None if seen.memory is None else flight.read(seen.memory)
             if recorded is not None:
                 found[seen.rank] = recorded
