@@ -81,7 +81,7 @@ def test_where_a_rank_cannot_be_started_those_before_it_end(monkeypatch: pytest.
     def start(*_: object, **__: object) -> SimpleNamespace:
         if not left:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return SimpleNamespace(processes=[left.pop()], error_files=[""])
+        return SimpleNamespace(processes=[left.pop()], error_files=[])
 
     def listen(directory: Path) -> socket.socket:
         listening.append(socket.socket())
@@ -111,9 +111,13 @@ def test_who_spawns_on_a_thread_hears_that_no_descriptor_is_left(monkeypatch: py
 
     def ask() -> None:
         with pytest.raises(OSError, match=os.strerror(errno.EMFILE)) as caught:
-            spawn._kept(lambda: SimpleNamespace(processes=ranks))
+            ac.spawn("gloo", print, nproc_per_node=2)
         heard.append(caught.value.errno)
 
+    starting = iter(ranks)
+    monkeypatch.setattr(
+        mp, "start_processes", lambda *_, **__: SimpleNamespace(processes=[next(starting)], error_files=[])
+    )
     monkeypatch.setattr(os, "dup", dup)
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
@@ -123,6 +127,21 @@ def test_who_spawns_on_a_thread_hears_that_no_descriptor_is_left(monkeypatch: py
     assert not any(is_of(copy, reader) for copy in copies)
     os.close(reader)
     os.close(writer)
+
+
+def test_ranks_end_at_a_ctrl_c_that_comes_before_they_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python would wait for them when it ends, however long they take."""
+    rank, told = Started(), tmp_path / "error"
+    told.touch()
+    started = SimpleNamespace(processes=[rank], error_files=[str(told)])
+    monkeypatch.setattr(mp, "start_processes", lambda *_, **__: started)
+    monkeypatch.setattr(Witness, "watch", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ac.spawn("gloo", print)
+    assert rank.ended
+    assert not told.exists()
 
 
 @pytest.fixture

@@ -148,29 +148,30 @@ def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
     with _reporting(replace(task, options=kwargs)) as told:
         named = naming(told.directory, alone=nodes.nnodes == 1)
         witness = Witness(Path(told.directory))
+        started: list[Any] = []
         try:
-            context = _kept(lambda: _started(ranks, (told, nodes, variables, named), how))
+            context = _kept(lambda: _started(started, ranks, (told, nodes, variables, named), how))
             if join:
                 _joined(context, told, nodes, witness.watch())
                 return None
+        except BaseException:  # Ctrl-C, say: nothing waits for the ranks, and they may wait for others
+            end([process for one in started for process in one.processes])
+            for left in (file for one in started for file in one.error_files):
+                Path(left).unlink(missing_ok=True)  # written by ranks that failed, for torch to read
+            raise
         finally:
             witness.ended()
         context.asynccoll_store = store  # the ranks meet there for as long as they live
         return context
 
 
-def _started(ranks: int, told: tuple[object, ...], how: Mapping[str, Any]) -> Any:
-    """Start all ranks; return torch's context. If one fails to start, all end: they would wait for it."""
+def _started(started: list[Any], ranks: int, told: tuple[object, ...], how: Mapping[str, Any]) -> Any:
+    """Start all ranks; return torch's context. Each rank's own is appended to ``started``."""
     import torch.multiprocessing as mp  # heavy, and only for this
 
     start: Any = mp.start_processes
     program = _forked_rank if how["start_method"] == "fork" else _rank
-    started: list[Any] = []
-    try:
-        started.extend(start(program, (rank, *told), 1, join=False, **how) for rank in range(ranks))
-    except BaseException:
-        end([process for one in started for process in one.processes])
-        raise
+    started.extend(start(program, (rank, *told), 1, join=False, **how) for rank in range(ranks))
     of_all: Any = mp.ProcessContext
     processes = [process for one in started for process in one.processes]
     return of_all(processes, [file for one in started for file in one.error_files])
@@ -187,12 +188,6 @@ def _joined(context: Any, told: Job, nodes: Nodes, witness: Witness) -> None:
         codes = {nodes.first + error.error_index: getattr(error, "exit_code", 1)}
         here = range(nodes.first, nodes.first + nodes.nproc_per_node)
         raise failed(told, here, codes, str(error), witness.flights()) from None
-    except BaseException:  # Ctrl-C, say: nothing waits for the ranks any longer
-        end(context.processes)
-        raise
-    finally:
-        for left in context.error_files:  # written by ranks that failed, for torch to read
-            Path(left).unlink(missing_ok=True)
 
 
 def _kept(start: Callable[[], Any]) -> Any:
@@ -208,12 +203,8 @@ def _kept(start: Callable[[], Any]) -> Any:
         left: set[int] = set()
         try:
             context = start()
-            try:
-                # Duplicates: joining the ranks may close the originals meanwhile.
-                left.update(os.dup(process.sentinel) for process in context.processes)
-            except OSError:
-                end(context.processes)
-                raise
+            # Duplicates: joining the ranks may close the originals meanwhile.
+            left.update(os.dup(process.sentinel) for process in context.processes)
         except BaseException as error:
             for copy in left:
                 os.close(copy)
