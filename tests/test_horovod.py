@@ -27,7 +27,7 @@ import worlds
 from asynccoll.host.store import Clients
 from asynccoll.runtime.process import current
 from patience import patient
-from ranks import Rank
+from ranks import Rank, raising
 
 needs.need_package("horovod", "horovod", "the environment horovod has it: make horovod")
 
@@ -108,8 +108,10 @@ def twice(me: Rank) -> None:
 
 
 def _communicator(prefix: str) -> Any:
+    from asynccoll.backends.horovod.backend import _in_world
+
     backend: Any = current().backend
-    return backend._in_world(prefix)
+    return _in_world(backend.hvd, prefix, backend._rounds)
 
 
 def test_a_name_that_is_in_flight_is_refused(pair: worlds.World) -> None:
@@ -586,6 +588,35 @@ def _aborted() -> None:
 def test_it_can_be_initialized_again_and_horovod_lives_on() -> None:
     """This works after a normal end, and after an abort with a call that only one rank has made."""
     worlds.world("horovod", 2, bare=True).run(lives, timeout=60)
+
+
+def stays_away(me: Rank, where: str) -> None:
+    import horovod.torch as hvd
+
+    from asynccoll.backends.horovod import backend
+
+    hvd.init()
+    if me.rank == 0:
+        seconds = patient(2)
+        with raising(ac.CollectiveTimeoutError, f"within {seconds:g} s"):
+            ac.initialize("horovod", timeout=seconds, torch_group=False)
+        me.show("heard")
+    elif where == "Context":
+        with pytest.MonkeyPatch.context() as patch, raising(LookupError, "here only"):
+            patch.setattr(backend, where, _raises_here_only)
+            ac.initialize("horovod", timeout=patient(20), torch_group=False)
+    me.see("heard")
+
+
+def _raises_here_only(*_: object, **__: object) -> None:
+    raise LookupError("here only")
+
+
+@pytest.mark.parametrize("where", ["ac.initialize", "Context"])
+def test_a_rank_that_joins_horovod_but_not_the_world_is_waited_for_until_the_timeout(where: str) -> None:
+    """Horovod waits for it forever, wherever it stops on its way into the world."""
+    with worlds.fresh("horovod", 2, bare=True) as world:
+        world.run(stays_away, where, timeout=30)
 
 
 def contradictions(me: Rank) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from dataclasses import replace
 from datetime import timedelta
+from time import monotonic
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from asynccoll.backends.api import (
     Backend,
     Capabilities,
     Communicator,
+    Completion,
     Context,
     Identity,
     Op,
@@ -33,10 +35,10 @@ from asynccoll.backends.api import (
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.backends.horovod.process_sets import ProcessSets
 from asynccoll.backends.horovod.training import HorovodTraining
-from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
-    from asynccoll.backends.horovod.communicator import HorovodCommunicator
+    from asynccoll.backends.horovod.communicator import HorovodCommunicator, Rounds
 
 __all__ = ["HorovodBackend"]
 
@@ -65,6 +67,8 @@ WITH_ADASUM = replace(HOROVOD, reduce=_ADASUM)
 
 #: How long a rank that leaves waits for the other ranks to finish.
 _LEAVE_SECONDS = 30.0
+#: Room for what rank 0 tells the other ranks when they meet.
+_TOLD_BYTES = 1024
 
 
 class HorovodBackend(Backend):
@@ -105,7 +109,7 @@ class HorovodBackend(Backend):
     def open(self, opening: Opening) -> HorovodCommunicator:
         prefix = f"{self._token}/{opening.lane}@{opening.epoch}"
         if opening.is_world:
-            communicator = self._in_world(prefix)
+            communicator = _in_world(self.hvd, prefix, self._rounds)
         else:
             from asynccoll.backends.horovod.communicator import HorovodCommunicator, Rounds
 
@@ -113,12 +117,9 @@ class HorovodBackend(Backend):
             communicator = HorovodCommunicator(native, opening.ranks, opening.rank, prefix, Rounds())
         return communicator
 
-    def _in_world(self, prefix: str) -> HorovodCommunicator:
-        from asynccoll.backends.horovod.communicator import HorovodCommunicator
-
-        hvd = self.hvd
-        ranks = range(hvd.size())
-        return HorovodCommunicator(hvd.global_process_set, ranks, hvd.rank(), prefix, self._rounds)
+    def barrier(self, name: str) -> Completion:
+        """Start a barrier of all ranks, of a name that is used once."""
+        return _in_world(self.hvd, f"{self._token} {name}", self._rounds).barrier()
 
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
         """Return the process set, for ``horovod.torch``'s own functions."""
@@ -129,10 +130,16 @@ class HorovodBackend(Backend):
         self._sets.close()
         if not abort and self.hvd.size() > 1 and self.hvd.is_initialized():
             with contextlib.suppress(Exception):  # a peer that has failed does not take part
-                self._in_world(f"{self._token} leaves").barrier().wait(_LEAVE_SECONDS)
+                self.barrier("leaves").wait(_LEAVE_SECONDS)
         if self._owns_default_group and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+
+
+def _in_world(hvd: ModuleType, prefix: str, rounds: Rounds) -> HorovodCommunicator:
+    from asynccoll.backends.horovod.communicator import HorovodCommunicator
+
+    return HorovodCommunicator(hvd.global_process_set, range(hvd.size()), hvd.rank(), prefix, rounds)
 
 
 def capabilities(name: str, device: str) -> Capabilities:
@@ -152,19 +159,24 @@ def create(request: Request) -> Context:
             "--backend horovod`, and pass neither store= nor init_method="
         )
     hvd = load()
+    deadline = monotonic() + request.timeout
     start(hvd, request.launch, options.get("comm"), request.timeout)
     identity = _locate(hvd)
     _check_place(request, identity)
     timeout = timedelta(seconds=request.timeout)
-    store, token = _meet(hvd, identity, timeout)
+    store, token = _meet(hvd, identity, timeout, deadline)
     owns_default = options.get("torch_group", True) and make_default_group(store, identity, timeout)
     device = own_device(identity.local_rank)  # as Horovod's programs do, whether tensors are staged or not
     backend = HorovodBackend(hvd, token, device, owns_default_group=owns_default)
     context = Context(backend, identity, store=store, timeout=request.timeout, check=request.check)
     if identity.world_size > 1:
-        # After this, all beacons are in the store, so that ranks that die from now on can be named.
-        hvd.barrier()
-        context.liveness.learn(context.world.ranks)
+        try:
+            # After this, all beacons are in the store, so that ranks that die from now on can be named.
+            _finish(backend.barrier("begins"), deadline, timeout)
+            context.liveness.learn(context.world.ranks)
+        except BaseException:
+            context.close(abort=True, patience=0.0)
+            raise
     return context
 
 
@@ -186,19 +198,38 @@ def _check_place(request: Request, identity: Identity) -> None:
         )
 
 
-def _meet(hvd: ModuleType, identity: Identity, timeout: timedelta) -> tuple[dist.Store | None, str]:
+def _meet(
+    hvd: ModuleType, identity: Identity, timeout: timedelta, deadline: float
+) -> tuple[dist.Store | None, str]:
     """Return a store that rank 0 serves, and a token for names that no earlier world of this job has used.
 
     A world of one rank has no store.
     """
-
-    def broadcast(text: str | None) -> str:
-        told: str = hvd.broadcast_object(text, root_rank=0, name="asynccoll meets")
-        return told
-
     token = secrets.token_hex(4)
     if identity.world_size == 1:
         return None, token
+    from asynccoll.backends.horovod.communicator import Rounds
+
+    # Not by Horovod's own broadcast_object, which has no time limit.
+    meeting = _in_world(hvd, "asynccoll meets", Rounds())
+
+    def broadcast(text: str | None) -> str:
+        said = (text or "").encode().ljust(_TOLD_BYTES)
+        told = torch.tensor(list(said), dtype=torch.uint8, device="cpu")
+        _finish(meeting.broadcast(told, 0), deadline, timeout)
+        return bytes(told.tolist()).decode().rstrip()
+
     token = broadcast(token)
     store = agree_on_store(identity.rank, broadcast, timeout, one_host=identity.nnodes == 1)
     return store, token
+
+
+def _finish(call: Completion, deadline: float, timeout: timedelta) -> None:
+    if not call.wait(deadline - monotonic()):
+        raise CollectiveTimeoutError(
+            f"not all of Horovod's ranks joined the world within {timeout.total_seconds():g} s: one has not "
+            "called ac.initialize, or has failed in it"
+        )
+    error = call.error()
+    if error is not None:
+        raise error
