@@ -168,6 +168,31 @@ def added_while_asked(me: Rank) -> None:
     assert told.wait(patient(10))
 
 
+def added_once_it_is_over(me: Rank) -> None:
+    from asynccoll.backends.horovod import completion
+
+    told, watched = [], []
+    poll, clear, ours = completion.poll, completion.clear, -1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "poll", lambda handle: handle == ours or poll(handle))
+        patch.setattr(completion, "clear", lambda handle: handle == ours or clear(handle))
+        patch.setattr(completion.progress, "watch", watched.append)  # the thread has not polled it yet
+        work = completion.HorovodCompletion(lambda: ours, (), completion.Common())
+        work.add_callback(lambda: told.append("first"))
+        work.enter()
+        assert work._look()
+        work.add_callback(lambda: told.append("second"))
+        assert told == ["second"]
+    assert watched == [work]
+    assert work.poll()
+    assert told == ["second", "first"]
+
+
+def test_who_adds_a_callback_to_what_is_over_calls_no_other_callback(pair: worlds.World) -> None:
+    """A lane adds one with its lock held, if a name is still in use; another one may take that lock."""
+    pair.run(added_once_it_is_over)
+
+
 def writes(me: Rank) -> None:
     from asynccoll.backends.horovod.communicator import RING
 

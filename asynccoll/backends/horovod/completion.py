@@ -164,7 +164,11 @@ class HorovodCompletion(Polled):
         callbacks = self.__dict__.setdefault("_callbacks", [])
         callbacks.append(callback)
         if self.over:
-            self._tell()
+            try:
+                callbacks.remove(callback)  # leaves the others, which may take locks that the caller holds
+            except ValueError:  # the thread that found the end has called it
+                return
+            callback()
         elif not self._watched:
             self._watched = True
             progress.watch(self)
