@@ -121,8 +121,12 @@ class Rank:
 
     def look_until_done(self, work: Any, otherwise: str) -> None:
         """Poll `work` until it is done, without waiting for it."""
+        self.look_until(work.done, otherwise)
+
+    def look_until(self, is_so: Callable[[], object], otherwise: str) -> None:
+        """Ask until `is_so`."""
         deadline = time.monotonic() + patient(10)
-        while not work.done():
+        while not is_so():
             assert time.monotonic() < deadline, otherwise
             time.sleep(0.001)
 

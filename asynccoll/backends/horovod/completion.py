@@ -175,5 +175,14 @@ class HorovodCompletion(Polled):
             progress.rouse()
 
     def writing(self) -> bool:
-        # Horovod does not cancel what was given up.
-        return not self.over or isinstance(self._error, AbortedError)
+        return not self.over or (isinstance(self._error, AbortedError) and self._is_in_flight())
+
+    def _is_in_flight(self) -> bool:
+        """Whether Horovod, which does not cancel what was given up, still has it. In doubt, it does.
+
+        After a restart of Horovod (elastic jobs) the handle may be another call's, until that is over.
+        """
+        try:
+            return self._handle is not None and not poll(self._handle)
+        except ValueError:  # Horovod was shut down, and has forgotten its handles
+            return False
