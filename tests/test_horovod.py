@@ -6,13 +6,17 @@ The tests need Horovod; the environment `horovod` has it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -246,6 +250,51 @@ def test_memory_that_was_given_up_is_free_once_horovod_has_ended() -> None:
     """A worker of an elastic job continues with the same tensors in the next world."""
     with worlds.fresh("horovod", 2, bare=True) as world:
         world.run(ends, timeout=30)
+
+
+def interrupted(me: Rank) -> None:
+    """Strike at each call and return in the module, and right after each call of a native function."""
+    from asynccoll.backends.horovod import completion
+
+    under, struck = _communicator("interrupted"), 0
+    for event, moment in itertools.product(("call", "c_call", "c_return", "return"), range(8)):
+        x, parts = torch.full((2,), me.rank + 1.0), [torch.zeros(2) for _ in range(me.size)]
+        calls = [
+            under.gather(parts if me.rank == 0 else None, x, 0),
+            under.all_reduce(x.clone(), ac.ReduceOp.SUM),
+        ]
+        wrong = under.all_to_all(torch.ones(4), torch.ones(2), [2, 2], [1, 1])
+        for call in (*calls, wrong):
+            me.look_until(
+                lambda call=call: call._handle is not None and completion.poll(call._handle), "not over"
+            )
+            sys.setprofile(partial(_strike, completion.__file__, event, itertools.count(moment, -1)))
+            try:
+                call.poll()
+            except KeyboardInterrupt:
+                struck += 1
+            finally:
+                sys.setprofile(None)
+            assert call.wait(patient(30))
+        assert [call.error() for call in calls] == [None, None], (event, moment)
+        assert isinstance(wrong.error(), ac.CollectiveMismatchError), (event, moment)
+        if me.rank == 0:
+            assert torch.cat(parts).tolist() == [1.0, 1.0, 2.0, 2.0], (event, moment)
+    assert struck > 20
+
+
+def _strike(file: str, wanted: str, left: Iterator[int], frame: FrameType, event: str, _what: object) -> None:
+    if frame.f_code.co_filename == file and event == wanted and next(left) == 0:
+        raise KeyboardInterrupt
+
+
+def test_a_call_whose_end_is_interrupted_has_the_same_end(pair: worlds.World) -> None:
+    """Horovod tells it once: whoever asked again took a call that was over for one that was cut off."""
+    pair.run(interrupted)
+
+
+def test_a_callback_that_is_added_while_another_thread_finds_the_end_is_called(pair: worlds.World) -> None:
+    pair.run(added_while_asked)
 
 
 # ---------------------------------------------------------------- mismatches

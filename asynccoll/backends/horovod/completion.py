@@ -59,6 +59,7 @@ class HorovodCompletion(Polled):
     #: Horovod completes calls once in a cycle, and frequent polling takes the processor from its thread.
     lateness: float | None = 1 / 32
     _watched = False
+    _cleared: list[object] | None = None  # not empty once Horovod has forgotten the handle
 
     def __init__(
         self,
@@ -107,17 +108,20 @@ class HorovodCompletion(Polled):
                     pass
                 elif self._common.abandoned:  # the handle may be another operation's by now
                     self._close(AbortedError("given up with the operation in flight"))
-                elif (handle := self._handle) is not None and poll(handle):
+                elif (handle := self._handle) is not None and (self._cleared or poll(handle)):
                     self._end(handle)
             except ValueError:  # Horovod was shut down here, and has forgotten its handles
                 self._close(AbortedError("Horovod was shut down with the operation in flight"))
         return self.over
 
     def _end(self, handle: int) -> None:
-        """Take the result of the call, which is over."""
+        """Take the result of the call, which is over. After Ctrl-C, the next look does what remains."""
         error: CollectiveError | None = None
         try:
-            clear(handle)
+            if not self._cleared:
+                self._cleared = []
+                # Within one call of C: Ctrl-C comes before the handle is cleared, or once that is noted.
+                self._cleared.extend(map(clear, (handle,)))
             if self._finish is not None:
                 self._finish()
         except CollectiveError as ours:
@@ -128,8 +132,8 @@ class HorovodCompletion(Polled):
 
     def _close(self, error: CollectiveError | None) -> None:
         self._error = error
-        self._arguments, self._finish = (), None
         self.over = True
+        self._arguments, self._finish = (), None
 
     def poll(self) -> bool:
         return self._look() and self._told()
