@@ -596,6 +596,28 @@ def test_process_sets_are_made_in_one_order_once_all_ranks_have_asked_for_them()
     assert sorted(made[0]) == [[0], [1]]
 
 
+def test_a_group_whose_thread_could_not_start_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second ``new_group`` once did nothing, and neither did that of any later group."""
+    clients = Clients(dist.HashStore())
+    made: list[list[list[int]]] = [[], []]
+    one, other = map(process_sets, range(2), made)
+
+    def too_many(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", too_many)
+        with pytest.raises(RuntimeError):
+            one.register(wanted((0,), clients, never))
+    until = time.monotonic() + patient(10)
+    for sets in (one, other):
+        sets.register(wanted((0,), clients, never))
+    for sets in (one, other):
+        sets.wait((0,), lambda: time.monotonic() > until)
+        sets.close()
+    assert made == [[[0]], [[0]]]
+
+
 def test_a_world_that_is_left_makes_no_more_process_sets() -> None:
     left = threading.Event()
     sets = process_sets(0, made := [])

@@ -22,6 +22,7 @@ from asynccoll.health.checks import misfit, mismatch
 from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.handing import received
+from asynccoll.host.helpers import start_once
 from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.host.words import encoded
 from asynccoll.memory.aliasing import may_overlap
@@ -102,6 +103,7 @@ __all__ = [
     "received",
     "reduce_chunks",
     "shown",
+    "start_once",
     "uncast",
     "unlike",
     "unseen",

@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Clients, Opening, Promise
+from asynccoll.backends.api import Clients, Opening, Promise, start_once
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError
 
@@ -53,16 +54,15 @@ class ProcessSets:
     def register(self, opening: Opening) -> None:
         """Have the process set of these ranks made, once all ranks have asked for it; returns at once."""
         with self._lock:
-            if opening.ranks in self._made:
+            if self._made.setdefault(opening.ranks, Promise()).done():
                 return
             self._clients = opening.clients
-            self._made[opening.ranks] = Promise()
             self._wanted[opening.group] = opening.ranks
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, args=(opening.given_up,), name="asynccoll-groups", daemon=True
                 )
-                self._thread.start()
+                start_once(thread, partial(setattr, self, "_thread"))
 
     def wait(self, ranks: tuple[int, ...], given_up: Callable[[], bool]) -> object:
         """Wait until every rank has asked for the process set of ``ranks``, and return it.
