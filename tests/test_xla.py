@@ -17,6 +17,7 @@ import asynccoll as ac
 import needs
 import oracle
 import worlds
+from asynccoll.runtime.process import current
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -507,7 +508,7 @@ def test_ranks_that_are_processes_launch_in_the_order_of_the_lane(order: tuple[i
     """Inputs may reach the device in another order: a ready one was once launched before an earlier one."""
     from asynccoll.backends.xla.launching import ProcessLauncher  # importing it imports torch_xla
 
-    launcher = ProcessLauncher()
+    launcher = ProcessLauncher("lane")
     launched: list[OwnCall] = []
     calls: Any = [OwnCall(launched) for _ in order]
     arrive = [launcher.enter(call) for call in calls]
@@ -516,3 +517,27 @@ def test_ranks_that_are_processes_launch_in_the_order_of_the_lane(order: tuple[i
         arrive[place]()
         there.add(place)
         assert launched == calls[: next((n for n in range(3) if n not in there), 3)]
+
+
+def rows_of_a_process(me: Rank) -> None:
+    from asynccoll.backends.xla.collectives import Members
+    from asynccoll.backends.xla.communicator import XlaCommunicator
+    from asynccoll.backends.xla.launching import ProcessLauncher
+
+    backend: Any = current().backend
+    under = XlaCommunicator(backend, Members((0,), 0, 1), ProcessLauncher("lane"))
+    for expected, sent in ((2, 2), (2, 3), (3, 3)):
+        out = torch.zeros(expected, 2)
+        call = under.all_to_all(out, torch.ones(sent, 2), [expected], [sent])
+        assert call.wait(patient(30))
+        if expected == sent:
+            assert call.error() is None
+            assert out.tolist() == [[1.0, 1.0]] * sent
+        else:
+            assert isinstance(call.error(), ac.CollectiveMismatchError), repr(call.error())
+            assert "rank 0 expects [2] rows from ranks [0], which send it [3]" in str(call.error())
+
+
+def test_ranks_that_are_processes_compare_the_rows_that_they_expect_and_send() -> None:
+    """If only the sums agreed, rows of one rank passed for another's."""
+    replicas(1).run(rows_of_a_process)

@@ -104,7 +104,7 @@ class XlaBackend(Backend):
         if self._replicas is not None:
             launcher = ThreadLauncher(self._replicas, opening.name, opening.rank, opening.size)
         elif opening.is_world:
-            launcher = ProcessLauncher()
+            launcher = ProcessLauncher(opening.name)
         else:
             raise UnsupportedOpError(
                 f"on TPU every device runs every program: only the world can communicate, not ranks "

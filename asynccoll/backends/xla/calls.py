@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from asynccoll.backends.xla.device import Device
     from asynccoll.backends.xla.progress import Progress
 
-__all__ = ["Call", "Deliver", "Replica", "Shape", "launch"]
+__all__ = ["Call", "Deliver", "Replica", "Shape", "Splits", "agreed", "launch"]
 
 #: Puts a result where the caller wants it. Returns what has to be called once the device is done, or None.
 Deliver = Callable[[torch.Tensor], Callable[[], object] | None]
 #: Makes the input of a collective from what the caller passed.
 Shape = Callable[[Any], torch.Tensor]
+#: How many rows a rank sends to each rank, and how many it expects from each.
+Splits = tuple[Sequence[int], Sequence[int]]
 
 
 class Replica(Protocol):
@@ -69,7 +71,7 @@ class Call:
         x: Any,
         deliver: Deliver,
         shape: Shape | None,
-        splits: tuple[Sequence[int], Sequence[int]] | None,
+        splits: Splits | None,
         failed_alone: Callable[[BaseException], object],
     ) -> None:
         """``failed_alone`` is called with a failure after the launch, which the other ranks do not have."""
@@ -78,8 +80,7 @@ class Call:
         self.x: torch.Tensor = x
         self.deliver: Deliver = deliver
         self.shape: Shape | None = shape
-        #: (rows to each rank, rows expected from each)
-        self.splits: tuple[Sequence[int], Sequence[int]] | None = splits
+        self.splits: Splits | None = splits
         self.matrix: Matrix = ()
         self.text: str = collective.text(x) if shape is None else ""  # else set by ``stage``
         self.result: torch.Tensor | None = None
@@ -172,13 +173,19 @@ def _agree(calls: Sequence[Call], where: str) -> None:
         raise mismatch(where, ranks, texts)
     if not calls[0].collective.needs_matrix:
         return
-    matrix = [call.splits[0] for call in calls if call.splits is not None]
-    for index, call in enumerate(calls):
+    matrix = agreed([call.splits for call in calls if call.splits is not None], ranks, where)
+    for call in calls:
         call.matrix = matrix
-        assert call.splits is not None
+
+
+def agreed(splits: Sequence[Splits], ranks: Sequence[int], where: str) -> Matrix:
+    """Return how many rows each rank sends to each other; raise if one of them expects other numbers."""
+    matrix = [sent for sent, _ in splits]
+    for index, (_, expected) in enumerate(splits):
         sent = [row[index] for row in matrix]
-        if list(call.splits[1]) != sent:
+        if list(expected) != sent:
             raise CollectiveMismatchError(
-                f"all_to_all on {where}: rank {ranks[index]} expects {list(call.splits[1])} rows from "
-                f"ranks {list(ranks)}, which send it {sent} (nothing was sent; the lane is still usable)"
+                f"all_to_all on {where}: rank {ranks[index]} expects {list(expected)} rows from ranks "
+                f"{list(ranks)}, which send it {sent} (nothing was sent; the lane is still usable)"
             )
+    return matrix

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asynccoll.backends.api import Completion, ReduceOp, as_matrix, uncast
-from asynccoll.backends.xla.calls import Call, Deliver, Replica, Shape
+from asynccoll.backends.xla.calls import Call, Deliver, Replica, Shape, Splits
 from asynccoll.backends.xla.collectives import (
     AllGather,
     AllReduce,
@@ -59,7 +59,7 @@ class XlaCommunicator:
         x: Any,
         deliver: Deliver,
         shape: Shape | None = None,
-        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        splits: Splits | None = None,
     ) -> Completion:
         call = Call(self._replica, collective, x, deliver, shape, splits, self._failed_alone)
         arrive = self._launcher.enter(call)

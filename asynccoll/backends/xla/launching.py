@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from asynccoll.backends.xla.calls import Call, launch
+from asynccoll.backends.xla.calls import Call, Splits, agreed, launch
 from asynccoll.backends.xla.collectives import AllGather
 from asynccoll.errors import CollectiveError
 
@@ -83,7 +83,8 @@ class ProcessLauncher:
     on when an input was ready, it would not be the same on all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._accepted: deque[Call] = deque()
         self._ready: set[Call] = set()
 
@@ -112,25 +113,25 @@ class ProcessLauncher:
 
     def _carry_out(self, call: Call) -> None:
         if call.splits is not None:
-            call.matrix = self._exchange(call)
+            call.matrix = agreed(self._exchange(call), call.collective.members.ranks, self._name)
         call.prepare()
         call.replica.xla.wait()
         call.launch()
         call.end()
 
-    def _exchange(self, call: Call) -> list[list[int]]:
-        """Return the split sizes of all ranks, gathered by a separate collective: ranks meet nowhere else."""
+    def _exchange(self, call: Call) -> list[Splits]:
+        """Return the splits of all ranks, gathered by a separate collective: ranks meet nowhere else."""
         assert call.splits is not None
         device = call.replica.xla
         members = call.collective.members
         gather = AllGather(members, "splits")
         with device.lock:
-            sent = torch.tensor(call.splits[0], dtype=torch.int32, device="cpu").to(device.torch_device)
+            sent = torch.tensor(call.splits, dtype=torch.int32, device="cpu").to(device.torch_device)
             device.settle([sent])
             rows = device.launch(lambda token: gather.trace(sent, token))
         device.wait()
-        matrix: list[list[int]] = rows.cpu().view(members.size, -1).tolist()
-        return matrix
+        found: list[Splits] = rows.cpu().view(members.size, 2, -1).tolist()
+        return found
 
     def give_up(self, error: CollectiveError) -> None:
         """Do nothing: the other ranks wait on their devices, where they cannot be told."""
