@@ -103,8 +103,8 @@ _SEEDED = (
     ("transport/completion.py", "                self._callbacks.insert(0, wake)", "                pass"),
     (
         "transport/completion.py",
-        "host.call_each(callbacks)",
-        "host.call_each(callbacks[:1])",
+        "host.call_each(self._left)",
+        "next(self._left)()",
     ),
     (
         "waiting/loops.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +21,15 @@ from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.health.confirming import Confirmations
 from asynccoll.host.call_site import Spot
+from asynccoll.order import job
 from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Verdict
 from asynccoll.order.operation import Estimate
+from asynccoll.runtime.process import current
 from asynccoll.testing import simulate
-from asynccoll.transport.completion import READY, Completion
+from asynccoll.transport.completion import READY, Completion, Promise
 from asynccoll.world.context import Context, Identity
+from patience import patient
 
 
 class Ending:
@@ -215,3 +220,61 @@ def test_a_mistake_while_calls_are_compared_ends_the_lane(monkeypatch: pytest.Mo
     report = simulate(main, world_size=2, nodes=2, timeout=100)
     report.check()
     assert any("a mistake of ours" in one for said in report.results.values() for one in said), report.results  # type: ignore[attr-defined]
+
+
+class Retired:
+    """A communicator with half-matched calls, which cannot be closed before the lane is."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    def retire(self) -> bool:
+        return False
+
+    def inherit(self, previous: object) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._said.append("abort")
+
+    def close(self) -> None:
+        self._said.append("close")
+
+
+def test_a_retired_communicator_without_a_successor_is_aborted_and_closed_once() -> None:
+    """It was taken for the lane's latest one as well."""
+    said: list[str] = []
+    closing = threading.Event()
+
+    def make(epoch: int) -> Any:
+        if not epoch:
+            return Retired(said)
+        assert closing.wait(patient(30))
+        raise RuntimeError("given up")
+
+    connection = Connection("a lane", threading.Lock(), make, lambda: None, lambda error: None)
+    connection.open(waits=False)
+    replaced = connection.replace(1, waits=True)
+    assert replaced is not None
+    connection.retire(replaced)
+    closing.set()
+    connection.close(abort=False)
+    assert said == ["abort", "close"]
+
+
+def test_what_a_lane_still_does_as_it_is_lost_belongs_to_the_call() -> None:
+    """Its memory may be written to until then; and nothing else keeps it alive."""
+    lane, last = current().world.lane("lost as it is driven"), Promise()
+
+    def program(communicator: object) -> Generator[Completion, None, Completion]:
+        lost = threading.Thread(target=lane.break_off, args=(ac.CollectiveError("lost"),))
+        lost.start()
+        lost.join()
+        return last
+        yield
+
+    operation = lane.run("a call", program, awaited_soon=True)
+    assert isinstance(operation.completion, Promise)
+    assert operation.completion.source is last
+    assert job._SETTLED.source is None
+    ac.close_lane("lost as it is driven")

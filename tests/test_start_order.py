@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,9 +15,10 @@ import asynccoll as ac
 from asynccoll.order.start_order import StartOrder
 from asynccoll.runtime import process as runtime
 from asynccoll.transport.communicator import Communicator
-from asynccoll.transport.completion import Completion
+from asynccoll.transport.completion import Completion, Promise
 from ranks import Rank
-from worlds import World, fresh
+from struck import Struck, nth
+from worlds import fresh
 
 LANES = ("left", "right", "middle")
 ROUNDS = 6
@@ -126,33 +128,84 @@ def test_a_lane_that_broke_off_and_is_closed_passes_its_turns() -> None:
         assert world.run(closed_where_it_broke, runner="asyncio", timeout=30) == [2, 2]
 
 
-def test_ctrl_c_in_an_announcement_leaves_it_to_the_next() -> None:
-    """The followers may or may not have got it: they get the same again, and the turn is not lost."""
-    told: list[tuple[list[str], list[str]]] = []
-    admitted: list[int] = []
+class FakeLane:
+    """The queue of a lane: every operation ends when ``end`` is called."""
 
-    def multi_set(keys: list[str], values: list[str]) -> None:
-        told.append((keys, values))
-        if len(told) == 1:
+    def __init__(self, name: str) -> None:
+        self.name = self.key = name
+        self.queued = 0
+        self.turns: list[Promise] = []
+
+    def next_epoch_to_start(self) -> int | None:
+        return 0 if self.queued else None
+
+    def admit(self, epoch: int, turn: Promise) -> None:
+        if turn not in self.turns:
+            self.turns.append(turn)
+            self.queued -= 1
+
+    def end(self) -> None:
+        self.turns[-1].settle()
+
+
+class AnnouncingStore:
+    """A store that notes what it is told, and where Ctrl-C strikes once, behind that."""
+
+    def __init__(self) -> None:
+        self.struck = False
+        self.announced: dict[str, str] = {}
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.announced.update(zip(keys, values, strict=True))
+        if self.struck:
+            self.struck = False
             raise KeyboardInterrupt
 
-    lane: Any = SimpleNamespace(name="a", key="a", next_epoch_to_start=lambda: 5, admit=admitted.append)
-    clients: Any = SimpleNamespace(take=lambda: SimpleNamespace(multi_set=multi_set))
-    order = StartOrder(cast("Any", SimpleNamespace(rank=0, size=3, key="world")), clients)
-    with pytest.raises(KeyboardInterrupt):
+
+def leading() -> tuple[StartOrder, AnnouncingStore]:
+    store = AnnouncingStore()
+    group = SimpleNamespace(rank=0, size=2, key="some")
+    return StartOrder(cast("Any", group), cast("Any", SimpleNamespace(take=lambda: store))), store
+
+
+def test_ctrl_c_as_the_next_start_is_announced_loses_no_turn() -> None:
+    """It strikes as another lane's operation ends, after which nobody might ask again."""
+    order, store = leading()
+    first, second = FakeLane("first"), FakeLane("second")
+    for lane in (first, second):
+        lane.queued += 1
         order.request(lane)
-    order.request(lane)
-    assert admitted == [5]
-    assert told[0] == told[1]
-    order.release()
-    assert admitted == [5, 5]
-    assert told[2] != told[1]
+    store.struck = True
+    with pytest.raises(KeyboardInterrupt):
+        first.end()
+    assert len(second.turns) == 1
+    assert [json.loads(said)[0] for said in store.announced.values()] == ["first", "second"]
 
 
-def test_without_the_need_there_is_no_start_order(pair: World) -> None:
-    """gloo's lanes need no agreement, and do not pay for one."""
-    pair.run(unordered)
-
-
-async def unordered(me: Rank) -> None:
-    assert runtime.current().world.start_order("eval") is None
+@pytest.mark.parametrize("when", ["taken", "released"])
+def test_ctrl_c_at_any_lock_of_the_start_order_loses_no_turn(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    struck = 0
+    for use in range(1, 8):
+        order, store = leading()
+        lanes = [FakeLane("first"), FakeLane("second")]
+        with monkeypatch.context() as patch:
+            patch.setattr(order, "_lock", Struck(nth(use), when=when))
+            for lane in lanes:
+                lane.queued += 1
+                try:
+                    order.request(lane)
+                except KeyboardInterrupt:
+                    struck += 1
+            try:
+                lanes[0].end()
+            except KeyboardInterrupt:
+                struck += 1
+        assert [len(lane.turns) for lane in lanes] == [1, 1], f"at use {use}"
+        assert [json.loads(said)[0] for said in store.announced.values()] == ["first", "second"]
+        lanes[1].end()
+        lanes[0].queued += 1
+        order.request(lanes[0])
+        assert len(lanes[0].turns) == 2, f"at use {use}"
+    assert struck >= 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccoll.order.turns import Turns
+from asynccoll.transport import completion
 from asynccoll.transport.completion import Completion, Promise
 from struck import Struck, nth
 
@@ -44,6 +45,19 @@ def test_ctrl_c_in_taking_a_turn_leaves_it_to_the_next(
     assert receives.order[-1] == "later"
     receives.asked["later"].settle()
     assert not turns
+
+
+def test_ctrl_c_as_a_message_has_been_requested_leaves_the_next_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns, receives = Turns(lose=print), Receives()
+    receives.take(turns, "first")
+    receives.take(turns, "second")
+    with monkeypatch.context() as here:
+        here.setattr(completion, "_settling", Struck(nth(1)))
+        with pytest.raises(KeyboardInterrupt):
+            receives.asked["first"].settle()
+    assert receives.order == ["first", "second"]
 
 
 def test_after_a_receive_that_could_not_be_made_no_other_takes_its_message() -> None:

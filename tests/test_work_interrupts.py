@@ -19,7 +19,7 @@ import asynccoll as ac
 from asynccoll.ops import anysource
 from asynccoll.order import operation
 from asynccoll.runtime.process import current
-from asynccoll.transport import Promise
+from asynccoll.transport import Promise, completion
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting import work as module
 from patience import patient
@@ -93,6 +93,24 @@ def test_other_waiters_are_told_all_the_same() -> None:
     with pytest.raises(KeyboardInterrupt):
         promise.settle()
     assert told == ["the second"]
+
+
+@pytest.mark.parametrize("when", ["taken", "released"])
+def test_who_settles_again_tells_those_that_ctrl_c_kept_from_being_told(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It struck before the first was told; those who repair what it interrupted settle again."""
+    promise, told = Promise(), []
+    for name in ("first", "second"):
+        promise.add_callback(lambda name=name: told.append(name))
+    with monkeypatch.context() as patch:
+        patch.setattr(completion, "_settling", Struck(nth(1), when=when))
+        with pytest.raises(KeyboardInterrupt):
+            promise.settle()
+    promise.settle()
+    assert told == ["first", "second"]
+    promise.settle()
+    assert told == ["first", "second"]
 
 
 def test_later_waiters_are_told_though_the_first_was_struck(monkeypatch: pytest.MonkeyPatch) -> None:

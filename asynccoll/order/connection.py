@@ -140,17 +140,18 @@ class Connection:
             opener.join(max(0.0, until - host.monotonic()))
 
     def close(self, *, abort: bool) -> None:
-        """Close all communicators. First abort all but the latest, because they have half-matched calls.
+        """Close all communicators. First abort the retired ones, because they have half-matched calls.
 
         With ``abort``, abort the latest one as well.
         """
         self._given_up = True
         self.join()
         last = self.communicator or self._previous
-        communicators = [*self._retired, *([last] if last else [])]
+        retired = self._retired
+        communicators = [*retired, *([last] if last is not None and last not in retired else [])]
         self._retired, self.communicator, self._previous = [], None, None
         with ExitStack() as ends:  # closes all of them even if one raises; the last one added is closed first
             for communicator in reversed(communicators):
                 ends.callback(communicator.close)
-                if abort or communicator is not communicators[-1]:
+                if abort or communicator in retired:
                     ends.callback(communicator.abort)

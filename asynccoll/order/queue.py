@@ -66,7 +66,9 @@ class Queue:
         self._active: Job | None = None
         self._start_order = start_order
         self._admitted: int | None = None  # the epoch in which ``start_order`` lets one operation start
-        self._ended: tuple[Job, Completion, bool] | None = None  # see ``_end``
+        self._turn: Promise | None = None  # the latest turn that ``start_order`` has given to this lane
+        self._ended: tuple[Job, Promise, Completion] | None = None  # see ``_end``
+        self._given_back: Promise | None = None  # the turn to be settled: after Ctrl-C, by the next driver
         self._driver: int | None = None  # a thread is in ``drive``
         self._kicked = False  # ``drive`` was called since: that thread must look again before it returns
 
@@ -161,8 +163,13 @@ class Queue:
             promise = None if active is None else active.promise  # read once: the job may end at any moment
         if isinstance(promise, Stepping):
             promise.hand_over()  # completions drive it from here: the queued call waits for its end as well
-        self.request(1)
-        self.drive()
+        try:
+            self.request(1)
+        except BaseException:
+            self.request(1)  # one too many does no harm
+            raise
+        finally:
+            self.drive()
 
     def drive(self) -> None:
         """Issue as many queued operations as possible, or make the thread that is already driving do so."""
@@ -233,6 +240,7 @@ class Queue:
     def _advance(self, job: Job) -> None:
         """Start the job's next call; after its last call the lane is free for the next job."""
         interrupted: KeyboardInterrupt | None = None
+        promise = job.promise  # here, as the job may be given up meanwhile
         try:
             last = self._next_unless_refused(job)
         except BaseException as error:  # raised in the job's waiter, not in this thread
@@ -242,7 +250,7 @@ class Queue:
             if self._active is job:
                 self._failing.broke_off(job, error)
         if last is not None:
-            self._ended = job, last, False
+            self._ended = job, promise, last
             self._end()
         elif not job.driven:
             assert job.step is not None
@@ -251,25 +259,34 @@ class Queue:
             raise interrupted
 
     def _end(self) -> None:
-        """Free the lane after a job's last call, hand its completion over, and pass the turn on.
+        """Free the lane after a job's last call, hand its completion over, and give the turn back.
 
-        ``_ended`` has the job, its completion, to which nothing else refers, and whether to pass a turn on.
-        After an interrupt at any point, the next thread that drives does what remains.
+        ``_ended`` has the job, its promise, and its completion, to which nothing else refers. After an
+        interrupt at any point, the next thread that drives does what remains.
         """
-        if self._ended is None:
-            return
-        job, last, passes = self._ended
-        with self.lock:
-            if self._active is job:  # else the job was given up: ``_pass_turn`` releases the turn
-                passes = job.place > 0 and self._admitted is not None
-                if passes:
-                    self._admitted = None
-                self._ended = job, last, passes
-                self._active = None
-        job.promise.follow(last)
-        self._ended = None
-        if passes and self._start_order is not None:
-            self._start_order.release()
+        if self._ended is not None:
+            job, promise, last = self._ended
+            with self.lock:
+                if self._active is job:  # else the job was given up: ``_pass_turn`` gives the turn back
+                    if job.place:
+                        self._give_back()
+                    self._active = None
+            promise.follow(last)
+            self._ended = None
+        self._pass_on()
+
+    def _give_back(self) -> None:
+        """Use up the turn that this lane has, if any; ``_pass_on`` then settles it. With the lock held."""
+        if self._admitted is not None:
+            self._admitted, self._given_back = None, self._turn
+
+    def _pass_on(self) -> None:
+        """Have another lane start an operation, if this one has given its turn back. Without the lock."""
+        turn = self._given_back
+        if turn is not None:
+            turn.settle()
+            if self._given_back is turn:
+                self._given_back = None
 
     def _next_unless_refused(self, job: Job) -> Completion | None:
         """Call ``_next_call`` unless the comparison of calls objects. Also None if that is still unknown."""
@@ -313,14 +330,18 @@ class Queue:
         with self.lock:
             return self._epochs.number if any(job.place for job in self._jobs) else None
 
-    def admit(self, epoch: int) -> None:
-        """Let this lane's next operation start: the one that rank 0 starts in ``epoch``."""
+    def admit(self, epoch: int, turn: Promise) -> None:
+        """Let this lane's next operation start: the one that rank 0 starts in ``epoch``.
+
+        ``turn`` is settled once that has made its last call. The same turn is given once, however often.
+        """
         with self.lock:
-            self._admitted = epoch
+            if turn is not self._turn:
+                self._turn, self._admitted = turn, epoch
         self.drive()
 
     def _pass_turn(self) -> None:
-        """Release the turn given by ``admit`` without starting anything, if its operation was given up."""
+        """Give back the turn given by ``admit`` without starting anything, if its operation was given up."""
         with self.lock:
             barren = self._epochs.is_exhausted and not self._jobs and self._active is None
             if self._admitted is None:
@@ -330,6 +351,5 @@ class Queue:
                     return  # rank 0 has settled a refusal that this rank has yet to settle
                 if self._admitted == self._epochs.number and not barren:
                     return
-            self._admitted = None
-        assert self._start_order is not None
-        self._start_order.release()
+            self._give_back()
+        self._pass_on()

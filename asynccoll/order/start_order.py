@@ -13,9 +13,9 @@ An announcement is for one operation in one epoch of its lane (``cut``). If a re
 operation, the lane takes its turn without starting anything, so that all ranks count the same turns.
 
 Lock order: the lock of the start order, then a lane's, because the leader holds its own lock while it asks a
-lane whether anything waits. So a lane calls ``request`` and ``release`` without holding its lock, and
+lane whether anything waits. So a lane calls ``request`` and settles its turn without holding its lock, and
 ``admit`` is called without holding the lock here: the lane may issue the whole operation in that call, and
-call ``release`` from it.
+settle its turn in it. Ctrl-C may strike the leader at any point: what remains is then done, and it is raised.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch.distributed as dist
 
 from asynccoll import host
+from asynccoll.transport.completion import Promise
 
 if TYPE_CHECKING:
     from asynccoll.host.store import Clients
@@ -50,8 +51,12 @@ class OrderedLane(Protocol):
     def next_epoch_to_start(self) -> int | None:
         """Return the epoch of the next operation that waits to be started; None if none does."""
 
-    def admit(self, epoch: int) -> None:
-        """Let the next operation start once it is queued; ``epoch`` is the one in which rank 0 starts it."""
+    def admit(self, epoch: int, turn: Promise) -> None:
+        """Let the next operation start once it is queued; ``epoch`` is the one in which rank 0 starts it.
+
+        The lane settles ``turn`` once that operation has made its last native call. Giving it the same turn
+        again changes nothing.
+        """
 
 
 class LaneGroup(Protocol):
@@ -85,9 +90,11 @@ class StartOrder:
         self._requests: deque[OrderedLane] = deque()  # on the leader: one entry for each queued operation
         #: on the leader: the lane and epoch to be announced next, once chosen
         self._next: tuple[OrderedLane, int] | None = None
-        self._starting = False  # on the leader: an operation was announced, and still has calls to make
+        #: on the leader: the lane and epoch that were announced last, until that lane has its turn
+        self._admitting: tuple[OrderedLane, int] | None = None
         self._announced = 0  # the number of the next announcement
-        self._released = host.Event()  # on a follower: the operation it started has made its last call
+        self._turn = Promise()  # the latest turn, settled once its operation has made its last native call
+        self._turn.settle()
         if not self._leads:
             self._thread = host.Thread(target=self._follow, name="asynccoll-order", daemon=True)
             self._thread.start()
@@ -96,42 +103,54 @@ class StartOrder:
         """Ask to start an operation of ``lane``, which is queued. Called without the lane's lock."""
         if not self._leads:
             return  # it starts once rank 0 has announced the start of its own operation
-        with self._lock:
-            self._requests.append(lane)
+        self._requests.append(lane)
         self._admit_next()
 
-    def release(self) -> None:
-        """Note that the admitted operation has made its last native call. Called without the lane's lock."""
-        if self._leads:
-            with self._lock:
-                self._starting = False
-            self._admit_next()
-        else:
-            self._released.set()
-
     def _admit_next(self) -> None:
-        with self._lock:
-            if self._starting or self._closed:
+        """Give the next turn, if the latest one is over."""
+        try:
+            self._admit()
+        except BaseException:
+            self._admit()  # the rest
+            raise
+
+    def _admit(self) -> None:
+        while True:
+            with self._lock:
+                if self._admitting is None and self._turn.done() and not self._closed:
+                    self._announce()
+                admitting, turn = self._admitting, self._turn
+            if admitting is None:
                 return
-            while self._next is None:
-                if not self._requests:
-                    return
-                lane = self._requests.popleft()
-                epoch = lane.next_epoch_to_start()  # None: the operation that asked was given up
-                self._next = None if epoch is None else (lane, epoch)
-            lane, epoch = self._next
-            # Each follower has a separate key, so that ``close`` can end the wait of its own thread.
-            keys = [self._key(self._announced, rank) for rank in range(1, self._group.size)]
-            announced = json.dumps([lane.name, lane.key, epoch])
-            try:
-                self._store.multi_set(keys, [announced] * len(keys))  # type: ignore[attr-defined]  # stub
-            except RuntimeError:
-                # The store is gone. Nothing starts any more, and waiters learn from their operations which
-                # rank is lost. (After Ctrl-C, the next request repeats this announcement.)
+            lane, epoch = admitting
+            lane.admit(epoch, turn)
+            with self._lock:
+                if self._turn is turn:
+                    self._admitting = None
+
+    def _announce(self) -> None:
+        """Choose the next operation and announce it to the followers. With the lock held."""
+        while self._next is None:
+            if not self._requests:
                 return
-            self._announced += 1
-            self._next, self._starting = None, True
-        lane.admit(epoch)
+            lane = self._requests[0]
+            epoch = lane.next_epoch_to_start()  # None: the operation that asked was given up
+            self._next = None if epoch is None else (lane, epoch)
+            del self._requests[0]
+        lane, epoch = self._next
+        # Each follower has a separate key, so that ``close`` can end the wait of its own thread.
+        keys = [self._key(self._announced, rank) for rank in range(1, self._group.size)]
+        announced = json.dumps([lane.name, lane.key, epoch])
+        turn = Promise()
+        turn.add_callback(self._admit_next)
+        try:
+            self._store.multi_set(keys, [announced] * len(keys))  # type: ignore[attr-defined]  # stub
+        except RuntimeError:
+            # The store is gone. Nothing starts any more, and waiters learn from their operations which rank
+            # is lost. (After Ctrl-C, the same announcement is made again.)
+            return
+        self._announced += 1
+        self._admitting, self._next, self._turn = self._next, None, turn
 
     def _follow(self) -> None:
         while (announcement := self._next_announcement()) is not None:
@@ -139,11 +158,14 @@ class StartOrder:
             lane = self._wait_for_lane(name, key)
             if lane is None:
                 return
-            self._released.clear()  # before ``admit``, which may release
-            if self._closed:  # after ``clear``, which may have undone what ``close`` set
+            turn = self._turn = Promise()
+            if self._closed:  # after the turn was stored: else ``close`` settles it
                 return
-            lane.admit(epoch)
-            self._released.wait()
+            over = host.Lock()
+            over.acquire()
+            turn.add_callback(over.release)
+            lane.admit(epoch, turn)
+            over.acquire()
 
     def _next_announcement(self) -> bytes | None:
         """Wait for the next announcement, and return it.
@@ -182,7 +204,7 @@ class StartOrder:
     def close(self) -> None:
         """End the thread. If it were still blocked in the store at exit, it would abort the interpreter."""
         self._closed = True
-        self._released.set()
+        self._turn.settle()
         if self._thread is not None:
             with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
                 store.set(self._key(self._announced, self._group.rank), "")

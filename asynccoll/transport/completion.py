@@ -7,7 +7,8 @@ programs (calls made of several native calls) depend on nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asynccoll import host
 from asynccoll.host.forks import renew
@@ -15,6 +16,7 @@ from asynccoll.host.forks import renew
 __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
+_NONE: Iterator[Callback] = iter(())
 #: Held briefly while any promise changes state; nothing is allocated under it.
 _settling = host.Lock()
 renew(_settling)
@@ -96,10 +98,12 @@ READY = Ready()
 class Promise(Completion):
     """A completion settled by Python code: a program's last step, a waiter thread, the progress thread."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "sent", "source")
+    __slots__ = ("_callbacks", "_done", "_error", "_left", "sent", "source")
 
     def __init__(self) -> None:
         self._callbacks: list[Callback] = []
+        #: the callbacks that have yet to be called, once done
+        self._left: Iterator[Callback] = _NONE
         self._done = False
         self._error: BaseException | None = None
         #: the native completion that this promise stands for, once known (for stream ordering)
@@ -139,9 +143,8 @@ class Promise(Completion):
 
     def _forget(self, callback: Callback) -> None:
         """Remove ``callback``, unless it has been or is about to be called."""
-        with _settling:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
+        with _settling, contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
 
     def add_callback(self, callback: Callback) -> None:
         with _settling:
@@ -162,16 +165,21 @@ class Promise(Completion):
             self.source.synchronize()
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Complete the promise, with ``error`` if it has failed; a later call changes nothing."""
-        with _settling:
-            if self._done:
-                return
-            self._error = error
-            self._done = True
-        # No lock: once the promise is done, ``add_callback`` appends nothing.
-        callbacks, self._callbacks = self._callbacks, []
-        if callbacks:
-            host.call_each(callbacks)
+        """Complete the promise, with ``error`` if it has failed.
+
+        A later call only calls the callbacks that Ctrl-C has kept from being called in this one.
+        """
+        try:
+            with _settling:
+                if not self._done:
+                    self._error = error
+                    if self._callbacks:
+                        self._left = iter(self._callbacks)
+                        self._callbacks = []
+                    self._done = True
+        finally:
+            if self._done and self._left is not _NONE:
+                host.call_each(self._left)  # each is taken off as it is called, whichever thread does that
 
     def follow(self, completion: Completion) -> None:
         """Complete when ``completion`` does, with the same error."""

@@ -38,7 +38,8 @@ class Polled(Completion):
         callbacks = self._callbacks or []
         while callbacks:
             try:
-                callback = callbacks.pop(0)
+                # Not by ``pop``: Ctrl-C may come as a call returns, and the callback would be lost.
+                callback, callbacks[:1] = callbacks[0], ()
             except IndexError:  # another thread has taken the last one
                 return
             callback()

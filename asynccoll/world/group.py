@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from asynccoll.order.start_order import OrderedLane
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.backend import Backend
-    from asynccoll.transport.completion import Completion
+    from asynccoll.transport.completion import Completion, Promise
     from asynccoll.waiting.children import Children
 
 __all__ = ["MAX_LANES", "Group", "GroupLike"]
@@ -74,21 +74,20 @@ class Surroundings(World, Protocol):
 
 
 class _Closed:
-    """A closed lane's stand-in in the start order: it releases each turn without starting anything.
+    """A closed lane's stand-in in the start order: it gives back each turn without starting anything.
 
     It replaces the lane's queue, which would keep everything that the lane had alive.
     """
 
-    def __init__(self, name: str, key: str, start_order: StartOrder) -> None:
+    def __init__(self, name: str, key: str) -> None:
         self.name = name
         self.key = key
-        self._start_order = start_order
 
     def next_epoch_to_start(self) -> int | None:
         return None
 
-    def admit(self, epoch: int) -> None:
-        self._start_order.release()
+    def admit(self, epoch: int, turn: Promise) -> None:
+        turn.settle()
 
 
 class Group:
@@ -368,13 +367,13 @@ class Group:
         """Return the queue of the lane with this ``key``, which is opened if it is the next lane of ``name``.
 
         A closing lane is found too: it may have calls in flight, even if a new lane already has its name. For
-        a lane that broke and is closed, a stand-in is returned that releases its turns. None if this rank has
-        yet to close the lane that had the name before, or has as many lanes as it may have.
+        a lane that broke and is closed, a stand-in is returned that gives back its turns. None if this rank
+        has yet to close the lane that had the name before, or has as many lanes as it may have.
         """
         with contextlib.suppress(StopIteration):
             return self.known_by(key).queue
-        if key in self._closed_alone and self._start_order is not None:
-            return _Closed(name, key, self._start_order)
+        if key in self._closed_alone:
+            return _Closed(name, key)
         if name in self.opened or self._next_key(name) != key:
             return None
         try:
