@@ -260,6 +260,32 @@ def test_a_child_of_a_rank_that_has_left_its_world_knows_who_that_was(tmp_path: 
         assert ended.out.split() == ["3"], ended.err
 
 
+OWN_WORLD = """
+    import os, signal, torch.distributed as dist
+    import asynccoll as ac
+
+    MADE
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        del os.environ["MASTER_ADDR"]
+        ac.initialize("gloo", rank=0, world_size=1)
+        print(ac.all_reduce(1).wait(), dist.get_world_size(), flush=True)
+        ac.finalize()
+        os._exit(3)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ac.all_reduce(1).wait())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ['ac.initialize("gloo")', 'dist.init_process_group("gloo"); ac.get_rank()'])
+def test_a_child_makes_a_world_of_its_own(tmp_path: Path, made: str) -> None:
+    """It is not made on torch's group of the parent, whose connections the parent still uses."""
+    for ended in scripts.run(tmp_path, OWN_WORLD.replace("MADE", made), ranks=2):
+        assert ended.code == 0, ended.err
+        assert ended.out.split() == ["1", "1", "3", "2"], ended.err
+
+
 TORCH_ALONE = """
     import os, torch.distributed as dist
     dist.init_process_group("gloo")

@@ -18,7 +18,7 @@ from asynccoll.host import forks
 from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
 from asynccoll.world.context import Context
 
-__all__ = ["forked", "parent", "refused"]
+__all__ = ["forget_torch", "forked", "parent", "refused"]
 
 
 def _in_child() -> None:
@@ -73,3 +73,11 @@ def parent() -> Context | None:
 def forked() -> bool:
     """Whether this is a forked child without a world of its own, which only knows its parent's place."""
     return rank_here() is None and parent() is not None
+
+
+def forget_torch() -> None:
+    """Have torch forget the parent's groups, lest a world that the child makes is made on one of them."""
+    native = dist.distributed_c10d.GroupMember.WORLD if dist.is_available() else None
+    if native is not None and native is process.inherited:
+        dist.distributed_c10d._world.pg_names.clear()  # torch shuts down what is named there
+        dist.destroy_process_group()

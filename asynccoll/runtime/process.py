@@ -33,7 +33,7 @@ from asynccoll.host import actors
 from asynccoll.host import exits as exiting
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import NEVER_SECONDS, check_timeout
-from asynccoll.runtime.forked import forked, parent, refused
+from asynccoll.runtime.forked import forget_torch, forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
 from asynccoll.waiting import forgotten
 from asynccoll.world.context import Context
@@ -230,6 +230,8 @@ def initialize(
             raise InvalidArgumentError(f"asynccoll is already initialized ({here!r}): {here.instead}")
         if backend is None:
             backend = os.environ.get(BACKEND_VARIABLE) or None
+        if forked():
+            forget_torch()
     context = choosing.create(
         backend,
         init_method=init_method,
