@@ -25,7 +25,7 @@ from asynccoll.backends.memory import sharing
 from asynccoll.flight import registry
 from asynccoll.host import actors
 from asynccoll.host.store import Exchange
-from asynccoll.runtime.process import current
+from asynccoll.runtime.process import current, existing, refresh
 from patience import until
 from ports import free_port
 from ranks import Rank, raising
@@ -235,6 +235,22 @@ def test_adopts_a_group_that_the_user_made(bare: World) -> None:
 
 
 def adopting_apart(me: Rank, port: int) -> None:
+def destroying(me: Rank, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=me.rank, world_size=me.size)
+    assert ac.all_reduce(1).wait() == me.size
+    adopted = existing()
+    dist.barrier()  # the other rank has its result, too
+    dist.destroy_process_group()
+    assert refresh() == "none"
+    assert adopted is not None
+    assert adopted.closed
+    nothing_is_left()
+
+
+def test_a_context_is_closed_with_the_group_that_the_user_destroys(bare: World, tmp_path: Path) -> None:
+    bare.run(destroying, str(tmp_path / "meet"))
+
+
     method = f"tcp://127.0.0.1:{port}"
     with environment(ASYNCCOLL_NODE=f"node {me.rank % 2}"):
         dist.init_process_group("gloo", init_method=method, rank=me.rank, world_size=me.size)

@@ -359,7 +359,7 @@ def refresh() -> str:
     if forked():
         return "adopted" if process.parent_adopted else "ours"
     native = None if process.thread_ranks else torch_group()
-    if process.adopted is not None and process.adopted[0]() is not native:
+    if process.adopted is not None and (native is None or process.adopted[0]() is not native):
         _abandon(process.adopted[1])
     return "none" if native is None else "adopted"
 
