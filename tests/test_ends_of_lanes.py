@@ -6,13 +6,14 @@ import threading
 from collections.abc import Generator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 import asynccoll as ac
 from asynccoll import flight, host
+from asynccoll.backends.c10d import communicator as native
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.communicator import C10dCommunicator
 from asynccoll.backends.memory.communicator import MemoryCommunicator
@@ -97,6 +98,60 @@ def test_a_call_is_recorded_before_native_code_gets_it() -> None:
     assert recorded() == [("first", 1, 1, "in flight")]  # a call that was not accepted is not recorded
     lane.issue(Estimate("second"), start)
     assert seen == [(name, n, n, "in flight") for name, n in (("first", 1), ("fails", 2), ("second", 2))]
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_lane_is_closed_though_ctrl_c_strikes_as_its_closer_starts(
+    starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``finalize`` closes it, and fails what is in flight."""
+    context = Context(SerialBackend(), Identity(), check="off")
+    lane = context.world.lane("closed")
+    operation = lane.issue(Estimate("in flight"), lambda _: Promise())
+    start = host.Thread.start
+
+    def struck(thread: host.Thread) -> NoReturn:
+        if starts:
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as striking:
+        striking.setattr(host.Thread, "start", struck)
+        with pytest.raises(KeyboardInterrupt):
+            context.world.close_lane("closed")
+    context.close(abort=True)
+    assert isinstance(operation.failure, ac.AbortedError)
+
+
+class Stuck:
+    """A native group whose destructor waits."""
+
+    def __init__(self, end: threading.Event) -> None:
+        self._end = end
+
+    def __del__(self) -> None:
+        self._end.wait(patient(10.0))
+
+
+def test_groups_that_are_being_destroyed_when_ctrl_c_strikes_are_awaited_at_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If a thread of gloo ended while the interpreter does, the process would be aborted."""
+    end = threading.Event()
+
+    def struck(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as striking:
+        striking.setattr(threading.Thread, "join", struck)
+        with pytest.raises(KeyboardInterrupt):
+            native._destroy([Stuck(end)])  # type: ignore[list-item]
+    (thread,) = native._destroying
+    assert thread.is_alive()
+    end.set()
+    native._await_destroyed()
+    assert not thread.is_alive()
+    native._destroying.remove(thread)
 
 
 @pytest.mark.parametrize("struck", ["abort first", "close first", "close last"])

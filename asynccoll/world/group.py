@@ -261,14 +261,17 @@ class Group:
 
     def _begin_to_close(self, name: str, why: str) -> None:
         for each in (name, name + BACKWARD):
-            lane = self.opened.pop(each, None)
+            lane = self.opened.get(each)
             if lane is not None:
                 closer = host.Thread(
                     target=self._close, args=(lane, why), name=f"asynccoll-close-{each}", daemon=True
                 )
-                closer.start()
-                self._closing[lane] = closer  # the closer removes it, and needs the lock for that
+                # In this order, Ctrl-C leaves no lane that ``lanes`` does not return. The closer removes it
+                # from there, and needs the lock for that.
+                self._closing[lane] = closer
+                del self.opened[each]
 
+                closer.start()
     def _close(self, lane: Lane, why: str) -> None:
         context = self.context
         for operation in lane.outstanding():
@@ -330,7 +333,8 @@ class Group:
         with self._lock:
             closers = list(self._closing.values())
         for closer in closers:
-            closer.join(_CLOSE_SECONDS)
+            if closer.is_alive():  # else Ctrl-C kept it from starting
+                closer.join(_CLOSE_SECONDS)
 
     def process_group(self) -> dist.ProcessGroup:
         """Return the same ranks as a ``torch.distributed.ProcessGroup``, for DDP, FSDP and the like.

@@ -260,10 +260,13 @@ def _destroy(held: list[Transport]) -> None:
     does not fail a receive that has got its first bytes. So they run in a thread.
     """
     thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
-    thread.start()
-    thread.join(_DESTROY_SECONDS)
-    if thread.is_alive():
-        _destroying.append(thread)
+    _destroying.append(thread)  # first: Ctrl-C may end the wait
+    try:
+        thread.start()
+        thread.join(_DESTROY_SECONDS)
+    finally:
+        if not thread.is_alive():
+            _destroying.remove(thread)
 
 
 def _await_destroyed() -> None:
