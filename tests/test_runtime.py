@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -533,7 +534,7 @@ def nothing_is_left() -> None:
     assert not ac.is_initialized()
     assert not dist.is_initialized()
     names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"asynccoll-answers", "asynccoll-watch"}
+    assert not names & {"asynccoll-answers", "asynccoll-watch", "asynccoll-memory"}
 
 
 def fails_midway(me: Rank, path: str, where: str) -> None:
@@ -560,14 +561,21 @@ def test_initialize_that_fails_midway_leaves_nothing(bare: World, tmp_path: Path
 
 
 #: Steps of ``finalize``, as attributes of a context.
-STEPS = ["drain", "watch.stop", "world.close", "backend.close", "farewells.leave"]
+STEPS = [
+    "drain",
+    "watch.stop",
+    "world.close",
+    "backend._inner._opening.wait",
+    "backend.close",
+    "farewells.leave",
+]
 
 
 def interrupted(me: Rank, path: str, step: str) -> None:
     ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
     assert ac.all_reduce(1).wait() == 2
     *owner, name = step.split(".")
-    of = getattr(current(), owner[0]) if owner else current()
+    of = attrgetter(".".join(owner))(current()) if owner else current()
     stop = getattr(of, name)
 
     def struck(*args: object, **how: object) -> NoReturn:

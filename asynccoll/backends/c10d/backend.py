@@ -34,6 +34,7 @@ from asynccoll.backends.api import (
     Opening,
     Request,
     Waiting,
+    host,
     locate,
     meet,
     network,
@@ -212,17 +213,22 @@ class C10dBackend(Backend):
         return made
 
     def close(self, *, abort: bool) -> None:
-        # The interpreter must not end while a helper thread is in gloo's constructor.
-        self._opening.wait(_OPENING_SECONDS)
-        self._devices = []
-        for published in self._published.values():
-            withdraw(published)
-        self._published.clear()
+        steps: list[Callable[[], object]] = [
+            # The interpreter must not end while a helper thread is in gloo's constructor.
+            partial(self._opening.wait, _OPENING_SECONDS),
+            self._devices.clear,
+            *(partial(withdraw, published) for published in self._published.values()),
+            self._published.clear,
+            self._leave_default_group,
+            partial(network.take_back, self._exported),
+        ]
+        host.call_each(steps)
+
+    def _leave_default_group(self) -> None:
         if self._owns_default_group and not self.orphaned():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         self._default_group = None
-        network.take_back(self._exported)
 
     def orphaned(self) -> bool:
         """Whether torch's default group, with which this world began, has been destroyed or replaced."""

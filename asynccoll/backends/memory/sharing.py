@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening
+from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening, host
 from asynccoll.backends.memory.by_device import ByDevice
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 from asynccoll.backends.memory.engine import Engine
@@ -180,9 +180,8 @@ class Sharing(Backend):
         return Pair(region, bells, where, ranks, messages.died)
 
     def close(self, *, abort: bool) -> None:
-        self._inner.close(abort=abort)
-        if self._hub is not None:
-            self._hub.close()
+        hub = [] if self._hub is None else [self._hub.close]
+        host.call_each([partial(self._inner.close, abort=abort), *hub])
 
     def disown(self) -> None:
         if self._hub is not None:
