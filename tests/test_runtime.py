@@ -235,7 +235,6 @@ def test_adopts_a_group_that_the_user_made(bare: World) -> None:
     bare.run(adopting, free_port())
 
 
-def adopting_apart(me: Rank, port: int) -> None:
 def destroying(me: Rank, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=me.rank, world_size=me.size)
     assert ac.all_reduce(1).wait() == me.size
@@ -252,6 +251,7 @@ def test_a_context_is_closed_with_the_group_that_the_user_destroys(bare: World, 
     bare.run(destroying, str(tmp_path / "meet"))
 
 
+def adopting_apart(me: Rank, port: int) -> None:
     method = f"tcp://127.0.0.1:{port}"
     with environment(ASYNCCOLL_NODE=f"node {me.rank % 2}"):
         dist.init_process_group("gloo", init_method=method, rank=me.rank, world_size=me.size)
@@ -277,6 +277,21 @@ def test_ranks_of_a_group_of_torchs_compare_their_calls_between_hosts(size: int)
     """torch has not said which hosts the ranks of such a group are on."""
     with worlds.fresh("gloo", size, bare=True) as world:
         world.run(adopting_apart, free_port())
+
+
+def never_joined(me: Rank, path: str) -> None:
+    ac.initialize("gloo", init_method=f"file://{path}", rank=me.rank, world_size=2)
+    if me.rank == 0:
+        current().timeout = 0.5
+        with raising(ac.CollectiveTimeoutError, "member 1 of 2 had not joined"):
+            ac.new_group([0, 1]).process_group()
+        me.show("timed out")
+    me.see("timed out")
+    ac.finalize()
+
+
+def test_a_group_of_torchs_that_a_member_never_makes(bare: World, tmp_path: Path) -> None:
+    bare.run(never_joined, str(tmp_path / "meet"), timeout=30.0)
 
 
 def for_torch(me: Rank, port: int) -> None:

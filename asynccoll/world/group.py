@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
@@ -270,8 +271,8 @@ class Group:
                 # from there, and needs the lock for that.
                 self._closing[lane] = closer
                 del self.opened[each]
-
                 closer.start()
+
     def _close(self, lane: Lane, why: str) -> None:
         context = self.context
         for operation in lane.outstanding():
@@ -346,6 +347,7 @@ class Group:
         Raises:
             UnsupportedOpError: the backend is not one of torch's, or ranks are threads of one process.
             InvalidArgumentError: this rank is not a member.
+            CollectiveTimeoutError: a member has not called it within the timeout of ``ac.initialize``.
         """
         if self.rank < 0:
             raise self._not_a_member()
@@ -355,6 +357,8 @@ class Group:
             )
         context = self.context
         opening = self.opening(DEFAULT, 0, lambda: context.closed)
+        # No operation waits for this, so nothing else would end a wait for a member that never calls it.
+        opening = replace(opening, meeting=context.timeout)
         native = context.backend.native_group(opening, self.lane().communicator)
         if not isinstance(native, dist.ProcessGroup):
             raise UnsupportedOpError(
