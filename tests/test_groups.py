@@ -56,6 +56,11 @@ def test_new_group(four: World, runner: str) -> None:
     four.run(halves, runner=runner)
 
 
+def test_a_group_of_torchs_that_was_destroyed() -> None:
+    with raising(ac.InvalidArgumentError, "was destroyed"):
+        ac.get_rank(dist.ProcessGroup(dist.HashStore(), 0, 1))
+
+
 async def by_index(me: Rank) -> None:
     group = ac.new_group([1, 2, 3])
     if me.rank:

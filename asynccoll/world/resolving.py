@@ -69,7 +69,7 @@ def check_ranks(context: Context, ranks: object) -> tuple[int, ...]:
 def _native_ranks(group: Any) -> list[int] | None:
     """Return the ranks of a DeviceMesh or a torch process group, or None for anything else."""
     if isinstance(group, dist.ProcessGroup):
-        return list(dist.get_process_group_ranks(group))
+        return _ranks_of(group)
     if not (hasattr(group, "mesh") and hasattr(group, "get_group")):
         return None
     if group.ndim != 1:
@@ -79,7 +79,17 @@ def _native_ranks(group: Any) -> list[int] | None:
         )
     if group.get_coordinate() is None:  # torch has made no process group for it on this rank
         return _ranks_of_others(group)
-    return list(dist.get_process_group_ranks(group.get_group()))
+    return _ranks_of(group.get_group())
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    try:
+        return list(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise InvalidArgumentError(
+            f"{group!r} is a torch ProcessGroup that was destroyed, or was of a world that is finalized; "
+            "pass a group that was made since"
+        ) from None
 
 
 def _ranks_of_others(mesh: DeviceMesh) -> list[int]:
