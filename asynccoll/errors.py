@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
+from typing import TypeGuard
 
 __all__ = [
     "AbortedError",
@@ -160,11 +161,30 @@ class ForkedProcessError(NotInitializedError, CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """The operation was not ready within its timeout; it may still be in flight.
+    """The operation was not ready within its timeout.
 
+    ``pending``: it is still in flight, so only this wait has ended: await the same work again to go on. If
+    False, the operation has failed (the backend itself timed out, say), and every wait raises this error.
     ``ranks`` are those that have not called it or cannot continue (stopped, gone). The message names them,
     and says what each called last and what it is doing now.
     """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        *,
+        pending: bool = False,
+        operation: str = "",
+        lane: str = "",
+    ) -> None:
+        super().__init__(message, ranks, operation=operation, lane=lane)
+        self.pending = pending
+
+    def __reduce__(self) -> tuple[object, ...]:
+        kind, text, told = super().__reduce__()
+        assert isinstance(told, dict)
+        return kind, text, told | {"pending": self.pending}
 
 
 class CollectiveMismatchError(CollectiveError):
@@ -220,6 +240,21 @@ class DiscardedResultWarning(RuntimeWarning):
 
     The warning is issued at the line of the call, on ranks that get a result, for tensors without ``out=``.
     """
+
+
+def still_pending(error: BaseException | None) -> TypeGuard[CollectiveTimeoutError]:
+    """Whether ``error`` has ended only a wait, for an operation that is still in flight."""
+    return isinstance(error, CollectiveTimeoutError) and error.pending
+
+
+def as_final(error: Exception) -> Exception:
+    """Return ``error``, with which something has failed: what is pending, if anything, is another work.
+
+    A function that ``map`` calls may have waited for that one.
+    """
+    if still_pending(error):
+        error.pending = False
+    return error
 
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)

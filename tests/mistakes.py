@@ -224,8 +224,8 @@ _TRAINING = (
     ),
     (
         "overlap/sharded.py",
-        "anywhere\n        )\n        return\n    for hook",
-        "anywhere\n        )\n    for hook",
+        "anywhere\n        )\n        return\n    for arrival",
+        "anywhere\n        )\n    for arrival",
     ),
 )
 

@@ -205,6 +205,8 @@ def test_an_error_keeps_what_it_says_where_it_goes() -> None:
     for copied in (pickle.loads(pickle.dumps(error)), error):
         assert (str(copied), copied.ranks) == ("late", (1, 3))
         assert (copied.operation, copied.lane) == ("all_reduce", "gradients")
+    assert not pickle.loads(pickle.dumps(error)).pending
+    assert pickle.loads(pickle.dumps(ac.CollectiveTimeoutError("late", pending=True))).pending
     lost = pickle.loads(pickle.dumps(ac.PeerLostError("gone", (2,))))
     assert (str(lost), lost.ranks) == ("gone", (2,))
 

@@ -17,9 +17,10 @@ PACKAGE = Path(ac.__file__).parent
 #: be made (``overlap.turns``); how a user who forgot to await is warned (``overlap.pending``); the user's
 #: line that hooks of backward send for; how ranks are named in a text; where tensors lie in flat memory,
 #: the same as in fused calls; which tensors have addresses at all; the lane name by which errors know that a
-#: state is gathered there; and how a copy is refused.
+#: state is gathered there; how a copy is refused; and ``error.pending``, for an error of any type.
 TAKEN = {
     ("asynccoll", "host"),
+    ("asynccoll.errors", "still_pending"),
     ("asynccoll.flight", "FULL_STATE"),
     ("asynccoll.host.call_site", "Spot"),
     ("asynccoll.memory.aligned", "Layout"),

@@ -552,12 +552,16 @@ def test_elementwise_optimizers_with_a_state_of_float32_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("error", "is_left"),
-    [(ac.PeerLostError("rank 1 is gone"), False), (ac.CollectiveTimeoutError("late"), True)],
+    [
+        (ac.PeerLostError("rank 1 is gone"), False),
+        (ac.CollectiveTimeoutError("late", pending=True), True),
+        (ac.CollectiveTimeoutError("the backend timed out"), False),
+    ],
 )
 def test_a_close_that_fails_removes_the_hooks(
     monkeypatch: pytest.MonkeyPatch, error: Exception, is_left: bool
 ) -> None:
-    """Another optimizer can be made of the model; only after a timeout something is left to wait for."""
+    """Another optimizer can be made of the model; only if a wait timed out, something is left to wait for."""
 
     def lost() -> Steps[None]:
         raise error

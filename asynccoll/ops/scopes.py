@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.host import actors
 from asynccoll.host.misfits import fitting
 from asynccoll.modes.isolation import Steps
@@ -253,7 +253,7 @@ def _raise_first(error: BaseException | None, first: BaseException | None) -> No
         return
     if error is None:
         raise first
-    if isinstance(first, CollectiveTimeoutError):
+    if still_pending(first):
         warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
 
 

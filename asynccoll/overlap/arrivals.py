@@ -7,12 +7,13 @@ them has waited.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from asynccoll import host
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
 
@@ -32,6 +33,7 @@ class Arrival:
         self.parameters = parameters
         _arrivals.update((id(x), self) for x in parameters)
         self.work: Work[object] | None = None
+        self.has_failed: bool = False  # whether a wait for ``work`` has raised its error
         #: indices of the parameters for which nothing has waited since they were sent
         self.stale: set[int] = set()
         self._versions: list[int] = []
@@ -39,23 +41,37 @@ class Arrival:
     def expect(self, work: Work[object]) -> None:
         """Note that ``work`` fills the parameters."""
         work.detach()  # no warning: after the last step nothing has to wait
-        self.work = work
+        self.work, self.has_failed = work, False
         self.stale = set(range(len(self.parameters)))
         self._versions = [x._version for x in self.parameters]
 
     def wait(self, indices: Iterable[int]) -> None:
         """Wait without an event loop until all have arrived; those at ``indices`` may be read afterwards."""
         if self.work is not None:
-            self.work.wait()
-            self.work = None
+            with self._ending():
+                self.work.wait()
         self._may_be_read(self.stale.intersection(indices))
 
     def steps(self) -> Steps[None]:
         """Wait, with or without an event loop, until all have arrived and may be read."""
         if self.work is not None:
-            yield self.work
-            self.work = None
+            with self._ending():
+                yield self.work
         self._may_be_read(set(self.stale))
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Note, after the wait in the block, that the parameters have arrived, or have failed to."""
+        try:
+            yield
+        except Exception as error:
+            self.has_failed = not still_pending(error)
+            raise
+        self.work = None
+
+    def forget(self) -> None:
+        """Expect nothing more, even if the parameters have failed to arrive."""
+        self.work, self.stale = None, set()
 
     def _may_be_read(self, indices: set[int]) -> None:
         self.stale -= indices

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, still_pending
 from asynccoll.host.misfits import check_count, fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce
@@ -158,11 +158,10 @@ class ParameterAverager(Companion):
         """Wait for averages. If the wait is cut short, the next one continues it; an error ends the round."""
         try:
             return (yield work)  # type: ignore[no-any-return]  # what is sent to steps is not typed
-        except CollectiveTimeoutError:
-            raise
-        except Exception:
-            self._end_round()
-            self._midway = False
+        except Exception as error:
+            if not still_pending(error):
+                self._end_round()
+                self._midway = False
             raise
 
     def _end_round(self) -> None:

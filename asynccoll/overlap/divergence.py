@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.errors import CollectiveMismatchError, CollectiveTimeoutError
+from asynccoll.errors import CollectiveMismatchError, still_pending
 from asynccoll.host.misfits import check_count, fitting
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.accepted import tensors_of
@@ -100,7 +100,7 @@ class ParameterChecker(Companion):
         return self._work
 
     def _over(self, error: Exception | None = None) -> None:
-        if not isinstance(error, CollectiveTimeoutError):  # after a timeout it is still in flight
+        if not still_pending(error):
             self._work = None
 
 

@@ -34,9 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asynccoll import host
 from asynccoll.errors import (
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     InvalidArgumentError,
     PeerLostError,
+    still_pending,
 )
 from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.host.misfits import fitting
@@ -295,9 +295,9 @@ class GradientReducer(Companion):
         works = self._send_all()
         try:
             yield works
-        except CollectiveTimeoutError:
-            raise  # the buckets are still in flight
         except Exception as error:
+            if still_pending(error):
+                raise
             self._end_step(works)
             if isinstance(error, PeerLostError):
                 self._calls.add_cure(error)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.timeouts import check_patience
 from asynccoll.overlap.steps import Resumable, Sequence, Steps, run, run_blocking
@@ -108,10 +108,8 @@ class Pending(NotItsResult, Generic[T]):
         refused = self._is_busy()
         try:
             yield
-        except CollectiveTimeoutError:
-            raise  # the next wait continues the call
         except Exception as error:
-            if not refused:
+            if not (refused or still_pending(error)):
                 self._failure = error
             raise
 

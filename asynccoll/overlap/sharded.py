@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.misfits import check, check_options, fitting
 from asynccoll.ops.collectives import refuse
@@ -406,7 +406,8 @@ class ShardedOptimizer(Wrapping):
     def close(self) -> None:
         """Complete methods whose wait was cut short, wait for the parameters, and remove the hooks.
 
-        If that fails, the hooks are removed anyway, except after a timeout: then call ``close`` again.
+        If that fails, the hooks are removed anyway, unless the wait timed out while parameters are in flight
+        (``pending`` of the error): then call ``close`` again.
         """
         run_blocking(self._closing())
 
@@ -418,10 +419,9 @@ class ShardedOptimizer(Wrapping):
         try:
             yield from self._methods.rest()
             yield self.gathered()
-        except CollectiveTimeoutError:
-            raise  # parameters are still in flight
-        except Exception:
-            self._remove_hooks()
+        except Exception as error:
+            if not still_pending(error):
+                self._remove_hooks()
             raise
         self._remove_hooks()
 
@@ -522,7 +522,7 @@ def _dropped(hooks: list[Any], arrivals: list[Arrival], made: Spot) -> None:
 
     Waits for nothing, since the garbage collector may call this anywhere.
     """
-    if any(arrival.work is not None for arrival in arrivals):
+    if any(arrival.work is not None and not arrival.has_failed for arrival in arrivals):
         warn(
             "a ShardedOptimizer was dropped while parameters were in flight: the model's forward and "
             "state_dict() wait for them, but other code may read old values. `await optimizer.gathered()` "
@@ -530,5 +530,7 @@ def _dropped(hooks: list[Any], arrivals: list[Arrival], made: Spot) -> None:
             made.place,  # not the line that runs now: the garbage collector may drop it anywhere
         )
         return
+    for arrival in arrivals:
+        arrival.forget()
     for hook in hooks:
         hook.remove()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
 from asynccoll.overlap.accepted import has_any_of
@@ -265,9 +265,17 @@ class ShardReducer(GradientReducer):
             bucket.arrival.expect(all_gather(own, out=bucket.values, **call))
 
     def gathered(self) -> Steps[None]:
-        """Wait until every parameter has arrived."""
+        """Wait until every parameter has arrived, or failed to; then raise the first error."""
+        first: Exception | None = None
         for bucket in reversed(self.buckets):
-            yield from bucket.arrival.steps()
+            try:
+                yield from bucket.arrival.steps()
+            except Exception as error:
+                if still_pending(error):
+                    raise
+                first = first or error
+        if first is not None:
+            raise first
 
 
 def _is_zeroed(x: torch.Tensor) -> bool:

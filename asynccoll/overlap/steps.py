@@ -1,7 +1,7 @@
 """Sequences of waits, run with or without an event loop, and resumed if a wait was cut short.
 
 A method with several waits is written once, as a generator that yields what to wait for (``Steps``). A wait
-is *cut short* if it is cancelled or times out.
+is *cut short* if it is cancelled, or times out while the operation is in flight (``still_pending``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from asynccoll import host
-from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import InvalidArgumentError, still_pending
 
 __all__ = ["Resumable", "Sequence", "Steps", "Waitable", "run", "run_blocking"]
 
@@ -172,9 +172,9 @@ class Sequence:
                     self._pending = self._next(partial(self._steps.send, self._result))
                 try:
                     self._result = yield self._pending
-                except CollectiveTimeoutError:
-                    raise  # the operation is still in flight
                 except Exception as error:
+                    if still_pending(error):
+                        raise
                     self._pending = self._next(partial(self._steps.throw, error))
                 else:
                     self._pending = None

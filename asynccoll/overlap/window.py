@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from asynccoll import host
-from asynccoll.errors import AsyncCollError, CollectiveTimeoutError, InvalidArgumentError
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, still_pending
 from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.plan.trees import flatten
 from asynccoll.waiting.work import Work
@@ -119,8 +119,8 @@ class InFlight:
         return work
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, CollectiveTimeoutError):
-            raise error  # it is still in flight
+        if still_pending(error):
+            raise error
         self._error = self._error or error
 
     # Leaving

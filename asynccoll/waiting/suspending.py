@@ -60,6 +60,7 @@ def late(operation: Operation, why: str = "") -> CollectiveTimeoutError:
         f"This rank's {operation.title} is still pending{behind}; await the same work again "
         f"to go on waiting{operation.lane.world.dump()}",
         blame.ranks,
+        pending=True,
         operation=operation.name,
         lane=operation.lane.name,
     )

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 from torch.compiler import is_compiling
 
 from asynccoll import host
-from asynccoll.errors import CollectiveTimeoutError
+from asynccoll.errors import still_pending
 from asynccoll.host.misfits import check, fitting, misfit
 from asynccoll.host.timeouts import check_patience
 from asynccoll.waiting.forgotten import NotItsResult
@@ -58,7 +58,7 @@ class FirstError:
             return False
         if self.error is None and not any(error is one for one in self._told):
             self.error = error
-        self._late = self._late or isinstance(error, CollectiveTimeoutError)
+        self._late = self._late or still_pending(error)
         return True
 
 

@@ -23,6 +23,7 @@ from asynccoll.errors import (
     InvalidArgumentError,
     PayloadTypeError,
     WorkNotDoneError,
+    as_final,
 )
 from asynccoll.host.exits import in_main_thread
 from asynccoll.host.forks import renew
@@ -466,7 +467,7 @@ class Work(NotItsResult, Generic[T]):
                     self._complete()
                     state = _DONE
             except Exception as error:
-                self._error = error
+                self._error = as_final(error)
                 state = _FAILED
             finally:
                 if mine:
