@@ -908,7 +908,14 @@ HALF_REFUSED: dict[str, Callable[[nn.Module, bool], Any]] = {
     "shard_optimizer": lambda model, wrong: ac.overlap.shard_optimizer(
         model, torch.optim.LBFGS(model.parameters()) if wrong else sgd(model)
     ),
+    "average_parameters": lambda model, wrong: averaged(model, 0 if wrong else 1),
 }
+
+
+def averaged(model: nn.Module, every: int) -> contextlib.ExitStack:
+    """Make an averager, and wait for a round: alone of these helpers, it does not wait as it is made."""
+    ac.overlap.average_parameters(model, every=every).wait()
+    return contextlib.ExitStack()
 
 
 async def refused_on_one(me: Rank, name: str) -> None:
@@ -925,6 +932,33 @@ async def refused_on_one(me: Rank, name: str) -> None:
 def test_a_helper_that_one_rank_cannot_make_is_refused_on_all(several: World, name: str) -> None:
     """The others would wait for that rank, which sends nothing; the next one works on every rank."""
     several.run(refused_on_one, name, runner="asyncio", timeout=patient(20))
+
+
+async def refused_at_the_await(me: Rank) -> None:
+    """Rank 1 awaits without a backward, and its gradients, sums that it has replaced, cannot be summed."""
+    model = network()
+    with ac.overlap_gradients(model, op="sum", lane="replaced sums", **SMALL) as gradients:
+        loss_of(model, batch(me.rank, 0)).backward()
+        await gradients
+        if me.rank:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.clone()
+        else:
+            loss_of(model, batch(me.rank, 1)).backward()
+        told = ac.InvalidArgumentError if me.rank else ac.PeerRefusedError
+        with raising(told, "is not the tensor that was summed over all ranks"):
+            await gradients
+        model.zero_grad()
+        means = averages(model, me.size, lambda twin, rank: loss_of(twin, batch(rank, 2)).backward())
+        loss_of(model, batch(me.rank, 2)).backward()
+        await gradients
+        check_gradients(model, [None if mean is None else mean * me.size for mean in means])
+
+
+def test_gradients_that_one_rank_cannot_send_are_refused_on_all(pair: World) -> None:
+    """The others hear of it where they wait, and all can go on. Regression: they waited in vain."""
+    pair.run(refused_at_the_await, runner="asyncio", timeout=patient(10))
 
 
 async def through_the_other(me: Rank) -> None:

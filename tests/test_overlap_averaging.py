@@ -177,6 +177,20 @@ def test_refused(given: dict[str, int], says: str) -> None:
         ac.overlap.average_parameters([torch.ones(1)], every=1)
 
 
+def without_a_member(me: Rank) -> None:
+    model, group = network(), ac.new_group([0])
+    if me.rank:
+        with raising(ac.InvalidArgumentError, "rank 1 is not in", "no parameters to average"):
+            ac.overlap.average_parameters(model, every=2, group=group)
+    else:
+        ac.overlap.average_parameters(model, every=2, group=group).finish().wait()
+
+
+def test_a_rank_that_is_not_in_the_group_is_refused(pair: World) -> None:
+    """It is told where the averager is made. Regression: it was told in the first round."""
+    pair.run(without_a_member, runner="blocking")
+
+
 def steps_on(me: Rank) -> None:
     model = network()
     averaging = ac.overlap.average_parameters(model, every=2)

@@ -486,6 +486,17 @@ def test_refused(name: str) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_its_parts_are_refused_where_their_gradients_would_be_reduced_again(wrapped: bool) -> None:
+    """Regression: each rank's part was averaged with other ranks' parts, which are of other parameters."""
+    model = network()
+    with ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        with pytest.raises(ac.InvalidArgumentError, match="or of a sharded optimizer"):
+            ac.async_optim(optimizer.wrapped if wrapped else optimizer)  # type: ignore[arg-type]
+        with pytest.raises(ac.InvalidArgumentError, match="or of a sharded optimizer"):
+            ac.overlap.average_parameters(optimizer.wrapped.param_groups[0]["params"], every=1)
+
+
 ELEMENTWISE = (
     "SGD",
     "Adam",

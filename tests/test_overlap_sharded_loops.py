@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import asynccoll as ac
 import oracle
 from overlapping import SMALL, alike, batch, close, loss_of, network
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -321,11 +322,77 @@ async def changed_on_one(me: Rank) -> None:
             await optimizer.gathered()
         with raising(ac.PeerRefusedError, "'0.bias'"):
             model(batch(0, 1))
+        with raising(ac.PeerRefusedError, "'0.bias'"):
+            optimizer.close()
+    await trains_in_parts(me, model, "one changed")
+
+
+async def trains_in_parts(me: Rank, model: nn.Module, lane: str) -> None:
+    """Train the model on all ranks, which are in step again, and compare the parameters."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    with ac.overlap.shard_optimizer(model, sgd(model.parameters()), lane=lane, **SMALL) as optimizer:
+        await steps(me, model, optimizer)
+
+
+async def steps(me: Rank, model: nn.Module, optimizer: Any) -> None:
+    for turn in range(2):
+        optimizer.zero_grad()
+        loss_of(model, batch(me.rank, turn)).backward()
+        await optimizer.step()
+    await optimizer.gathered()
+    await ac.overlap.check_parameters(model)
 
 
 def test_a_parameter_frozen_on_one_rank_alone(pair: World) -> None:
     """The others hear of it at once: they would wait for that rank's shard of the parameters."""
     pair.run(changed_on_one, runner="asyncio")
+
+
+def frozen_before_backward(model: nn.Module) -> None:
+    model[0].bias.requires_grad_(False)
+    loss_of(model, batch(1, 0)).backward()
+
+
+def scaled_before_backward(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(1.0)
+
+
+#: By name: what one rank does in place of backward, and the error that it gets.
+UNSENT: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "frozen": (frozen_before_backward, "'0.bias'"),
+    "written to": (scaled_before_backward, "was written to after it had been reduced"),
+}
+
+
+async def refused_with_unsent_gradients(me: Rank, name: str, reduced: bool) -> None:
+    """Rank 1 refuses a step while the others wait for its gradients, or (``reduced``) ask for more."""
+    differs, told = UNSENT[name]
+    lane = f"unsent {name} {reduced}"
+    model = network()
+    with ac.overlap.shard_optimizer(model, sgd(model.parameters()), lane=lane, **SMALL) as optimizer:
+        loss_of(model, batch(me.rank, 0)).backward()
+        await (optimizer.reduced() if reduced else optimizer.step())
+        await optimizer.gathered()
+        if me.rank:
+            differs(model)
+        elif not reduced:
+            loss_of(model, batch(me.rank, 1)).backward()
+        with raising(ac.InvalidArgumentError if me.rank else ac.PeerRefusedError, told):
+            await optimizer.step()
+        model[0].bias.requires_grad_(True)
+        await steps(me, model, optimizer)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("name", UNSENT)
+def test_a_step_that_one_rank_refuses_before_it_has_sent_its_gradients(
+    pair: World, name: str, reduced: bool
+) -> None:
+    """The others hear of it where they wait, and all can go on. Regression: they waited in vain."""
+    pair.run(refused_with_unsent_gradients, name, reduced, timeout=patient(10))
 
 
 OPTIMIZERS: dict[str, Make] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,6 +21,7 @@ from asynccoll.host.timeouts import check_timeout
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.ops.collectives import refuse
 from asynccoll.runtime.process import get_rank, get_world_size
+from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
 __all__ = [
@@ -35,11 +37,13 @@ __all__ = [
     "check_unaliased",
     "check_whole",
     "ddp_models",
+    "failed",
     "has_any_of",
     "is_part",
     "module_with_buffers",
     "named_in",
     "place_in",
+    "refused",
     "replaced_in",
     "scaler_told",
     "share_out",
@@ -62,6 +66,26 @@ def told_to_peers(name: str, group: GroupLike, lane: str) -> Iterator[None]:
         refuse(error, group=group, lane=lane, name=name)
 
 
+def refused(error: AsyncCollError, name: str, group: GroupLike, lane: str) -> Work[Any]:
+    """Refuse a call on ``lane`` for which the peers wait, and return a work that fails with ``error``."""
+    try:
+        refuse(error, group=group, lane=lane, name=name)
+    except AsyncCollError as told:
+        return failed(told)
+
+
+def failed(error: AsyncCollError) -> Work[Any]:
+    """Return a work that fails with ``error``, in place of that of a call that this rank has refused."""
+    error = error.with_traceback(None)  # its frames refer to what keeps the work
+
+    def fail() -> NoReturn:
+        raise error
+
+    work: Work[Any] = Work((), fail)
+    work.detach()
+    return work
+
+
 #: The DDP models that ``auto_model`` has made. Others are unknown: torch keeps no list.
 ddp_models: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
@@ -77,31 +101,32 @@ def check_not_ddp(model: object, parameters: Iterable[torch.Tensor] = ()) -> Non
         )
 
 
-#: Parameters of sharded layers (``shard_layers``), by their ids: this rank's parts, and the layers' own
-#: parameters, which are empty now.
+#: By their ids: this rank's parts of sharded layers (``shard_layers``) and of sharded optimizers, and the own
+#: parameters of sharded layers, which are empty now.
 _parts: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _emptied: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def share_out(parts: Iterable[torch.Tensor], emptied: Iterable[torch.Tensor] = ()) -> None:
-    """Note parameters of sharded layers, so that ``check_whole`` refuses them."""
+    """Note parts, and what they were made of if that is empty, so that ``check_whole`` refuses them."""
     _parts.update((id(x), x) for x in parts)
     _emptied.update((id(x), x) for x in emptied)
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is this rank's part of sharded layers."""
+    """Whether ``parameter`` is this rank's part of sharded layers, or of a sharded optimizer."""
     return _parts.get(id(parameter)) is parameter
 
 
 def check_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters of sharded layers: they are empty, or parts that differ between ranks."""
+    """Refuse what was sharded: it is empty, or a part, which differs between ranks."""
     for parameter in parameters:
         if is_part(parameter):
             raise InvalidArgumentError(
                 f"a parameter of shape {list(parameter.shape)} is this rank's part of sharded layers "
-                "(shard_layers); other ranks have other parts, which must not be broadcast, averaged or "
-                "compared, and its gradient is already reduced: pass only the other modules or parameters"
+                "(shard_layers) or of a sharded optimizer (shard_optimizer); other ranks have other parts, "
+                "which must not be broadcast, averaged or compared, and its gradient is already reduced: "
+                "pass only the other modules or parameters"
             )
         if _emptied.get(id(parameter)) is parameter and not parameter.numel():
             raise InvalidArgumentError(

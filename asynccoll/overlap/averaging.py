@@ -27,7 +27,14 @@ from asynccoll.host.misfits import check_count, fitting
 from asynccoll.host.timeouts import check_timeout
 from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
-from asynccoll.overlap.accepted import check_unaliased, check_whole, tensors_of, unique
+from asynccoll.overlap.accepted import (
+    check_unaliased,
+    check_whole,
+    place_in,
+    tensors_of,
+    told_to_peers,
+    unique,
+)
 from asynccoll.overlap.companion import Companion
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps, run, run_blocking
@@ -63,13 +70,15 @@ class ParameterAverager(Companion):
         lane: str = "averaging",
         timeout: float | None = None,
     ) -> None:
-        self._given = model if isinstance(model, torch.nn.Module) else unique(tensors_of(model))
-        self._parameters = self._trained()
-        _check(self._parameters, every, delay)
-        check_timeout(timeout)
-        check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
-        self._every, self._delay = every, delay
         self._tail: dict[str, Any] = {"group": group, "lane": backward_lane(lane), "timeout": timeout}
+        place_in(group, "parameters to average")
+        with told_to_peers("average_parameters", group, self._tail["lane"]):
+            self._given = model if isinstance(model, torch.nn.Module) else unique(tensors_of(model))
+            self._parameters = self._trained()
+            _check(self._parameters, every, delay)
+            check_timeout(timeout)
+            check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
+        self._every, self._delay = every, delay
         self._methods = Methods("ParameterAverager", "averager", "this averager")
         self._steps = 0
         self._midway = False  # whether the await of this step was cut short
@@ -216,7 +225,8 @@ def average_parameters(
         timeout: seconds for a round's reduction.
 
     Raises:
-        InvalidArgumentError: there is nothing to average, or ``every`` or ``delay`` is invalid.
+        InvalidArgumentError: there is nothing to average, ``every`` or ``delay`` is invalid, or this rank is
+            not in ``group``.
     """
     return ParameterAverager(model, every=every, delay=delay, group=group, lane=lane, timeout=timeout)
 

@@ -33,6 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asynccoll import host
 from asynccoll.errors import (
+    AsyncCollError,
+    CollectiveError,
     CollectiveMismatchError,
     InvalidArgumentError,
     PeerLostError,
@@ -40,7 +42,7 @@ from asynccoll.errors import (
 )
 from asynccoll.host.call_site import caller, on_behalf_of
 from asynccoll.host.misfits import fitting
-from asynccoll.ops.collectives import all_reduce, refuse
+from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_arguments,
@@ -48,10 +50,12 @@ from asynccoll.overlap.accepted import (
     check_not_ddp,
     check_place,
     check_whole,
+    failed,
     has_any_of,
     module_with_buffers,
     named_in,
     place_in,
+    refused,
     replaced_in,
     source_of,
     told_to_peers,
@@ -129,6 +133,7 @@ class GradientReducer(Companion):
     ``backward(create_graph=True)``, which is refused.
     """
 
+    _name = "overlap_gradients"
     _use = "`await gradients` (or gradients.wait()) between backward and the optimizer's step"
     #: whether ``.grad`` may be set to None while it is being sent; else that is an error
     _may_be_gone = False
@@ -160,7 +165,7 @@ class GradientReducer(Companion):
         self._place = _, self._size = place_in(group, "gradients to reduce")
         # No other reducer of this rank may have this lane, or one of these parameters.
         self._identity = (get_rank(), self._lane, {id(parameter) for parameter in parameters})
-        with told_to_peers("overlap_gradients", group, self._lane):
+        with told_to_peers(self._name, group, self._lane):
             check_initialized(parameters)
             check_whole(parameters)
             check_not_ddp(model, parameters)
@@ -240,13 +245,13 @@ class GradientReducer(Companion):
         known = self._identity[2]
         new = [x for x in self._source() if x.requires_grad and id(x) not in known]
         if new:
-            if name := self._replaced():
-                error = InvalidArgumentError(_REPLACED.format(name=name))
-                refuse(error, group=self._group, lane=self._lane, name="overlap_gradients")
-            check_whole(new)
-            conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
-            if conflict is not None:
-                raise conflict
+            with told_to_peers(self._name, self._group, self._lane):
+                if name := self._replaced():
+                    raise InvalidArgumentError(_REPLACED.format(name=name))
+                check_whole(new)
+                conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
+                if conflict is not None:
+                    raise conflict
             if self._size > 1:
                 self._later = [self._named(x) for x in new]
                 with on_behalf_of(self._spot):
@@ -470,16 +475,41 @@ class GradientReducer(Companion):
         """Start the reduction of the next bucket. Called with the lock held."""
         check_place(self._place, self._group, "the reducer of these gradients")
         self._sending = True
-        if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
-            bucket.own_marks = self._marks()
-        bucket.fill(self._scale)
         with on_behalf_of(self._spot):
-            if self._window is None:
-                work = self._reduce(bucket.flat, bucket)
-            else:
-                work = self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
+            work = self._started(bucket)
         work.detach()  # the next backward reports a step that was never awaited, not each work
         self._works.append(work)
+
+    def _started(self, bucket: Gradients) -> Work[torch.Tensor]:
+        """Start the reduction of a bucket.
+
+        If this rank refuses it, the others hear of that, and the work has the error: so the await ends the
+        step here as on the other ranks, once the buckets that were sent have arrived.
+        """
+        try:
+            if isinstance(bucket, FlaggedBucket) and bucket.own_marks:
+                bucket.own_marks = self._marks()
+            bucket.fill(self._scale)
+        except AsyncCollError as error:
+            return self._refuse(error)
+        try:
+            if self._window is None:
+                return self._reduce(bucket.flat, bucket)
+            return self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
+        except CollectiveError:
+            raise  # the lane is lost, or the wait of the window timed out
+        except AsyncCollError as error:
+            return failed(error)
+
+    def _refuse(self, error: AsyncCollError) -> Work[torch.Tensor]:
+        return refused(error, self._name, self._group, self._lane)
+
+    def refuse_rest(self, error: AsyncCollError) -> None:
+        """Refuse the buckets that this rank has not sent, for which the others wait; the await raises it."""
+        with self._lock, on_behalf_of(self._spot):
+            self._sending = True
+            rest = self._buckets[len(self._works) :]
+            self._works.extend(self._refuse(error) for _ in rest)
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         if isinstance(bucket, SparseGradient):

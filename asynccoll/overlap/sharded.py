@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.misfits import check, check_options, fitting
-from asynccoll.ops.collectives import refuse
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
 from asynccoll.overlap.accepted import (
@@ -43,7 +42,9 @@ from asynccoll.overlap.accepted import (
     check_unaliased,
     check_whole,
     named_in,
+    refused,
     replaced_in,
+    share_out,
     told_to_peers,
     unique,
 )
@@ -112,6 +113,7 @@ class ShardedOptimizer(Wrapping):
         if options.get("broadcast_buffers") is True:
             options["broadcast_buffers"] = model
         self.gradients: ShardReducer = ShardReducer(self._groups, init_sync=False, **options)
+        share_out(self._shards)
         gradients = self.gradients
         self._methods = Methods(
             "ShardedOptimizer",
@@ -177,7 +179,7 @@ class ShardedOptimizer(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         check_not_unscaled(self, scaler)
-        yield from self._reduce()
+        yield from self._reduce(gathers=scaler is None)
         if scaler is None:
             self.wrapped.step()
         else:
@@ -190,17 +192,38 @@ class ShardedOptimizer(Wrapping):
         """Wait until this rank's part of the gradients is reduced. Call it equally often on every rank."""
         return self._methods.resumed(("reduced",), self._reduce)
 
-    def _reduce(self) -> Steps[None]:
-        try:
-            self._check_parameters()
-        except InvalidArgumentError as error:  # perhaps only of this rank: the others make the next calls
-            refuse(error, group=self._tail["group"], lane=self._tail["lane"], name="reduced")
-        self.gradients.look_at_all()
-        if not (yield from self.gradients.needed(**self._tail)):
+    def _reduce(self, *, gathers: bool = False) -> Steps[None]:
+        """Wait until the gradients are reduced. ``gathers``: the next calls send the parameters.
+
+        If this rank refuses that, perhaps alone, the others hear of it in the calls for which they wait.
+        """
+        gradients, wrong = self.gradients, self._wrong()
+        if not (yield from gradients.needed(wrong is not None or gradients.touched, **self._tail)):
             return
         self._agreed = False
-        yield self.gradients
-        yield from self.gradients.gathered()  # for parameters that no forward has waited for
+        if wrong is not None:
+            gradients.refuse_rest(wrong)
+        yield gradients
+        if wrong is not None:  # backward had sent all buckets, so the others have not heard of it yet
+            self._refuse_next(wrong, gathers=gathers)
+        yield from gradients.gathered()  # for parameters that no forward has waited for
+
+    def _refuse_next(self, error: InvalidArgumentError, *, gathers: bool) -> NoReturn:
+        """Refuse the next call on the lane of the parameters, or all calls that send these (``gathers``)."""
+        for _ in self.gradients.buckets if gathers else [None]:
+            refused(error, "reduced", self._tail["group"], self._tail["lane"])
+        if gathers:
+            self.gradients.stepped()  # as on the other ranks
+        raise error
+
+    def _wrong(self) -> InvalidArgumentError | None:
+        """Return the error for what no step can use, or None; note which gradients were zeroed."""
+        try:
+            self._check_parameters()
+            self.gradients.look_at_all()
+        except InvalidArgumentError as error:
+            return error
+        return None
 
     def _check_parameters(self) -> None:
         """Refuse parameters changed since sharding: they would not be trained, or trained though frozen."""

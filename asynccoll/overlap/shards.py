@@ -180,17 +180,15 @@ class ShardReducer(GradientReducer):
         super().__init__([x for group in groups for x in group], **options)
 
     def _assigned(self, parameters: list[torch.Tensor], first: int, limit: int) -> Sequence[ShardBucket]:
-        if self.buckets:
-            raise InvalidArgumentError(
-                f"{len(parameters)} parameters were unfrozen after the optimizer was sharded, and no rank "
-                "has a part of them: unfreeze them before shard_optimizer, or close() it and shard a new one"
-            )
         if self._reduce_dtype is not None:
             raise InvalidArgumentError("sharded optimizers do not take reduce_dtype: leave it out")
         rank, size = get_rank(self._group), get_world_size(self._group)
         members = assign(parameters, first, limit, apart=lambda parameter: self._of[id(parameter)])
         self.buckets = [ShardBucket(together, rank, size) for together in members]
         return self.buckets
+
+    def _add_new_parameters(self) -> None:
+        """Add none: no rank has a part of them. A step after some were unfrozen is refused (``sharded``)."""
 
     def look_at_all(self) -> None:
         """Note which gradients were zeroed, before any is sent; refuse others that were written to."""
@@ -219,16 +217,16 @@ class ShardReducer(GradientReducer):
     def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
         return has_any_of(optimizer, {id(bucket.shard) for bucket in self.buckets})
 
-    def needed(self, **agreement: Any) -> Steps[bool]:
+    def needed(self, here: bool, **agreement: Any) -> Steps[bool]:
         """Return whether a step has to await the gradients: not if they are reduced and no rank has new ones.
 
-        A rank without new ones cannot know whether others have some. So after a reduction the ranks ask each
-        other, by a small message on the parameters' lane (``agreement``: lane, group and timeout). On the
-        lane of the gradients some ranks may have sent their next buckets already.
+        A rank without new ones (``here``) cannot know whether others have some. So after a reduction the
+        ranks ask each other, by a small message on the parameters' lane (``agreement``: lane, group and
+        timeout). On the lane of the gradients some ranks may have sent their next buckets already.
         """
         if not self.rounds or self._size == 1:
-            return not self.rounds or self.touched
-        return (yield all_reduce(self.touched, op="or", **agreement))  # type: ignore[no-any-return]
+            return not self.rounds or here
+        return (yield all_reduce(here, op="or", **agreement))  # type: ignore[no-any-return]
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         assert isinstance(bucket, ShardBucket)
