@@ -132,3 +132,30 @@ def test_a_prepared_start_that_is_cut_short_lets_no_later_one_share_its_memory()
             assert result.tolist() == [10.0]
             outcomes.add("right")
     assert outcomes >= {"right", "cut off"}
+
+
+def adopted_again(me: Rank) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    gradients = ac.overlap_gradients(model)
+    for step, struck in enumerate((False, True, False), start=1):
+        model.zero_grad()
+        model(torch.full((1, 2), float(step * (me.rank + 1)))).sum().backward()
+        if struck:
+            adopt, gradients._adopt = gradients._adopt, interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                gradients.wait()
+            gradients._adopt = adopt  # type: ignore[method-assign]
+        gradients.wait()
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[step * 1.5] * 2]
+    gradients.close()
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_gradients_that_ctrl_c_kept_from_being_handed_over_are_so_by_the_next_wait(pair: World) -> None:
+    """It began another step, for which the other rank had no gradients."""
+    pair.run(adopted_again)

@@ -314,8 +314,10 @@ class GradientReducer(Companion):
         self.rounds += 1  # on every rank, even if the result is refused below
         try:
             self._adopt()
-        finally:
+        except Exception:
             self._end_step(works)
+            raise
+        self._end_step(works)  # not if Ctrl-C came before: then the next wait does all this again
 
     def _send_all(self) -> list[Work[torch.Tensor]]:
         """Send the remaining buckets, and the buffers; returns the works of all buckets of this step."""

@@ -482,7 +482,8 @@ class Work(NotItsResult, Generic[T]):
                 left = _LOOK_SECONDS if ends is None else min(_LOOK_SECONDS, ends - host.monotonic())
                 if left <= 0:
                     raise CollectiveTimeoutError(
-                        f"{self!r} is over, but another thread is still making its result; wait for it again"
+                        f"{self!r} is over, but another thread is still making its result; wait for it again",
+                        pending=True,
                     )
                 finished.wait(left)
         return False
