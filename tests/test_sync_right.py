@@ -6,6 +6,8 @@ import gc
 import os
 import threading
 import time
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -303,10 +305,30 @@ def twice(me, port):
     idist.finalize()
 
 
+def left_in_error(me, port):
+    """``finalize`` raises, and yet nothing is left of the world."""
+    for join in (partial(idist.initialize, "gloo"), partial(_make, me, port)):
+        join()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ac.UnawaitedWorkWarning)
+            dropped = ac.all_reduce(torch.ones(2))
+            del dropped
+            with raising(ac.UnawaitedWorkWarning):
+                idist.finalize()
+        assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)
+        assert not torch.distributed.is_initialized()
+        _serial()
+
+
 @pytest.mark.parametrize("case", [behind_our_back, destroyed])
 def test_contexts_come_and_go(case):
     with worlds.fresh("gloo", 2, bare=True) as world:
         world.run(case, [free_port() for _ in range(5)], timeout=60.0)
+
+
+def test_finalize_that_raises_leaves_nothing_behind():
+    with worlds.fresh("gloo", 1, bare=True) as world:
+        world.run(left_in_error, free_port())
 
 
 def test_initialize_beside_a_group_of_the_user():

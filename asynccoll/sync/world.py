@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +101,8 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
             "trying to initialize the default process group twice! It was made with torch, and works "
             "without asynccoll.sync.initialize"
         )
-    if state == "none" and _joined.environment is not None:  # of a world that was destroyed with torch
-        _joined.environment.restore()
+    if state == "none":  # the environment may still be that of a world that was destroyed with torch
+        _restore()
     environment = Environment(kwargs.pop("rank", None), kwargs.pop("world_size", None))
     init_method = kwargs.get("init_method")
     by_variables = init_method is None or init_method.startswith("env://")
@@ -124,17 +126,25 @@ def join(backend: str, kwargs: dict[str, Any]) -> None:
 
 
 def leave(*, abort: bool = False) -> None:
-    """Leave the world; a group that was made with torch is destroyed, as in ignite."""
+    """Leave the world; a group that was made with torch is destroyed, as in ignite.
+
+    Every step is taken even if one raises, as ``finalize`` does if work was still in flight.
+    """
     if forked():  # only the parent can leave the world
         return
     state = refresh()
-    on_horovod = state == "ours" and ac.backend() == "horovod"
+    steps: list[Callable[[], object]] = []
     if state != "none":
-        ac.finalize(abort=abort)
+        steps.append(partial(ac.finalize, abort=abort))
     if state == "adopted":
-        dist.destroy_process_group()
-    if on_horovod:
-        horovod.shutdown()
+        steps.append(dist.destroy_process_group)
+    if state == "ours" and ac.backend() == "horovod":
+        steps.append(horovod.shutdown)
+    host.call_each([*steps, _restore])
+
+
+def _restore() -> None:
+    """Put back the environment that ``join`` found."""
     if _joined.environment is not None:
         _joined.environment.restore()
         _joined.environment = None
