@@ -15,6 +15,7 @@ import torch
 import asynccoll as ac
 import asynccoll.sync as idist
 import worlds
+from asynccoll.sync import layout
 from patience import patient
 from ports import free_port
 from ranks import raising
@@ -320,6 +321,22 @@ def left_in_error(me, port):
         _serial()
 
 
+def cut_short(me, port):
+    """Ctrl-C strikes as a rank tells the others its place, at the first call in a group of torch's."""
+    idist.set_local_rank(me.rank)
+    _make(me, port)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "_store", interrupted)
+        with raising(KeyboardInterrupt):
+            idist.get_rank()
+    assert (idist.get_local_rank(), idist.get_nproc_per_node()) == (me.rank, me.size)
+    idist.finalize()
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("case", [behind_our_back, destroyed])
 def test_contexts_come_and_go(case):
     with worlds.fresh("gloo", 2, bare=True) as world:
@@ -329,6 +346,11 @@ def test_contexts_come_and_go(case):
 def test_finalize_that_raises_leaves_nothing_behind():
     with worlds.fresh("gloo", 1, bare=True) as world:
         world.run(left_in_error, free_port())
+
+
+def test_a_rank_that_was_struck_tells_its_place_later():
+    with worlds.fresh("gloo", 2, bare=True) as world:
+        world.run(cut_short, free_port(), timeout=60.0)
 
 
 def test_initialize_beside_a_group_of_the_user():

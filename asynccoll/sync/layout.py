@@ -65,12 +65,12 @@ def announce() -> None:
     native = dist.distributed_c10d.GroupMember.WORLD
     if native is None or forked() or (_state.group is not None and _state.group() is native):
         return
-    _state.group = weakref.ref(native)
     _state.layout = None
     _state.mine = _told()
     if dist.get_world_size() > 1:
         entry = {"node": node_name(), "local_rank": _state.mine}
         _store().set(f"layout/{dist.get_rank()}", json.dumps(entry))
+    _state.group = weakref.ref(native)  # last: if Ctrl-C comes before, the next call tells the others
 
 
 def layout() -> Layout:
