@@ -15,7 +15,7 @@ import torch
 import asynccoll as ac
 import asynccoll.sync as idist
 import worlds
-from asynccoll.sync import layout
+from asynccoll.sync import collectives, layout
 from patience import patient
 from ports import free_port
 from ranks import raising
@@ -351,6 +351,29 @@ def test_finalize_that_raises_leaves_nothing_behind():
 def test_a_rank_that_was_struck_tells_its_place_later():
     with worlds.fresh("gloo", 2, bare=True) as world:
         world.run(cut_short, free_port(), timeout=60.0)
+
+
+def test_ctrl_c_leaves_no_mark_on_later_calls(monkeypatch):
+    """Calls that are awaited later would be driven by their waiter only."""
+    struck = Mark()
+    monkeypatch.setattr(collectives, "waiting", struck)
+    with pytest.raises(KeyboardInterrupt):
+        collectives._waited_for(ac.all_reduce, 1)
+    assert struck.value is False
+
+
+class Mark:
+    """Stands for the context variable; Ctrl-C strikes right after it was set."""
+
+    value = False
+
+    def set(self, value):
+        self.value = value
+        if value:
+            raise KeyboardInterrupt
+
+    def reset(self, token):
+        self.value = token
 
 
 def test_initialize_beside_a_group_of_the_user():

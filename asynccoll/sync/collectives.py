@@ -41,11 +41,11 @@ _NUMBERS = (int, float, complex, Number)
 
 def _waited_for(start: Callable[..., ac.Work[T]], *args: object, **kwargs: object) -> T:
     """Return ``start(*args, **kwargs).wait()``, by the shorter path for calls that are waited for."""
-    before = waiting.set(True)
     try:
+        waiting.set(True)  # inside: Ctrl-C may come as it returns
         return start(*args, **kwargs).wait()
     finally:
-        waiting.reset(before)
+        waiting.set(False)
 
 
 def _of_tensor(
