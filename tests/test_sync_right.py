@@ -333,6 +333,15 @@ def cut_short(me, port):
     idist.finalize()
 
 
+def compiled_before(me, port):
+    """What is compiled while there is no world is compiled again in one."""
+    function = torch.compile(lambda x: idist.all_reduce(x) + 1, backend="eager", fullgraph=True)
+    assert function(torch.ones(2)).tolist() == [2.0, 2.0]
+    idist.initialize("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank, world_size=me.size)
+    assert function(torch.ones(2)).tolist() == [me.size + 1.0] * 2
+    idist.finalize()
+
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -351,6 +360,11 @@ def test_finalize_that_raises_leaves_nothing_behind():
 def test_a_rank_that_was_struck_tells_its_place_later():
     with worlds.fresh("gloo", 2, bare=True) as world:
         world.run(cut_short, free_port(), timeout=60.0)
+
+
+def test_a_graph_of_no_world_is_none_of_a_world():
+    with worlds.fresh("gloo", 2, bare=True) as world:
+        world.run(compiled_before, free_port(), timeout=patient(60))
 
 
 def test_ctrl_c_leaves_no_mark_on_later_calls(monkeypatch):

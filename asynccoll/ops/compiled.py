@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from asynccoll.waiting.work import Work
     from asynccoll.world.context import Context
 
-__all__ = ["CompiledWork", "constant_in_graphs", "have_gradients"]
+__all__ = ["CompiledWork", "constant_in_graphs", "have_gradients", "traced_at"]
 
 #: The reductions that torch's functional ops support, under the same names.
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
@@ -116,6 +116,11 @@ def _renew(context: Context) -> None:
 when_joined(_renew)
 
 
+def traced_at(rank: int, size: int) -> None:
+    """Note that a graph is being traced for this place: in a world with another one it is discarded."""
+    _graphs.place = (rank, size)
+
+
 @constant_in_graphs
 def _world() -> str:
     """Return the registered name of the world's process group. The first graph creates the group."""
@@ -155,7 +160,7 @@ def _size() -> int:
     """Return the number of ranks. Every collective calls this, to record which values are graph constants."""
     context = current()
     if context.world_size == 1 or not context.thread_rank:  # otherwise no graph has collectives (``_world``)
-        _graphs.place = (context.rank, context.world_size)
+        traced_at(context.rank, context.world_size)
     return context.world_size
 
 

@@ -12,7 +12,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.ops.compiled import constant_in_graphs
+from asynccoll.ops.compiled import constant_in_graphs, traced_at
 from asynccoll.plan.spec import ReduceOpLike
 from asynccoll.sync.models import SERIAL
 from asynccoll.sync.world import model
@@ -23,7 +23,10 @@ __all__ = ["all_gather", "all_reduce", "broadcast"]
 
 @constant_in_graphs
 def _alone() -> bool:
-    return model() is SERIAL
+    alone = model() is SERIAL
+    if alone:
+        traced_at(0, 1)
+    return alone
 
 
 @constant_in_graphs
