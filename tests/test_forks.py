@@ -289,9 +289,10 @@ def test_a_child_makes_a_world_of_its_own(tmp_path: Path, made: str) -> None:
 TORCH_ALONE = """
     import os, torch.distributed as dist
     dist.init_process_group("gloo")
-    import asynccoll as ac, asynccoll.sync as idist
+    LOADED
     child = os.fork()
     if child == 0:
+        import asynccoll.sync as idist
         right = ac.get_rank() == idist.get_rank() == dist.get_rank() and idist.get_world_size() == 2
         try:
             ac.all_reduce(1)
@@ -303,9 +304,13 @@ TORCH_ALONE = """
 
 
 @pytest.mark.slow
-def test_a_group_of_torchs_that_nobody_had_looked_at(tmp_path: Path) -> None:
-    """The child still knows its rank in the group, without communication."""
-    for ended in scripts.run(tmp_path, TORCH_ALONE, ranks=2):
+@pytest.mark.parametrize("loaded", ["import asynccoll as ac, asynccoll.sync", "import asynccoll as ac"])
+def test_a_group_of_torchs_that_nobody_had_looked_at(tmp_path: Path, loaded: str) -> None:
+    """The child still knows its rank in the group, without communication.
+
+    Most of the library is loaded when the first name is used, which may be in the child.
+    """
+    for ended in scripts.run(tmp_path, TORCH_ALONE.replace("LOADED", loaded), ranks=2):
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["3", "2"], ended.err
 

@@ -14,14 +14,32 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 from typing import Any
 
-__all__ = ["in_child", "keep", "renew", "renewed"]
+__all__ = ["in_child", "inherited", "keep", "renew", "renewed"]
 
 in_child: Any = getattr(os, "register_at_fork", lambda **_: None)
 in_child(after_in_child=gc.freeze)  # registered first: later hooks make objects, which may start a collection
 _keep = ctypes.pythonapi.Py_IncRef
 _keep.argtypes = [ctypes.py_object]
+
+
+_inherited: list[object] = []
+
+
+def _inherit() -> None:
+    """Note torch's default group, which is the parent's, even if most of this library is loaded later."""
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    _inherited[:] = [getattr(getattr(torch, "GroupMember", None), "WORLD", None)]
+
+
+in_child(after_in_child=_inherit)
+
+
+def inherited() -> object:
+    """Return torch's default group as it was when this process was forked; None if there was none."""
+    return _inherited[0] if _inherited else None
 
 
 #: The locks that were created when their modules were imported.

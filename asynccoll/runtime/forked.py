@@ -31,7 +31,6 @@ def _in_child() -> None:
     of_thread.set(None)
     forks.keep(before, served)
     if dist.is_available():
-        process.inherited = dist.distributed_c10d.GroupMember.WORLD
         forks.keep(*dist.distributed_c10d._world.pg_map.items())
     if mine is None:
         return

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from asynccoll import host
+from asynccoll.host.forks import inherited
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -34,7 +35,7 @@ class Process:
         self.said: str | None = None  # WORLD_SIZE in the environment for which ``embedded`` was right
         self.left: Identity | None = None  # which rank this was in the world that it has finalized
         self.thread_ranks: list[Context] = []  # the ranks that are threads of this process
-        self.inherited: object = None  # in a forked child: the parent's torch group, which must not be used
+        self.inherited: object = inherited()  # the parent's torch group, which a child must not use
         self.parent: Context | None = None  # in a forked child: the parent's, which says which rank this is
         self.parent_adopted = False  # whether that context was on an adopted torch group
 
