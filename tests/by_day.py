@@ -28,7 +28,9 @@ __all__ = ["left_out", "orders"]
 ONLY = os.environ.get("ASYNCCOLL_TEST_CASES", "all")
 _WORLDS = {"world", "several", "four", "pair"}
 _WAYS = {"runner", "loop"}
-_DEPEND_LITTLE = {"test_coalescing", "test_composed", "test_empties", "test_fusion", "test_prepare"}
+_DEPEND_LITTLE = {
+    "test_coalescing", "test_composed", "test_empties", "test_finish_interrupts", "test_fusion", "test_prepare",
+}  # fmt: skip
 #: Their tests start jobs, in which every rank imports torch: that takes longer than all other tests.
 _JOBS = {
     f"test_{name}"

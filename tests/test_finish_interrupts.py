@@ -18,7 +18,7 @@ from worlds import World
 
 LIBRARY = str(Path(ac.__file__).parent)
 #: Calls between those after which Ctrl-C strikes in turn, and the number of these.
-APART, TIMES = 3, 40
+APART, TIMES = 5, 24
 
 
 class Strike:
@@ -118,7 +118,7 @@ def test_a_finish_that_is_cut_short_and_run_again_divides_and_adds_once(several:
 def test_a_prepared_start_that_is_cut_short_lets_no_later_one_share_its_memory() -> None:
     """In a world of one rank, so that ranks need not be struck alike."""
     outcomes = set()
-    for turn in range(3 * TIMES):
+    for turn in range(5 * TIMES):
         x = torch.tensor([1.0])
         prepared = ac.prepare("all_reduce", like=x)
         with contextlib.suppress(KeyboardInterrupt), Strike(1 + turn * APART):
