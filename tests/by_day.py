@@ -29,7 +29,8 @@ ONLY = os.environ.get("ASYNCCOLL_TEST_CASES", "all")
 _WORLDS = {"world", "several", "four", "pair"}
 _WAYS = {"runner", "loop"}
 _DEPEND_LITTLE = {
-    "test_coalescing", "test_composed", "test_empties", "test_finish_interrupts", "test_fusion", "test_prepare",
+    "test_coalescing", "test_composed", "test_empties", "test_finish_interrupts", "test_fusion",
+    "test_prepare",
 }  # fmt: skip
 #: Their tests start jobs, in which every rank imports torch: that takes longer than all other tests.
 _JOBS = {

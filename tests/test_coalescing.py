@@ -542,3 +542,46 @@ def test_a_thread_that_waits_while_a_block_is_sent_gets_the_result(monkeypatch: 
         work = ac.all_reduce(_full(1, 2))
     thread.join(patient(30))
     assert [float(total[0]) for total in got] == [1.0]
+
+
+def test_what_is_no_function_is_refused_where_it_is_given() -> None:
+    """Outside of blocks it was; in one, the calls after it failed on this rank when all were sent."""
+    with ac.coalescing():
+        first = ac.all_reduce(torch.ones(2))
+        for wrong in (None, "later"):
+            with raising(ac.InvalidArgumentError, "add_done_callback"):
+                first.add_done_callback(wrong)  # type: ignore[arg-type]
+            with raising(ac.InvalidArgumentError, "map"):
+                first.map(wrong)  # type: ignore[arg-type,var-annotated]
+        second = ac.all_reduce(torch.ones(2))
+    assert [first.wait().tolist(), second.wait().tolist()] == [[1.0, 1.0]] * 2
+
+
+def test_a_wait_in_another_thread_ends_with_the_error_of_a_block_that_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes as the call is being given up; it returned None."""
+    got: list[object] = []
+    fail = ac.Work._fail
+
+    def waited_for(work: ac.Work[object], error: BaseException) -> None:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.2)  # it waits for the block's lock, or is over
+        fail(work, error)
+        threads.append(waiting)
+
+    def wait() -> None:
+        try:
+            got.append(work.wait())
+        except BaseException as error:
+            got.append(type(error).__name__)
+
+    threads: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError), ac.coalescing():
+        work = ac.all_reduce(torch.ones(2))
+        monkeypatch.setattr(ac.Work, "_fail", waited_for)
+        raise RuntimeError("the block ends early")
+    for thread in threads:
+        thread.join(patient(10))
+    assert got == ["CollectiveError"]

@@ -29,6 +29,7 @@ from asynccoll.errors import (
 )
 from asynccoll.host import actors
 from asynccoll.host.call_site import Spot, called_at, site
+from asynccoll.host.misfits import check_function
 from asynccoll.memory.aliasing import Claims
 from asynccoll.memory.plain import plain_tensor, writable
 from asynccoll.memory.unwritten import Read
@@ -70,9 +71,9 @@ class Deferred(Work[T]):
 
     def sent(self, started: Started[Any]) -> None:
         """Take over the operations of ``started``, by which the call was sent."""
-        self._batch = None
         self._operations = started.operations
         self._finish = started.finish
+        self._batch = None  # only now: another thread may be waiting for this
         for derived in self._derived:
             derived.sent(Started(started.operations, derived._finish))
         for callback in self._callbacks:
@@ -80,8 +81,8 @@ class Deferred(Work[T]):
 
     def abandoned(self, error: BaseException) -> None:
         """Fail with ``error``: the call was not sent."""
-        self._batch = None
         self._fail(error)
+        self._batch = None  # as in ``sent``
         for derived in self._derived:
             derived.abandoned(error)
         for callback in self._callbacks:
@@ -107,6 +108,7 @@ class Deferred(Work[T]):
 
     def map(self, function: Callable[[T], U]) -> Work[U]:
         """As ``Work.map``."""
+        check_function("what work.map() calls", function)
         with self._unsent() as batch:
             if batch is not None:
                 self._heard = True
@@ -119,6 +121,7 @@ class Deferred(Work[T]):
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """As ``Work.add_done_callback``."""
+        check_function("what work.add_done_callback() calls", callback)
         with self._unsent() as batch:
             if batch is not None:
                 self._callbacks.append(callback)
@@ -395,8 +398,9 @@ class _Batch:
 
     def abandon(self, why: BaseException) -> None:
         """Fail all calls that are still deferred: the block ended with ``why``, and they are not sent."""
-        waiting, self._parts = list(self._parts.values()), {}
-        self._give_up(waiting, why)
+        with self.lock:
+            waiting, self._parts = list(self._parts.values()), {}
+            self._give_up(waiting, why)
 
     def _give_up(self, waiting: list[_Parts], why: BaseException) -> None:
         for parts in waiting:
