@@ -19,7 +19,7 @@ compare how many calls each has made (``Standing``), and the ranks that are behi
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Standing", "Turn", "Turns"]
 
-#: A rank that waits for a peer is ahead of it by less than this many loops.
+#: How many loops that no backward can reach here are remembered, in case a peer waits in the backward of one:
+#: the latest that owe calls, and the latest that ran without gradients.
 _REMEMBERED = 32
 
 
@@ -65,9 +66,14 @@ class Turn:
         self._backward: weakref.ref[object] | None = None
 
     @property
+    def is_gone(self) -> bool:
+        """Whether its graph is gone, so that no backward will reach it from now on."""
+        return self._graph() is None
+
+    @property
     def is_lost(self) -> bool:
         """Whether no backward can reach it any more: its graph is gone, or a backward has raised."""
-        return self._graph() is None or self.has_raised
+        return self.is_gone or self.has_raised
 
     @property
     def has_raised(self) -> bool:
@@ -102,7 +108,7 @@ class Turns:
         self._refuse = context.refusals.refuse
         self._rank = context.rank
         self._count = 0
-        self._turns: deque[Turn] = deque(maxlen=_REMEMBERED)
+        self._turns: list[Turn] = []
         self._awaited: dict[str, object] | None = None
         self.name: str = f"{self._group.key}/{new_lane(f'{lane} turns')}"
         self._waits.add(self)
@@ -117,8 +123,21 @@ class Turns:
         self.give_up_raised()
         self._count += 1
         turn = Turn(self._count, graph)
-        self._turns.append(turn)
+        self._turns = [*self._remembered(), turn]
         return turn
+
+    def _remembered(self) -> list[Turn]:
+        """Return the turns in whose backward a peer may wait for this rank, in order."""
+        kept: list[Turn] = []
+        found: Counter[bool] = Counter()
+        for turn in reversed(self._turns):
+            if turn.is_gone:
+                owes = any(turn.owes.values())
+                if found[owes] == _REMEMBERED or (turn.is_over and not turn.has_raised):
+                    continue
+                found[owes] += 1
+            kept.append(turn)
+        return kept[::-1]
 
     def give_up_raised(self) -> None:
         """Refuse the remaining calls of backwards that have raised, before others begin."""
