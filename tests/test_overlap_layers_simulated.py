@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import asynccoll as ac
 from asynccoll.testing import simulate
+from overlapping import close
+from ranks import raising
 
 
 def blocks(count: int = 4) -> nn.ModuleList:
@@ -72,3 +74,54 @@ def test_a_backward_after_many_more_loops(fault: str, between: str) -> None:
     report.check()
     for told in report.results.values():
         assert (told[0], told[-1]) == (False, True)
+
+
+@pytest.mark.parametrize("finishes", ["as it is", "no_grad", "inference_mode"])
+def test_loops_that_ranks_leave_at_different_layers(finishes: str) -> None:
+    """The rest is gathered in any mode. Regression: in no_grad, ranks expected gradients of other layers."""
+    modes = {"as it is": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+    def left(layers: Any, rank: int) -> Tensor:
+        x = rows(rank)
+        for layer, _ in zip(layers, range(rank + 1), strict=False):
+            x = layer(x)
+        return x.square().sum()
+
+    def main(rank: int) -> dict[str, Tensor]:
+        layers = ac.overlap.shard_layers(blocks())
+        loss = left(layers, rank)
+        with modes[finishes]():
+            layers.finish_loop().wait()
+        loss.backward()
+        return whole_gradients(layers)
+
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    whole = blocks()
+    for rank in range(2):
+        left(whole, rank).backward()
+    for found in report.results.values():
+        for name, x in whole.named_parameters():
+            assert close(found[name], torch.zeros_like(x) if x.grad is None else x.grad), name
+
+
+def test_a_loop_that_begins_without_gradients() -> None:
+    """It refuses gradients later. Regression: layers that were in flight by then lost theirs silently."""
+
+    def main(_: int) -> None:
+        modules = blocks()
+        layers = ac.overlap.shard_layers(modules)
+        for frozen in (False, True):
+            modules.requires_grad_(not frozen)
+            x = rows(0).requires_grad_()
+            with torch.no_grad():
+                kept = list(layers)
+                kept[0](x)
+            if frozen:
+                through(kept, x).sum().backward()
+                assert x.grad is not None
+            else:
+                with raising(ac.InvalidArgumentError, "layer 1", "began without", "requires_grad_(False)"):
+                    kept[1](x)
+
+    simulate(main, world_size=2, loop="none").check()

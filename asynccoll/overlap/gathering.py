@@ -198,7 +198,7 @@ class GatheredLayer:
     def parameters(self) -> Tensors:
         """All of its parameters by name."""
         if torch.is_grad_enabled():
-            self._loop.used.add(self._layer)
+            self._loop.use(self._layer)
         return self._parameters
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -284,10 +284,11 @@ class Scattering:
         self._running: WeakValueDictionary[int, _Running] = WeakValueDictionary()
 
     def of(self, shard: Shard, flat: torch.Tensor, loop: Pass) -> torch.Tensor:
-        """Return ``flat`` with a graph that sends its gradient back to ``shard``."""
-        if not (torch.is_grad_enabled() and shard.own.requires_grad):
+        """Return ``flat`` with a graph that sends its gradient back to ``shard``, if the loop trains that."""
+        if shard not in loop.trained:
             return flat
-        whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, loop, self)  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            whole: torch.Tensor = _Scatter.apply(shard.own, flat, shard, loop, self)  # type: ignore[no-untyped-call]
         return whole
 
     @property
@@ -411,6 +412,12 @@ class Pass:
     ) -> None:
         """``again``: group and lane on which backward gathers the layers again; None if it does not."""
         self._layers = layers
+        #: Whether autograd records the loop, and the shards that get gradients. Decided once, by the mode in
+        #: which the loop begins: each rank gathers a layer at another place in its program.
+        self._records = torch.is_grad_enabled()
+        self.trained: frozenset[Shard] = frozenset(
+            shard for layer in layers for shard in layer.shards if self._records and shard.own.requires_grad
+        )
         self._start = start
         self._call = again
         self._turns = turns
@@ -431,7 +438,7 @@ class Pass:
         return (partial(self._start, layer, self) for layer in self._layers)
 
     def expect(self, layer: Layer, lane: str) -> Turns | None:
-        """Note that ``layer`` is being gathered; if autograd records, expect its gradients on ``lane``.
+        """Note that ``layer`` is being gathered; if the loop is recorded, expect its gradients on ``lane``.
 
         Returns the loops' ``Turns`` for the first layer, where the ranks compare how far they are; else None.
         """
@@ -439,11 +446,20 @@ class Pass:
         if begins:
             self.turn = self._turns.begin(self)
         self._gathered.append(layer)
-        if torch.is_grad_enabled():
-            self.expected += [shard for shard in layer.shards if shard.own.requires_grad]
-            if self.expected:
-                self.turn.owes = self.owed(lane)
+        self.expected += [shard for shard in layer.shards if shard in self.trained]
+        if self._records:
+            self.turn.owes = self.owed(lane)
         return self._turns if begins else None
+
+    def use(self, layer: Layer) -> None:
+        """Note that ``layer`` is used with gradients enabled; refuse that if they would be lost."""
+        if any(shard.own.requires_grad and shard not in self.trained for shard in layer.shards):
+            raise InvalidArgumentError(
+                f"layer {layer.name} is used with gradients enabled, but its loop began without them, and "
+                "its parameters would silently get none: begin the loop with gradients enabled, or use the "
+                "layer under torch.no_grad(), or freeze it (requires_grad_(False)) before the loop"
+            )
+        self.used.add(layer)
 
     def uses(self) -> list[bool]:
         """Return, for each layer by its number, whether it was called here with gradients enabled."""
