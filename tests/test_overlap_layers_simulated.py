@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,6 +76,32 @@ def test_a_backward_after_many_more_loops(fault: str, between: str) -> None:
     report.check()
     for told in report.results.values():
         assert (told[0], told[-1]) == (False, True)
+
+
+def test_a_state_of_parts_is_refused() -> None:
+    """Regression: it had the parts of one rank, or none, and others loaded them without an error."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.blocks = blocks()
+
+    def main(_: int) -> None:
+        model, holder = Model(), Model()
+        whole = model.state_dict()
+        layers = holder.blocks = ac.overlap.shard_layers(model.blocks)
+        for one in (layers, holder, model, model.blocks, model.blocks[1], copy.deepcopy(model)):
+            kind = "a ShardedLayers" if one in (layers, holder) else "a Linear"
+            for refused in (one.state_dict, partial(one.load_state_dict, whole, strict=False)):
+                with raising(ac.InvalidArgumentError, f"of {kind}", "layers.full_state_dict()"):
+                    refused()
+        holder.head.load_state_dict(model.head.state_dict())
+        state = layers.full_state_dict().wait()
+        layers.load_full_state_dict(state)
+        blocks().load_state_dict(state)
+
+    simulate(main, world_size=2, loop="none").check()
 
 
 @pytest.mark.parametrize("finishes", ["as it is", "no_grad", "inference_mode"])

@@ -24,6 +24,7 @@ from asynccoll.host.call_site import Spot, on_behalf_of
 from asynccoll.memory.aligned import Layout
 from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.overlap.turns import Standing, Turn, Turns
+from asynccoll.overlap.unsaved import Unsaved
 from asynccoll.waiting.work import Work
 
 __all__ = ["GatheredLayer", "Layer", "Pass", "Scattering", "Shard"]
@@ -115,6 +116,10 @@ class Layer:
         }
         for parameter in module.parameters():
             parameter.data = parameter.new_empty(0)  # frees the memory that sharding is to save
+        self.unsaved = Unsaved()
+        for one in module.modules():
+            if any(True for _ in one.parameters(recurse=False)):
+                self.unsaved.refuse(one)
         self._recurrent = [one for one in module.modules() if isinstance(one, nn.RNNBase)]
 
     @property

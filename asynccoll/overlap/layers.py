@@ -54,6 +54,7 @@ from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.turns import Turns
+from asynccoll.overlap.unsaved import Unsaved
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -84,7 +85,8 @@ class ShardedLayers(Uncopied, nn.Module):
     - ``await clip_grad_norm_(max_norm)`` clips by the norm over all ranks.
     - **Checkpoints**: ``await full_state_dict()`` (parameters and buffers, named as in an ``nn.ModuleList``)
       and ``await full_optimizer_state(optimizer)`` are the same on every rank, and any number of ranks can
-      load them.
+      load them. ``state_dict()`` and ``load_state_dict()`` raise ``InvalidArgumentError``, here, in the
+      layers that were passed, and in modules that contain either.
     - **Ranks must run the same loops** over the layers. Each gather sends the number of the layer: ranks
       that are at different layers get ``CollectiveMismatchError`` (on the CPU; on a device, where this check
       would have to wait, only with ``check="full"``). A rank whose loop ended early, by ``break`` or an
@@ -153,6 +155,7 @@ class ShardedLayers(Uncopied, nn.Module):
         self._scattering = Scattering(self._backward, self._turns, caller(1))
         self._loop: Iterator[Callable[[], Work[object]]] = iter(())
         self._methods = Methods("ShardedLayers", "layers", "these layers")
+        Unsaved().refuse(self)
         _live[self] = None
 
     def _check_lane(self, group: GroupLike) -> None:

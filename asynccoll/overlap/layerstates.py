@@ -30,7 +30,8 @@ def _named(layers: Sequence[Layer]) -> Iterator[tuple[Shard, list[str]]]:
 
 def _others(layer: Layer) -> dict[str, Any]:
     """Return the state other than parameters, by its names in the layer: buffers and extra state."""
-    return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
+    with layer.unsaved.lifted():
+        return {name: x for name, x in layer.module.state_dict().items() if name not in layer.names}
 
 
 def _is_buffer(name: str, x: object) -> bool:
@@ -82,7 +83,8 @@ def load_parameters(layers: Sequence[Layer], state_dict: Mapping[str, Any]) -> N
             shard.own.copy_(shard.part(shard.join([state_dict[name] for name in names], shard.zeros())))
         for layer in layers:
             others = {name: state_dict[f"{layer.name}.{name}"] for name in _others(layer)}
-            layer.module.load_state_dict(others, strict=False)  # does not touch the emptied parameters
+            with layer.unsaved.lifted():
+                layer.module.load_state_dict(others, strict=False)  # does not touch the emptied parameters
 
 
 def optimizer_state(
