@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import asynccoll as ac
+from asynccoll.overlap import gathering
 from asynccoll.testing import simulate
 from overlapping import close
 from ranks import raising
@@ -102,6 +103,42 @@ def test_a_state_of_parts_is_refused() -> None:
         blocks().load_state_dict(state)
 
     simulate(main, world_size=2, loop="none").check()
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_loop_that_is_interrupted_as_it_gathers(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after Ctrl-C finish_loop() skipped that layer, so the ranks were at different layers."""
+    gather = gathering.all_gather
+
+    def main(rank: int) -> list[bool]:
+        layers = ac.overlap.shard_layers(blocks())
+        told = []
+        for turn in range(4):
+            interrupts.update({rank: at} if rank == 0 and turn == 1 else {})
+            fine = False
+            try:
+                loss = through(layers, rows(rank, turn)).square().sum()
+                fine = True
+            except KeyboardInterrupt:
+                layers.finish_loop().wait()
+            if fine := ac.all_reduce(fine, op="and").wait():
+                loss.backward()
+            told.append(fine)
+        return told
+
+    interrupts: dict[int, int] = {}
+
+    def interrupted(parts: Any, **call: Any) -> Any:
+        rank = ac.get_rank()
+        if f"layer {interrupts.get(rank)}" in parts:
+            del interrupts[rank]
+            raise KeyboardInterrupt
+        return gather(parts, **call)
+
+    monkeypatch.setattr(gathering, "all_gather", interrupted)
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    assert report.results == {rank: [True, False, True, True] for rank in range(2)}
 
 
 @pytest.mark.parametrize("finishes", ["as it is", "no_grad", "inference_mode"])

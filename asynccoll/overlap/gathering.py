@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -426,7 +426,6 @@ class Pass:
         self._start = start
         self._call = again
         self._turns = turns
-        self.turn: Turn
         #: the layers that were gathered, in order, and their shards for which gradients are expected
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
@@ -439,22 +438,29 @@ class Pass:
         self._under_way: dict[Layer, Work[list[torch.Tensor]]] = {}
 
     def starts(self) -> Iterator[Callable[[], Work[Any]]]:
-        """Return, for each layer, a function that starts to gather it."""
-        return (partial(self._start, layer, self) for layer in self._layers)
+        """Yield, for each layer, a function that starts to gather it; again, if Ctrl-C interrupted that."""
+        while len(self._gathered) < len(self._layers):
+            yield partial(self._start, self._layers[len(self._gathered)], self)
 
-    def expect(self, layer: Layer, lane: str) -> Turns | None:
-        """Note that ``layer`` is being gathered; if the loop is recorded, expect its gradients on ``lane``.
+    @cached_property
+    def turn(self) -> Turn:
+        """The loop as peers see it. It begins when the first layer is gathered."""
+        return self._turns.begin(self)
 
-        Returns the loops' ``Turns`` for the first layer, where the ranks compare how far they are; else None.
+    def compared(self) -> Turns | None:
+        """Return the loops' ``Turns`` before the first layer, where the ranks compare them; else None.
+
+        Refuses what backwards that raised still owe, so that ranks compare what they have done after that.
         """
-        begins = not self._gathered
-        if begins:
-            self.turn = self._turns.begin(self)
+        _ = self.turn
+        return None if self._gathered else self._turns
+
+    def expect(self, layer: Layer, lane: str) -> None:
+        """Note that ``layer`` is being gathered; if autograd records, expect its gradients on ``lane``."""
         self._gathered.append(layer)
         self.expected += [shard for shard in layer.shards if shard in self.trained]
         if self._records:
             self.turn.owes = self.owed(lane)
-        return self._turns if begins else None
 
     def use(self, layer: Layer) -> None:
         """Note that ``layer`` is used with gradients enabled; refuse that if they would be lost."""

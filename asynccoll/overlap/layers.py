@@ -385,9 +385,15 @@ def _check_clipped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
-    """Start to gather one layer of a loop."""
-    compared = loop.expect(layer, scattering.lane)
-    return layer.gathered(compared, **call).map(lambda flats: layer.filled(flats, loop, scattering))
+    """Start to gather the next layer of a loop. If it is refused, the one after it follows on every rank."""
+    compared = loop.compared()
+    try:
+        work = layer.gathered(compared, **call)
+    except Exception:
+        loop.expect(layer, scattering.lane)
+        raise
+    loop.expect(layer, scattering.lane)
+    return work.map(lambda flats: layer.filled(flats, loop, scattering))
 
 
 def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
