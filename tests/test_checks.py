@@ -288,7 +288,7 @@ HINTED: dict[str, tuple[tuple[str, str], int, str]] = {
     "first dimensions": (
         ("all_gather float32[3, 2] at x.py:5", "all_gather float32[4, 2] at x.py:5"),
         7,
-        "(with uneven=True, all_gather takes tensors of different shapes)",
+        "(ac.all_gather with uneven=True takes tensors of different shapes)",
     ),
     "of what has no uneven=": (
         ("all_reduce sum float32[3] at x.py:5", "all_reduce sum float32[4] at x.py:5"),

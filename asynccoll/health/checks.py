@@ -120,7 +120,7 @@ def _hint(texts: Sequence[str], place: int) -> str:
     whats = [what or line for what, _, line in said]  # the line is not always known
     lines = {line for what, _, line in said if what}
     if len({_any_length(what) for what in whats}) == 1 and whats[0].startswith(_UNEVEN):
-        return f"\n(with uneven=True, {whats[0].split()[0]} takes tensors of different shapes)"
+        return f"\n(ac.{whats[0].split()[0]} with uneven=True takes tensors of different shapes)"
     if len(set(said)) == 1:
         return (
             "\n(different calls from one line: in a block of calls, or in a child task that used this lane "
