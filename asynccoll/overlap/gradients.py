@@ -506,12 +506,16 @@ class GradientReducer(Companion):
     def _refuse(self, error: AsyncCollError) -> Work[torch.Tensor]:
         return refused(error, self._name, self._group, self._lane)
 
-    def refuse_rest(self, error: AsyncCollError) -> None:
-        """Refuse the buckets that this rank has not sent, for which the others wait; the await raises it."""
+    def refuse_rest(self, error: AsyncCollError) -> bool:
+        """Refuse the buckets that this rank has not sent, for which the others wait; the await raises it.
+
+        Returns whether there were any.
+        """
         with self._lock, on_behalf_of(self._spot):
             self._sending = True
             rest = self._buckets[len(self._works) :]
             self._works.extend(self._refuse(error) for _ in rest)
+            return bool(rest)
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         if isinstance(bucket, SparseGradient):

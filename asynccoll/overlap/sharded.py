@@ -201,9 +201,12 @@ class ShardedOptimizer(Wrapping):
         if not (yield from gradients.needed(wrong is not None or gradients.touched, **self._tail)):
             return
         self._agreed = False
-        if wrong is not None:
-            gradients.refuse_rest(wrong)
-        yield gradients
+        told = wrong is not None and gradients.refuse_rest(wrong)
+        try:
+            yield gradients
+        except InvalidArgumentError:
+            if wrong is None or told:
+                raise
         if wrong is not None:  # backward had sent all buckets, so the others have not heard of it yet
             self._refuse_next(wrong, gathers=gathers)
         yield from gradients.gathered()  # for parameters that no forward has waited for
