@@ -541,23 +541,3 @@ def test_a_task_that_is_never_suspended_is_cancelled_as_well(
     """It is cancelled as by asyncio at Ctrl-C; otherwise the fault would have had no effect."""
     report = simulate(summed, world_size=3, transport="memory", faults=[fault], seed=3)
     assert isinstance(report.errors[1], raised)
-
-
-async def only_two_use_the_default_lane(rank: int) -> object:
-    """Messages go there without the third rank, as it was opened when the ranks joined."""
-    if rank == 2:
-        return (await ac.all_reduce(torch.ones(1), lane="other")).item()
-    if rank == 0:
-        await ac.send(torch.tensor([7.0]), dst=1)
-    else:
-        assert (await ac.recv(torch.empty(1), src=0)).item() == 7.0
-    return (await ac.all_reduce(torch.ones(1), lane="other")).item()
-
-
-@pytest.mark.parametrize("transport", ["gloo", "mpi", "memory", "nccl"])
-def test_the_default_lane_is_open_once_the_ranks_have_joined(transport: str) -> None:
-    """As in real worlds: two ranks need no third one for their messages."""
-    for seed in range(3):
-        report = simulate(only_two_use_the_default_lane, world_size=3, seed=seed, transport=transport)
-        report.check()
-        assert report.results == dict.fromkeys(range(3), 3.0)

@@ -93,7 +93,6 @@ class SimulatedBackend(Backend):
         self._capabilities = transport.capabilities
         self.ends_alone: bool = transport.ends_alone
         self.orders_lanes: bool = transport.orders_lanes
-        self.opens_early: bool = transport.opens_early
         self._over = transport.over(device)
 
     def capabilities(self, device: str) -> Capabilities:

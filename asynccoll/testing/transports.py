@@ -34,7 +34,7 @@ Over = Callable[[Promise, str], Completion]
 
 @dataclass(frozen=True)
 class Transport:
-    """One transport; ``ends_alone``, ``orders_lanes`` and ``opens_early`` are as in ``Backend``."""
+    """One transport; ``ends_alone`` and ``orders_lanes`` are as in ``Backend``."""
 
     backend: str
     #: from a rank's device, how its calls complete
@@ -42,7 +42,6 @@ class Transport:
     device: str = "cpu"
     ends_alone: bool = False
     orders_lanes: bool = False
-    opens_early: bool = True
     #: collectives within a node go through shared memory, by the code of the real backend
     in_memory: bool = False
 
@@ -180,6 +179,6 @@ TRANSPORTS = {
     "memory": Transport("gloo", _told, in_memory=True),
     "mpi": Transport("mpi", _asked, ends_alone=True),
     "horovod": Transport("horovod", _asked_at_once),
-    "xla": Transport("xla-tpu", _waited_for, device="cpu", opens_early=False),
+    "xla": Transport("xla-tpu", _waited_for, device="cpu"),
     "nccl": Transport("nccl", _launched, device="cuda", ends_alone=True, orders_lanes=True),
 }

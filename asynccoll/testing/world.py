@@ -236,8 +236,6 @@ class World:
             self._endings.observer(timeline.recorder),
         )
         self._ends[rank] = timeline.recorder.end
-        if context.backend.opens_early:
-            context.world.lane().open()
         return context
 
     def _end(self, rank: int) -> None:
