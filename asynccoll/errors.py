@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 __all__ = [
     "AbortedError",
@@ -140,6 +140,9 @@ class CollectiveError(AsyncCollError, RuntimeError):
     ``lane`` are the names of the operation and of its lane, "" if there is no single one.
     """
 
+    #: the attributes that a pickled error keeps
+    _kept: ClassVar[tuple[str, ...]] = ("ranks", "operation", "lane")
+
     def __init__(
         self, message: str, ranks: tuple[int, ...] = (), *, operation: str = "", lane: str = ""
     ) -> None:
@@ -149,8 +152,7 @@ class CollectiveError(AsyncCollError, RuntimeError):
         self.lane = lane
 
     def __reduce__(self) -> tuple[object, ...]:
-        told = {"ranks": self.ranks, "operation": self.operation, "lane": self.lane}
-        return type(self), (str(self),), told
+        return type(self), (str(self),), {name: getattr(self, name) for name in self._kept}
 
 
 class ForkedProcessError(NotInitializedError, CollectiveError):
@@ -169,6 +171,8 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
     and says what each called last and what it is doing now.
     """
 
+    _kept = (*CollectiveError._kept, "pending")
+
     def __init__(
         self,
         message: str,
@@ -180,11 +184,6 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
     ) -> None:
         super().__init__(message, ranks, operation=operation, lane=lane)
         self.pending = pending
-
-    def __reduce__(self) -> tuple[object, ...]:
-        kind, text, told = super().__reduce__()
-        assert isinstance(told, dict)
-        return kind, text, told | {"pending": self.pending}
 
 
 class CollectiveMismatchError(CollectiveError):
@@ -209,6 +208,8 @@ class PeerLostError(CollectiveError):
     still be running.
     """
 
+    _kept = (*CollectiveError._kept, "left")
+
     def __init__(
         self,
         message: str,
@@ -220,11 +221,6 @@ class PeerLostError(CollectiveError):
     ) -> None:
         super().__init__(message, ranks, operation=operation, lane=lane)
         self.left = left
-
-    def __reduce__(self) -> tuple[object, ...]:
-        kind, text, told = super().__reduce__()
-        assert isinstance(told, dict)
-        return kind, text, told | {"left": self.left}
 
 
 class AbortedError(CollectiveError):

@@ -73,9 +73,8 @@ def batch_isend_irecv(
     Source: ``torch.distributed.batch_isend_irecv``.
     """
     is_list = isinstance(p2p_op_list, Iterable)
-    messages: list[Any] = (
-        list(p2p_op_list) if is_list else [p2p_op_list]
-    )  # a generator can be iterated only once
+    # A copy: a generator can be iterated only once.
+    messages: list[Any] = list(p2p_op_list) if is_list else [p2p_op_list]
     for one in messages:
         if not isinstance(one, P2POp) or not is_list:
             kind = "torch.distributed.P2POp" if isinstance(one, dist.P2POp) else type(one).__name__

@@ -14,9 +14,10 @@ import functools
 import ipaddress
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
+
+from asynccoll.backends.api.within import within
 
 __all__ = ["names_are_quick", "without_lookups"]
 
@@ -59,15 +60,16 @@ def _is_address(host: str) -> bool:
 def names_are_quick(address: str) -> bool:
     """Whether the look-up that torch makes is quick. Waits ``_QUICK_SECONDS``, once, if it is not."""
     dressed = address if ":" in address else f"::ffff:{address}"
-    done = threading.Event()
 
     def look_up() -> None:
         with contextlib.suppress(OSError):
             socket.gethostbyaddr(dressed)  # not getnameinfo, which keeps the GIL in Python 3.11.2
-        done.set()
 
-    threading.Thread(target=look_up, name="asynccoll-look-up", daemon=True).start()
-    return done.wait(_QUICK_SECONDS)
+    try:
+        within(_QUICK_SECONDS, look_up, f"the look-up of {address}")
+    except TimeoutError:
+        return False
+    return True
 
 
 def _of_this_thread() -> Any:

@@ -10,11 +10,11 @@ ours retries every few milliseconds.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic, sleep
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +22,8 @@ from asynccoll.backends.api.resolver import without_lookups
 from asynccoll.backends.api.within import within
 
 __all__ = ["LOOPBACK", "await_name", "await_server", "connect", "connect_as", "served"]
+
+T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -116,24 +118,21 @@ def _serve_one(host: str, ports: range, timeout: timedelta) -> dist.TCPStore:
 
 def _find_named(name: str, host: str, ports: range, timeout: timedelta) -> dist.TCPStore:
     """Return the store that contains ``name``, served at one of ``ports``."""
-    await_name(host)
     seconds = timeout.total_seconds()
-    started = monotonic()
-    pause = _FIRST_PAUSE_SECONDS
-    for port in itertools.cycle(ports):
-        with contextlib.suppress(OSError, RuntimeError):  # torch's, if no store answers
-            socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close()
-            found = connect(
-                host, port, serve=False, timeout=timedelta(seconds=min(_ANSWER_SECONDS, seconds)), knock=False
-            )
-            if found.check([name]):
-                found.set_timeout(timeout)
-                return found
-        if monotonic() - started + pause > seconds:
-            break
-        sleep(pause)
-        pause = min(1.3 * pause, _LONGEST_PAUSE_SECONDS)
-    raise TimeoutError(f"no store of {name} was served at port {', '.join(map(str, ports))}")
+    answer = timedelta(seconds=min(_ANSWER_SECONDS, seconds))
+
+    def look() -> dist.TCPStore:
+        for port in ports:
+            with contextlib.suppress(OSError, RuntimeError):  # torch's, if no store answers
+                _knock(host, port, seconds)
+                found = connect(host, port, serve=False, timeout=answer, knock=False)
+                if found.check([name]):
+                    found.set_timeout(timeout)
+                    return found
+        raise TimeoutError(f"no store of {name} was served at port {', '.join(map(str, ports))}")
+
+    await_name(host)
+    return _await(look, seconds)
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
@@ -151,7 +150,12 @@ def await_server(host: str, port: int, seconds: float) -> None:
     Raises:
         OSError: none did in time. A name that does not resolve, which may be misspelt, is given up sooner.
     """
-    _await(lambda: socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close(), seconds)
+    _await(lambda: _knock(host, port, seconds), seconds)
+
+
+def _knock(host: str, port: int, seconds: float) -> None:
+    """Raise OSError unless a server listens at ``host:port``; it has a moment, or ``seconds``, to accept."""
+    socket.create_connection((host, port), min(_KNOCK_SECONDS, seconds)).close()
 
 
 def await_name(host: str) -> None:
@@ -163,18 +167,16 @@ def await_name(host: str) -> None:
     _await(lambda: socket.getaddrinfo(host, None), _NAME_SECONDS)
 
 
-def _await(attempt: Callable[[], object], seconds: float) -> None:
-    """Retry ``attempt`` until it does not raise ``OSError``, or the time is up."""
+def _await(attempt: Callable[[], T], seconds: float) -> T:
+    """Retry ``attempt`` until it does not raise ``OSError``, or the time is up; return what it returns."""
     started = monotonic()
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            attempt()
+            return attempt()
         except OSError as error:
             unknown = isinstance(error, socket.gaierror)
             if monotonic() - started + pause > (min(seconds, _NAME_SECONDS) if unknown else seconds):
                 raise
-        else:
-            return
         sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
