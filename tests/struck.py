@@ -1,11 +1,19 @@
-"""Locks at which Ctrl-C strikes, which comes between any two bytecodes: also where one is taken or left."""
+"""Locks and blocks where Ctrl-C strikes, which comes between any two bytecodes: also as a lock is taken."""
 
 from __future__ import annotations
 
+import dis
+import sys
 import threading
+import types
 from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["Struck", "nth"]
+import asynccoll
+
+__all__ = ["Strike", "Struck", "nth"]
+
+_LIBRARY = str(Path(asynccoll.__file__).parent)
 
 
 class Struck:
@@ -37,3 +45,42 @@ def nth(use: int) -> Callable[[], bool]:
         return left == 0
 
     return due
+
+
+class Strike:
+    """A block in which Ctrl-C strikes once, in this thread: in the library, or in the function of ``code``.
+
+    It strikes behind the ``left``-th call there, where Python handles signals (and where it jumps back), or
+    ``at`` the ``left``-th "line" or "opcode".
+    """
+
+    def __init__(self, left: int, code: types.CodeType | None = None, *, at: str = "call") -> None:
+        self._left = left
+        self._code = code
+        self._at = at
+        self._latest: dict[types.FrameType, str] = {}  # the opcode that each frame has run last
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self._latest.clear()
+
+    def _trace(self, frame: types.FrameType, event: str, _: object) -> object:
+        code = frame.f_code
+        if code is not self._code if self._code else not code.co_filename.startswith(_LIBRARY):
+            return None
+        frame.f_trace_opcodes = self._at != "line"
+        self._left -= self._counts(frame, event)
+        if self._left == 0:
+            self._left = -1
+            raise KeyboardInterrupt
+        return self._trace
+
+    def _counts(self, frame: types.FrameType, event: str) -> bool:
+        if self._at != "call" or event != "opcode":
+            return event == self._at
+        before = self._latest.get(frame, "")
+        self._latest[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return before.startswith(("CALL", "JUMP_BACKWARD"))

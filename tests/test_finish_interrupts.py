@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import sys
-import types
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 import asynccoll as ac
 from ranks import Rank
+from struck import Strike
 from worlds import World
 
-LIBRARY = str(Path(ac.__file__).parent)
 #: Calls between those after which Ctrl-C strikes in turn, and the number of these.
 APART, TIMES = 5, 24
-
-
-class Strike:
-    """Raises KeyboardInterrupt behind the ``left``-th call that the library makes in this thread.
-
-    Python handles signals after calls, and where it jumps back.
-    """
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self._last: dict[types.FrameType, str] = {}
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: types.FrameType, event: str, _: object) -> object:
-        if not frame.f_code.co_filename.startswith(LIBRARY):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            last, self._last[frame] = (
-                self._last.get(frame, ""),
-                dis.opname[frame.f_code.co_code[frame.f_lasti]],
-            )
-            self.left -= last.startswith(("CALL", "JUMP_BACKWARD"))
-            if self.left == 0:
-                self.left = -1
-                raise KeyboardInterrupt
-        return self._trace
 
 
 def tensors(rank: int, numel: int) -> list[torch.Tensor]:

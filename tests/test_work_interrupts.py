@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dis
 import os
 import sys
 import threading
-import types
 
 import anyio
 import pytest
@@ -23,7 +21,7 @@ from asynccoll.transport import Promise, completion
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting import work as module
 from patience import patient
-from struck import Struck, nth
+from struck import Strike, Struck, nth
 
 
 def begun() -> ac.Work[float]:
@@ -137,57 +135,24 @@ def test_a_lane_goes_on_where_who_drives_its_queue_was_struck(monkeypatch: pytes
 
 
 def test_a_message_from_any_source_stays_the_first() -> None:
-    def strike(frame: types.FrameType, event: str, _: object) -> object:
-        nonlocal lines
-        if frame.f_code is not taking:
-            return strike if event == "call" else None
-        lines -= event == "line"
-        if lines == 0:
-            raise KeyboardInterrupt
-        return strike
-
     taking = anysource.AnySource._taken.__wrapped__.__code__  # type: ignore[attr-defined]  # of the generator
     for struck_at in range(1, 20):
         messages = anysource.AnySource(lambda source: ac.all_reduce(float(source)), range(3))
-        lines = struck_at
-        sys.settrace(strike)
-        try:
+        first = []
+        with contextlib.suppress(KeyboardInterrupt), Strike(struck_at, taking, at="line"):
             first = [next(messages)]
-        except KeyboardInterrupt:
-            first = []
-        finally:
-            sys.settrace(None)
         assert [*first, *messages] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert first, "no line was left to strike at"
 
 
 def test_who_was_struck_while_it_left_a_job_to_a_thread_leaves_jobs_to_it_again() -> None:
     """They have the same key and run in order. Python handles signals right after a call returns."""
-
-    def strike(frame: types.FrameType, event: str, _: object) -> object:
-        nonlocal calls, called
-        if frame.f_code is not submitting:
-            return strike if event == "call" else None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            calls -= called
-            called = dis.opname[submitting.co_code[frame.f_lasti]].startswith("CALL")
-            if calls == 0:
-                raise KeyboardInterrupt
-        return strike
-
-    submitting, struck = Waiters.submit.__code__, True
+    struck = True
     for struck_at in range(1, 20):
-        calls, called = struck_at, False
         waiters, ran, over = Waiters("asynccoll-struck"), [], threading.Event()
-        sys.settrace(strike)
-        try:
+        with contextlib.suppress(KeyboardInterrupt), Strike(struck_at, Waiters.submit.__code__):
             waiters.submit("key", lambda ran=ran: ran.append("first"))
             struck = False
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
         waiters.submit("key", lambda ran=ran: ran.append("second"))
         waiters.submit("key", over.set)
         assert over.wait(patient(10)), f"after Ctrl-C behind call {struck_at}"
@@ -198,27 +163,12 @@ def test_who_was_struck_while_it_left_a_job_to_a_thread_leaves_jobs_to_it_again(
 
 
 def test_a_message_from_any_source_is_taken_off_as_a_whole() -> None:
-    def strike(frame: types.FrameType, event: str, _: object) -> object:
-        nonlocal instructions
-        if frame.f_code is not taking_off:
-            return strike if event == "call" else None
-        frame.f_trace_opcodes = True
-        instructions -= event == "opcode"
-        if instructions == 0:
-            raise KeyboardInterrupt
-        return strike
-
     taking_off = anysource.AnySource._take_off.__code__
     for struck_at in range(1, 100):
         messages = anysource.AnySource(lambda source: ac.all_reduce(float(source)), range(3))
-        instructions = struck_at
-        sys.settrace(strike)
-        try:
+        done = None
+        with contextlib.suppress(KeyboardInterrupt), Strike(struck_at, taking_off, at="opcode"):
             done = next(messages)
-        except KeyboardInterrupt:
-            done = None
-        finally:
-            sys.settrace(None)
         assert sorted(messages._arrivals.sources) == sorted(messages.sources), f"at instruction {struck_at}"
         assert list(messages)[-2:] == [(1, 1.0), (2, 2.0)]
         if done:
