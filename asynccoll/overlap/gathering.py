@@ -116,7 +116,7 @@ class Layer:
         }
         for parameter in module.parameters():
             parameter.data = parameter.new_empty(0)  # frees the memory that sharding is to save
-        self.unsaved = Unsaved()
+        self.unsaved: Unsaved = Unsaved()
         for one in module.modules():
             if any(True for _ in one.parameters(recurse=False)):
                 self.unsaved.refuse(one)
