@@ -204,9 +204,9 @@ async def small_in_place(me: Rank) -> None:
     call = ac.all_reduce
     memory = torch.ones(12)
     xs, behind = memory[:9].split(3), memory[1:10].split(3)
-    await me.refuses("across another", ValueError, call, xs, out=behind, says=("leaf 0 of out=", "of leaf 1"))
+    await me.refuses("across another", ValueError, call, xs, out=behind, says=("leaf [0] of out=", "of leaf [1]"))
     inside = [memory[6:], memory[7:9]]
-    await me.refuses("in another", ValueError, call, inside, out=inside, says=("leaf 0 of out=", "leaf 1"))
+    await me.refuses("in another", ValueError, call, inside, out=inside, says=("leaf [0] of out=", "leaf [1]"))
     with me.case("between each other"):
         await me.get(call([memory[::2], memory[1::2]], out=[memory[::2], memory[1::2]]))
         oracle.same(memory, torch.full((12,), float(me.size)))

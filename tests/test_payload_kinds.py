@@ -403,7 +403,7 @@ async def unfillable(me: Rank) -> None:
     for outs in ([same, same], [torch.empty(4), x]):
         inputs = [x, torch.ones(4)]
         await me.refuses(
-            "shared", ac.InvalidArgumentError, ac.all_reduce, inputs, out=outs, says=("leaf 0", "leaf 1")
+            "shared", ac.InvalidArgumentError, ac.all_reduce, inputs, out=outs, says=("leaf [0]", "leaf [1]")
         )
     columns = torch.empty(4, 2)
     with me.case("columns"):

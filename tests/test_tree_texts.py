@@ -269,3 +269,46 @@ def test_names_that_are_not_unicode_break_no_call(check: str, transport: str, no
         assert found == [2.0, 2.0]
         assert r"/d\udcfcr/program.py:2" in said
         assert r"differ at [<Odd.\udc80: 1>]: float32 [2] on rank 0, but float32 [3] on rank 1" in said
+
+
+def filled_twice() -> None:
+    y = x(2)
+    work = ac.all_reduce(y, op="avg", out=y)
+    try:
+        ac.all_reduce({"a": x(2), "b": y})
+    finally:
+        work.wait()
+
+
+INTS = torch.ones(2, dtype=torch.int64)
+
+#: Calls that are refused for one of their leaves, and the path of that.
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a number": (lambda: ac.all_reduce({"a": x(2), "b": 3}, op="avg"), "['b']"),
+    "dtypes": (lambda: ac.all_reduce([x(2), {"n": INTS}, {"n": INTS}], op="avg"), "[1]['n']"),
+    "a set": (lambda: ac.all_gather(Layer(x(2), {1})), ".bias"),
+    "no data": (lambda: ac.broadcast(Pair(x(2), [x(2, 3).to("meta")])), ".second[0]"),
+    "nested": (lambda: ac.all_gather([1, torch.nested.nested_tensor([x(2), x(3)])]), "[1]"),
+    "rows": (lambda: ac.reduce_scatter({"a": x(2), "b": x(3)}), "['b']"),
+    "of a part": (lambda: ac.all_to_all([x(2), {"b": {1}}]), "[1]['b']"),
+    "filled by an earlier call": (filled_twice, "['b']"),
+    "another shape": (lambda: ac.all_reduce([x(2), x(2)], out=[x(2), x(3)]), "[1]"),
+    "one element of many": (lambda: ac.broadcast([x(2), x(2)], out=[x(2), x(1).expand(2)]), "[1]"),
+    "multiplied": (lambda: ac.all_reduce([x(2), INTS], prescale=0.5), "[1]"),
+    "prepared": (lambda: ac.prepare("all_reduce", {"a": x(2), "b": INTS}, op="avg"), "['b']"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_leaf_for_which_a_tree_is_refused_is_named(what: str) -> None:
+    call, path = REFUSED[what]
+
+    async def main() -> str:
+        with pytest.raises(ac.AsyncCollError) as caught:
+            call()
+        return str(caught.value)
+
+    report = simulate(main, world_size=2)
+    report.check()
+    for said in report.results.values():
+        assert said.endswith(f" (leaf {path})")

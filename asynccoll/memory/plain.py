@@ -14,22 +14,21 @@ from torch.nn.parameter import is_lazy
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.memory.aliasing import Claim, Claims, span_bytes
-from asynccoll.memory.unfilled import refuse_unfilled
+from asynccoll.memory.unfilled import filler_of, refuse_unfilled
 
 __all__ = [
     "ORDINARY",
+    "all_plain",
     "overwritten",
     "plain_tensor",
-    "plain_tensors",
     "raw",
+    "sharing",
     "writable",
-    "writable_together",
 ]
 
 #: The tensor types that are plain memory and never wrap other tensors.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr
-_is_inference = torch.Tensor.is_inference
 _is_nested = attrgetter("is_nested")
 
 
@@ -51,17 +50,18 @@ def plain_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def plain_tensors(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``plain_tensor`` of each of ``xs``, quickly if all are of ordinary types."""
-    if ORDINARY.issuperset(map(type, xs)):
-        try:
-            duals = forward_ad._current_level >= 0 and any(map(_is_dual, xs))
-            if all(map(_data_ptr, xs)) and not any(map(_is_nested, xs)) and not duals:
-                refuse_unfilled(name, xs)
-                return xs
-        except RuntimeError:
-            pass
-    return [plain_tensor(name, x) for x in xs]
+def all_plain(xs: list[torch.Tensor]) -> bool:
+    """Whether ``plain_tensor`` would return each of ``xs`` itself; also False where it takes long to tell."""
+    try:
+        return (
+            ORDINARY.issuperset(map(type, xs))
+            and all(map(_data_ptr, xs))
+            and not any(map(_is_nested, xs))
+            and (forward_ad._current_level < 0 or not any(map(_is_dual, xs)))
+            and filler_of(xs) is None
+        )
+    except RuntimeError:  # a tensor without storage
+        return False
 
 
 def _explained(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -200,19 +200,13 @@ class _Leaf:
     claims: bool = True
 
 
-def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """Refuse ``outs`` if filling one of them would change another, or one of ``xs`` that is yet to be sent.
+def sharing(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the indices of two leaves, if the first one's ``out`` shares memory with the other one.
 
-    Each of ``outs`` is also checked and marked as ``writable`` does.
+    To fill it would change the other's result, or its input, which is yet to be sent.
     """
-    sent, of_this_mode = set(xs), torch.is_inference_mode_enabled() or not any(map(_is_inference, outs))
-    for out in outs:
-        if of_this_mode and out in sent and out.layout is torch.strided and out.is_contiguous():
-            overwritten(out)
-        else:
-            writable(name, out)
     if _all_apart(xs, outs):
-        return
+        return None
     leaves: dict[Claim, int] = {
         _Leaf([x] if x is out else [x, out]): i for i, (x, out) in enumerate(zip(xs, outs, strict=True))
     }
@@ -222,7 +216,5 @@ def writable_together(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torc
     for leaf, i in leaves.items():
         other = claims.find((outs[i],), leaf)
         if other is not None:
-            raise InvalidArgumentError(
-                f"{name}: leaf {i} of out= shares memory with the input or result of leaf "
-                f"{leaves[other]}, which would be overwritten; each leaf of out= needs memory of its own"
-            )
+            return i, leaves[other]
+    return None

@@ -17,7 +17,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_number import numbered
 from asynccoll.memory.aliasing import Claim, Claims
 
-__all__ = ["claims", "let_go", "refuse_unfilled"]
+__all__ = ["claims", "filler_of", "let_go", "refuse_unfilled"]
 
 
 class Written(Protocol):
@@ -102,11 +102,16 @@ def _forget_over() -> None:
             _kept.pop(left, None)
 
 
-def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
-    """Refuse to read or fill memory that an earlier call, other than ``but``, is still filling."""
+def filler_of(xs: Iterable[torch.Tensor], but: Claim | None = None) -> Claim | None:
+    """Return the claim of an earlier call, other than ``but``, that is still filling memory of ``xs``."""
     if _kept:
         _forget_over()
-    claim = claims.find(xs, but)
+    return claims.find(xs, but)
+
+
+def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = None) -> None:
+    """Refuse to read or fill memory that an earlier call, other than ``but``, is still filling."""
+    claim = filler_of(xs, but)
     if claim is None:
         return
     found = cast("Filler | _Dropped", claim)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence, ValuesView
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from asynccoll import tensors
-from asynccoll.errors import InvalidArgumentError, PayloadTypeError
-from asynccoll.memory.plain import plain_tensor, plain_tensors, writable, writable_together
+from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.memory.plain import all_plain, plain_tensor, sharing, writable
 from asynccoll.memory.unwritten import beside
 from asynccoll.order.lane import Lane
 from asynccoll.payload.kinds import is_number, is_value, kind_name
@@ -19,12 +19,14 @@ from asynccoll.payload.messages import (
 )
 from asynccoll.payload.values import as_number, check_number_reduction, from_message, to_message
 from asynccoll.plan.spec import Op, ReduceOp
-from asynccoll.plan.tree_texts import Outline
+from asynccoll.plan.tree_texts import Outline, leaf_path
 from asynccoll.plan.trees import TreeSpec, flatten, unflatten
 from asynccoll.tensors import autograd
 from asynccoll.tensors.bucketing import kind_of
 from asynccoll.waiting.started import Started, together
 from asynccoll.waiting.work import Work
+
+T = TypeVar("T")
 
 _EXPECTED = (
     "a tensor, a number, a str, a pathlib.Path, or a dict, list, tuple or dataclass of these; other "
@@ -92,10 +94,7 @@ def over_tree(
     then only one tensor of each is checked. ``uneven``: the shape of a leaf may differ between ranks.
     """
     leaves, spec = leaves_of(name, x)
-    for leaf in _one_of_each(leaves) if alike else leaves:
-        if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
-            raise refuse(name, leaf)
-        check(leaf)
+    of_each(spec, _one_of_each(leaves) if alike else range(len(leaves)), lambda i: check(leaves[i]))
     outs = None if out is None else tree_out(name, leaves, spec, out)
     outline = Outline.of(spec, [_compared(name, leaf, uneven) for leaf in leaves])
     with lane.together(what=(name, outline, *_placed(leaves)), name=name):
@@ -110,17 +109,42 @@ def over_tree(
 
 
 def leaves_of(name: str, x: object) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of ``x`` (tensors as native code may read them), and the structure of the tree.
+    """Return the leaves of ``x`` (``sendable``), and the structure of the tree.
 
     A tree without leaves is refused: other ranks may have some, and would wait for this rank.
     """
     leaves, spec = flatten(x)
     if not leaves:
         raise nothing_to_send(name, x)
-    if _only_tensors(leaves):
-        return plain_tensors(name, leaves), spec
-    leaves = [as_number(leaf) for leaf in leaves]
-    return [plain_tensor(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+    return sendable(name, leaves, spec), spec
+
+
+def sendable(name: str, leaves: list[Any], spec: TreeSpec) -> list[Any]:
+    """Return the leaves of a tree as they are sent: tensors as native code may read them, and values."""
+    if _only_tensors(leaves) and all_plain(leaves):
+        return leaves
+    return of_each(spec, range(len(leaves)), lambda i: _sendable(name, leaves[i]))
+
+
+def _sendable(name: str, leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return plain_tensor(name, leaf)
+    leaf = as_number(leaf)
+    if not is_value(leaf):
+        raise refuse(name, leaf)
+    return leaf
+
+
+def of_each(spec: TreeSpec, places: Iterable[int], found: Callable[[int], T]) -> list[T]:
+    """Return what is ``found`` for the leaves at ``places`` of a tree; an error in it names the leaf."""
+    results = []
+    for place in places:
+        try:
+            results.append(found(place))
+        except AsyncCollError as error:
+            error.args = (f"{error} (leaf {leaf_path(spec, place)})",)
+            raise
+    return results
 
 
 def nothing_to_send(name: str, x: object) -> PayloadTypeError:
@@ -147,7 +171,7 @@ def _placed(leaves: list[object]) -> tuple[str, ...]:
     """
     if _only_tensors(leaves):
         return ()
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    places, _ = _places(leaves)
     return (f"tensors are leaves {places}",) if places else ()
 
 
@@ -156,13 +180,21 @@ def _compared(name: str, leaf: object, uneven: bool) -> torch.Tensor | str:
     return leaf if isinstance(leaf, torch.Tensor) and not uneven else message_kind(name, leaf)
 
 
-def _one_of_each(leaves: list[Any]) -> list[Any]:
-    """Return one tensor of each dtype, device and layout, and all leaves that are not tensors."""
-    xs, values = leaves, []
-    if not _only_tensors(leaves):
-        xs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    return [*dict(zip(map(kind_of, xs), xs, strict=True)).values(), *values]
+def _one_of_each(leaves: list[Any]) -> list[int]:
+    """Return the places of the first tensor of each dtype, device and layout, and of all values."""
+    tensors_at, values_at = _places(leaves)
+    backwards = tensors_at[::-1]
+    kinds = map(kind_of, [leaves[i] for i in backwards])
+    return sorted([*dict(zip(kinds, backwards, strict=True)).values(), *values_at])
+
+
+def _places(leaves: list[Any]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the places of the tensors, and those of the values."""
+    every = range(len(leaves))
+    if _only_tensors(leaves):
+        return every, ()
+    tensors_at = [i for i in every if isinstance(leaves[i], torch.Tensor)]
+    return tensors_at, [i for i in every if not isinstance(leaves[i], torch.Tensor)]
 
 
 def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[torch.Tensor]:
@@ -174,11 +206,18 @@ def tree_out(name: str, leaves: list[Any], spec: TreeSpec, out: object) -> list[
         )
     if filled != spec:
         raise InvalidArgumentError(f"{name}: out is the tree {filled}; expected one like the input: {spec}")
-    plain_tensors(f"{name}: out=", outs)
-    for x, y in zip(leaves, outs, strict=True):
-        if y is not x:
-            tensors.check_out(y, x, x.shape)
-    writable_together(name, leaves, outs)
+    every = range(len(outs))
+    if not all_plain(outs):
+        of_each(spec, every, lambda i: plain_tensor(f"{name}: out=", outs[i]))
+    others = [i for i in every if outs[i] is not leaves[i]]
+    of_each(spec, others, lambda i: tensors.check_out(outs[i], leaves[i], leaves[i].shape))
+    of_each(spec, every, lambda i: writable(name, outs[i]))
+    if (pair := sharing(leaves, outs)) is not None:
+        one, other = (leaf_path(spec, i) for i in pair)
+        raise InvalidArgumentError(
+            f"{name}: leaf {one} of out= shares memory with the input or result of leaf {other}, which would "
+            "be overwritten; each leaf of out= needs memory of its own"
+        )
     return outs
 
 
@@ -188,14 +227,13 @@ def _start_leaves(
     """Start the collective for all leaves; its result is the list of their results, in the same order."""
     if _only_tensors(leaves):
         return of_tensors(leaves, outs)
-    tensors_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    values_at = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
+    tensors_at, values_at = _places(leaves)
     parts = [of_tensors([leaves[i] for i in tensors_at], None)] if tensors_at else []
     assert of_values is not None, f"the check of {leaves} let pass what is no tensor"
     parts.append(of_values([leaves[i] for i in values_at]))
 
     def in_order(results: list[Any]) -> list[object]:
-        found = dict(zip(tensors_at + values_at, chain.from_iterable(results), strict=True))
+        found = dict(zip([*tensors_at, *values_at], chain.from_iterable(results), strict=True))
         return [found[i] for i in range(len(leaves))]
 
     return together(parts, in_order)

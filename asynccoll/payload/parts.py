@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.memory.plain import plain_tensor
 from asynccoll.payload.codecs import SAFE
-from asynccoll.payload.common import refuse
-from asynccoll.payload.kinds import is_value
+from asynccoll.payload.common import sendable
 from asynccoll.payload.messages import Message
-from asynccoll.payload.values import as_number, from_message, to_message
+from asynccoll.payload.values import from_message, to_message
 from asynccoll.plan.trees import flatten, is_tree, unflatten
 
 __all__ = ["join_messages", "part_message", "part_of", "parts_of", "split_messages", "tensors_of"]
@@ -37,17 +36,9 @@ def parts_of(name: str, x: Sequence[object], size: int) -> list[object]:
         raise InvalidArgumentError(
             f"{name}: got a list of {len(x)} for {size} ranks; pass one part for each rank of the group"
         )
-    return [_sendable(name, part) for part in x]
-
-
-def _sendable(name: str, part: object) -> object:
-    leaves, spec = flatten(part)
-    plain = []
-    for leaf in map(as_number, leaves):
-        if not isinstance(leaf, torch.Tensor) and not is_value(leaf):
-            raise refuse(name, leaf)
-        plain.append(plain_tensor(name, leaf) if isinstance(leaf, torch.Tensor) else leaf)
-    return unflatten(spec, plain)
+    leaves, spec = flatten(list(x))
+    parts: Any = unflatten(spec, sendable(name, leaves, spec))
+    return list(parts)
 
 
 def tensors_of(parts: Sequence[object]) -> list[torch.Tensor]:

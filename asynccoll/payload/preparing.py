@@ -10,7 +10,7 @@ import torch
 from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.order.lane import Lane
-from asynccoll.payload.common import check_filled, leaves_of, normal_dim, refuse, require_tensor, tree_out
+from asynccoll.payload.common import check_filled, leaves_of, normal_dim, of_each, require_tensor, tree_out
 from asynccoll.payload.exchanging import check_splits
 from asynccoll.payload.reducing import split_rows
 from asynccoll.plan.spec import Op, ReduceOpLike, reduce_op
@@ -77,15 +77,14 @@ def _alone(call: Call) -> Calls:
     return [call], None
 
 
-def _elementwise(name: str, fuse: Fuse, like: object, out: Any) -> Calls:
+def _elementwise(lane: Lane, fuse: Fuse, like: object, out: Any) -> Calls:
+    name = fuse.name
     if not is_tree(like):
         x = _check(name, like)
         return _alone(fuse.call(x, _result_for(x, out, x.shape)))
     leaves, spec = leaves_of(f"prepare: {name}", like)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            raise refuse(f"prepare: {name}", leaf, "a tensor, or a dict, list, tuple or dataclass of tensors")
-        _check(name, leaf)
+    op = Op(name)
+    of_each(spec, range(len(leaves)), lambda i: tensors.plan_for(lane, op, _check(name, leaves[i]), fuse.op))
     outs = None if out is None else tree_out(name, leaves, spec, out)
     parcels = [Parcel(bucket, leaves, outs) for bucket in buckets(leaves)]
     calls = [parcel.keep(fuse.call) for parcel in parcels]
@@ -100,12 +99,12 @@ def _elementwise(name: str, fuse: Fuse, like: object, out: Any) -> Calls:
 
 
 def _all_reduce(lane: Lane, like: object, *, op: ReduceOpLike = "sum", out: object = None) -> Calls:
-    return _elementwise("all_reduce", tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
+    return _elementwise(lane, tensors.all_reduce_fuse(lane, reduce_op(op)), like, out)
 
 
 def _broadcast(lane: Lane, like: object, *, src: int = 0, out: object = None) -> Calls:
     index = lane.group.index(src, "src")
-    return _elementwise("broadcast", tensors.broadcast_fuse(lane, index), like, out)
+    return _elementwise(lane, tensors.broadcast_fuse(lane, index), like, out)
 
 
 def _all_gather(lane: Lane, like: object, *, out: torch.Tensor | None = None) -> Calls:

@@ -16,7 +16,7 @@ import torch
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.memory.plain import plain_tensor
 from asynccoll.order.lane import Lane
-from asynccoll.payload.common import check_filled, leaves_of, no_out
+from asynccoll.payload.common import check_filled, leaves_of, no_out, of_each
 from asynccoll.payload.reducing import all_reduce
 from asynccoll.plan.spec import ReduceOp, ReduceOpLike, dtype_name, reduce_op
 from asynccoll.plan.trees import flatten, is_tree, unflatten
@@ -106,7 +106,7 @@ def all_reduce_scaled(
         return _of_tensor(lane, scaling.check(x), op, out, scaling, timeout)
     no_out("all_reduce", out)
     leaves, spec = leaves_of("all_reduce", x)
-    given = [scaling.check(leaf) for leaf in leaves]
+    given = of_each(spec, range(len(leaves)), lambda i: scaling.check(leaves[i]))
     started = all_reduce(lane, unflatten(spec, [scaling.before(leaf) for leaf in given]), op, None, timeout)
     return started.then(partial(_leaves_after, scaling, given))
 

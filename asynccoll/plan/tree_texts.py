@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 
 import torch
 
@@ -20,7 +21,7 @@ from asynccoll.host.words import by_text, encoded
 from asynccoll.plan.spec import described, dtype_name
 from asynccoll.plan.trees import TreeSpec
 
-__all__ = ["Outline", "differing", "packed", "shown_part"]
+__all__ = ["Outline", "differing", "leaf_path", "packed", "shown_part"]
 
 #: Separates the displayed part of a text from the nodes of its tree.
 _BETWEEN = "\x1f"
@@ -110,6 +111,12 @@ def differing(ranks: Sequence[int], texts: Sequence[str]) -> str:
         found.append(f"{_short(path) or 'the tree itself'}: {told}")
     more = "; and elsewhere" * (len(paths) > _MOST)
     return f"\n(the trees differ at {'; '.join(found)}{more})" if found else ""
+
+
+def leaf_path(spec: TreeSpec, place: int) -> str:
+    """Return the path of the leaf at ``place`` in the list of leaves: ``['layers'][0].bias``."""
+    paths = (path for path, kind in _paths(spec, "") if kind == "*")
+    return _short(next(islice(paths, place, None)))
 
 
 def _unpacked(text: str) -> dict[str, str]:
