@@ -7,6 +7,7 @@ import torch
 import asynccoll as ac
 import oracle
 import payloads
+from asynccoll.testing import simulate
 from ranks import Rank
 from worlds import World
 
@@ -120,3 +121,23 @@ async def refused(me: Rank) -> None:
 def test_bad_calls_are_refused(world: World) -> None:
     """Text and missing ranks are refused; the lane keeps working."""
     world.run(refused)
+
+
+class Numbers(dict[str, object]):
+    """Refuses None, as a class may."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        assert value is not None
+        super().__setitem__(key, value)
+
+
+def test_only_dst_makes_a_tree_of_results() -> None:
+    """Elsewhere it would be one of None."""
+
+    async def main(rank: int) -> None:
+        tree = Numbers(n=rank, x=torch.ones(2))
+        total, every = await ac.reduce(tree, dst=0), await ac.gather(tree, dst=1)
+        assert total is None if rank else total["n"] == 1 and total["x"].tolist() == [2.0, 2.0]
+        assert every["x"].tolist() == [1.0] * 4 if rank else every is None
+
+    simulate(main, world_size=2).check()

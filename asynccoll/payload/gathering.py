@@ -126,7 +126,9 @@ def gather(
             lambda leaf: _check_gathered(lane, "gather", leaf, dim, uneven),
             uneven=uneven,
         )
-        return whole if here else whole.then(lambda _: None)
+        if not here:
+            whole.finish = None  # which would make a tree of None
+        return whole
     kind = message_kind("gather", x)
     received = gather_messages(
         lane,

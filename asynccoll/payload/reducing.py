@@ -96,7 +96,9 @@ def reduce(
         lambda values: _reduce_numbers(lane, values, dst, op, timeout),
         lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
     )
-    return whole if here else whole.then(lambda _: None)
+    if not here:
+        whole.finish = None  # which would make a tree of None
+    return whole
 
 
 def _reduce_tensor(
