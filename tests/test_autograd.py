@@ -317,8 +317,15 @@ def test_gradients_through_trees(pair: World, runner: str) -> None:
 async def no_gradients(me: Rank) -> None:
     x = torch.ones(2, requires_grad=True)
     parts = await me.get(ac.all_gather(x, uneven=True))
+    parts[0].mul_(2)  # like any other result
     with raising(ac.UnsupportedOpError, "uneven"):
         torch.cat(parts).sum().backward()
+    total = await me.get(ac.reduce(x, dst=0))
+    if me.rank == 0:
+        total /= me.size
+        assert total.tolist() == [1.0, 1.0]
+        with raising(ac.UnsupportedOpError, "reduce"):
+            total.sum().backward()
     sent = await me.get(ac.broadcast(x if me.rank == 0 else None, safe_mode=True))
     if me.rank == 0:
         with raising(ac.UnsupportedOpError, "safe_mode"):

@@ -303,7 +303,7 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, instead: str) -> torch.Tensor:
         ctx.text = f"{name} has no gradient here; use {instead}, or detach the input if none is wanted"
-        return x.view_as(x)
+        return x.data  # no view: that could not be written to in place
 
     @staticmethod
     def backward(ctx: Any, *grads: object) -> object:
