@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._device import DeviceContext
 
 import asynccoll as ac
+from asynccoll.testing import simulate
 from ranks import Rank
 from struck import Strike
 from worlds import World
@@ -77,6 +79,22 @@ def everywhere(me: Rank, name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_finish_that_is_cut_short_and_run_again_divides_and_adds_once(several: World, name: str) -> None:
     several.run(everywhere, name)
+
+
+def test_a_mode_of_torch_has_no_average_divided_twice() -> None:
+    """A mode is Python code, in which Ctrl-C strikes between the division and the note that it was made."""
+    code = DeviceContext.__torch_function__.__code__
+
+    async def main(rank: int) -> None:
+        x = torch.full((12,), 6.0 * (rank + 1), dtype=torch.float16)
+        with torch.device("cpu"):
+            for left in range(1, 150):
+                work = ac.reduce(x, dst=0, op="avg")
+                with contextlib.suppress(KeyboardInterrupt), Strike(left, code, at="opcode"):
+                    work.wait()
+                assert rank or work.wait().tolist() == [9.0] * 12
+
+    simulate(main, world_size=2, transport="gloo").check()
 
 
 def test_a_prepared_start_that_is_cut_short_lets_no_later_one_share_its_memory() -> None:

@@ -19,6 +19,7 @@ from asynccoll.memory.aliasing import has_memory, may_overlap, same_memory
 from asynccoll.memory.fresh import fresh
 from asynccoll.memory.plain import ORDINARY
 from asynccoll.modes.captured import as_called
+from asynccoll.modes.unseen import unseen
 from asynccoll.order.job import Program, Start, What
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Operation
@@ -447,6 +448,7 @@ def encoding_again(wire: torch.Tensor, x: torch.Tensor, plan: Plan) -> Callable[
     return lambda: wire.view(-1).copy_(encode(physical(x), plan).view(-1))
 
 
+@unseen  # else modes of torch run Python code, in which Ctrl-C strikes
 def reduced(
     wire: torch.Tensor, plan: Plan, x: torch.Tensor, size: int, done: list[torch.Tensor]
 ) -> torch.Tensor:
