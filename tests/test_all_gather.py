@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import asynccoll as ac
 import oracle
 import payloads
+from asynccoll.testing import simulate
 from ranks import Rank
 from worlds import World
 
@@ -199,3 +200,15 @@ async def one_uneven(me: Rank, lengths: list[int], tail: tuple[int, ...], name: 
 def test_any_uneven_lengths(world: World, lengths: list[int], tail: tuple[int, ...], name: str) -> None:
     """For any lengths of the ranks' tensors, every rank gets every tensor."""
     world.run(one_uneven, lengths, tail, name)
+
+
+def test_gathered_tensors_know_nothing_of_each_other() -> None:
+    """They share memory, but to change one in place does not affect the gradients of another."""
+
+    async def main() -> None:
+        first, second = await ac.all_gather(torch.ones(200), uneven=True)
+        squares = (second * torch.ones(200, requires_grad=True)).square().sum()
+        first.add_(1)
+        squares.backward()
+
+    simulate(main, world_size=2, transport="memory").check()

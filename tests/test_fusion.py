@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +17,10 @@ import oracle
 from asynccoll.plan.cost import Cost
 from asynccoll.runtime.process import current
 from asynccoll.tensors import fusing
-from asynccoll.tensors.bucketing import buckets, pack, unpack
+from asynccoll.tensors.bucketing import buckets, fill, pack, unpack
 from asynccoll.tensors.fusing import DIRECT_BYTES
 from ranks import Rank, raising
+from struck import Strike
 from worlds import World
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(torch.Size)
@@ -85,14 +87,27 @@ def test_what_is_flat_is_not_copied_either() -> None:
     assert flat.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
 
 
-def test_flat_results_know_nothing_of_each_other() -> None:
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1, 2)])
+def test_results_know_nothing_of_each_other(shape: tuple[int, ...]) -> None:
     """Changing one in place has no effect on the gradients of another."""
-    first, second = unpack(torch.zeros(4), [torch.empty(2), torch.empty(2)])
-    squares = (second * torch.ones(2, requires_grad=True)).square().sum()
-    first.add_(torch.ones(2, requires_grad=True))
+    like = torch.empty(shape)
+    first, second = unpack(torch.zeros(2 * like.numel()), [like, like])
+    squares = (second * torch.ones(shape, requires_grad=True)).square().sum()
+    first.add_(torch.ones(shape, requires_grad=True))
     squares.backward()  # a view of the same tensor would have been "modified by an inplace operation"
     assert first.requires_grad
     assert not second.requires_grad
+
+
+def test_ctrl_c_as_results_are_filled_leaves_gradients_enabled() -> None:
+    outs, views = [torch.zeros(2, requires_grad=True), torch.zeros(1)], [torch.ones(2), torch.ones(1)]
+    for left in range(1, 40):
+        code = torch.no_grad.__enter__.__code__
+        with contextlib.suppress(KeyboardInterrupt), Strike(left, code, at="opcode"):
+            fill(outs, views)
+        assert torch.is_grad_enabled()
+    assert outs[0].tolist() == [1.0, 1.0]
+    assert outs[0].requires_grad
 
 
 def test_strided_leaves_are_packed_in_their_own_order() -> None:
@@ -204,9 +219,13 @@ async def small_in_place(me: Rank) -> None:
     call = ac.all_reduce
     memory = torch.ones(12)
     xs, behind = memory[:9].split(3), memory[1:10].split(3)
-    await me.refuses("across another", ValueError, call, xs, out=behind, says=("leaf [0] of out=", "of leaf [1]"))
+    await me.refuses(
+        "across another", ValueError, call, xs, out=behind, says=("leaf [0] of out=", "of leaf [1]")
+    )
     inside = [memory[6:], memory[7:9]]
-    await me.refuses("in another", ValueError, call, inside, out=inside, says=("leaf [0] of out=", "leaf [1]"))
+    await me.refuses(
+        "in another", ValueError, call, inside, out=inside, says=("leaf [0] of out=", "leaf [1]")
+    )
     with me.case("between each other"):
         await me.get(call([memory[::2], memory[1::2]], out=[memory[::2], memory[1::2]]))
         oracle.same(memory, torch.full((12,), float(me.size)))

@@ -108,7 +108,7 @@ def tensor_from_message(message: Message, device: torch.device) -> torch.Tensor:
     body = message.body_tensor()
     if body.storage_offset() % dtype.itemsize:
         body = body.clone()
-    return body.view(dtype).view(shape).to(target)
+    return body.view(dtype).view(shape).to(target).data  # no view, as bodies may share memory
 
 
 def from_message(message: Message, device: torch.device, codec: Codec | None = None) -> object:

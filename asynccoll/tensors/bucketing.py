@@ -40,6 +40,10 @@ _numel = torch.Tensor.numel
 _dim = torch.Tensor.dim
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
+#: As ``torch.no_grad``, which is written in Python: Ctrl-C while it begins would leave gradients disabled.
+_unrecorded = torch._C._AutoDispatchBelowAutograd
+#: What makes torch note that a tensor is a view of another.
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class Bucket(NamedTuple):
@@ -114,7 +118,7 @@ def _with_gaps(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def repack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy ``tensors`` into ``views`` of one flat tensor."""
-    with torch.no_grad():
+    with _unrecorded():
         torch._foreach_copy_(list(views), list(tensors))
 
 
@@ -123,7 +127,7 @@ def fill(outs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
     if not (any(map(_is_conj, outs)) or any(map(_is_neg, outs))):
         repack(outs, views)
         return
-    with torch.no_grad():  # torch refuses to copy to such tensors together
+    with _unrecorded():  # torch refuses to copy to such tensors together
         for out, view in zip(outs, views, strict=True):
             out.copy_(view)
 
@@ -131,8 +135,14 @@ def fill(outs: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
 def unpack(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``flat``, which has no autograd history, in the shapes of ``like``: the inverse of ``pack``.
 
-    The results share its memory.
+    The results share its memory, but are no views of it: to change one in place must not affect the gradients
+    of the others.
     """
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        return _cut(flat, like)
+
+
+def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     sizes = list(map(_numel, like))
     if flat.is_cuda and len(like) > 1:
         layout = _layout(like)
