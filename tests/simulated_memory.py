@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import asynccoll as ac
+from asynccoll import host
 from asynccoll.testing import PCT, RandomWalk, Report, simulate
+from asynccoll.testing.scheduler import running
 
 ENGINE = tuple(
     f"asynccoll.backends.memory.{name}" for name in ("moving", "engine", "exchanges", "pair", "messages")
@@ -67,6 +70,32 @@ def told(work: Any, tries: int = 1) -> list[float]:
             continue
         return flat(value)
     raise AssertionError("it was interrupted too often")
+
+
+@contextmanager
+def interrupted(after: float) -> Iterator[list[bool]]:
+    """A block in which Ctrl-C strikes this simulated thread, ``after`` seconds if it is not over by then.
+
+    Yields a list that has an element once it has struck.
+    """
+    scheduler = running()
+    assert scheduler is not None
+    me = scheduler.current
+    assert me is not None
+    struck: list[bool] = []
+    left: list[bool] = []
+
+    def strike() -> None:
+        host.sleep(after)
+        if not left:
+            struck.append(True)
+            scheduler.interrupt(me, KeyboardInterrupt())
+
+    host.Thread(target=strike).start()
+    try:
+        yield struck
+    finally:
+        left.append(True)
 
 
 def check(calls: Sequence[tuple[str, int]], got: Sequence[list[float]], rank: int, size: int) -> None:

@@ -523,6 +523,24 @@ def test_one_element_does_not_pass_for_several() -> None:
     assert 1 not in report.results
 
 
+async def only_two_use_the_default_lane(rank: int) -> float:
+    """Messages go there without the third rank, as it was opened when the ranks joined."""
+    if rank == 0:
+        await ac.send(torch.tensor([7.0]), dst=1)
+    elif rank == 1:
+        assert (await ac.recv(torch.empty(1), src=0)).item() == 7.0
+    return float(await ac.all_reduce(torch.ones(1), lane="other"))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi", "memory", "nccl"])
+def test_the_default_lane_is_open_once_the_ranks_have_joined(transport: str) -> None:
+    """As in real worlds: two ranks need no third one for their messages."""
+    for seed in range(3):
+        report = simulate(only_two_use_the_default_lane, world_size=3, seed=seed, transport=transport)
+        report.check()
+        assert report.results == dict.fromkeys(range(3), 3.0)
+
+
 async def summed(rank: int) -> float:
     """Sum over four calls; through memory none takes long enough to suspend the task."""
     total = 0.0

@@ -315,8 +315,8 @@ def three_long_objects(rank: int) -> Coroutine[object, object, list[int | str]]:
 def test_a_second_piece_that_the_library_does_not_take_is_not_taken_for_the_next_message() -> None:
     """It was received as the beginning of the next one, whose receive got the one before."""
     arrived = []
-    for seed, moment in itertools.product(range(2), range(0, 2000, 40)):
-        fault = Fail(1, at=1e-3 + moment * 1e-6)
+    for seed, call in itertools.product(range(6), range(1, 9)):
+        fault = Fail(1, after_call=call)
         report = simulate(three_long_objects, world_size=2, seed=seed, transport="mpi", faults=[fault])
         report.check(faults=True)  # it may strike in the barrier
         arrived.append(are_in_order(report))
@@ -325,7 +325,7 @@ def test_a_second_piece_that_the_library_does_not_take_is_not_taken_for_the_next
 
 async def makes_room(rank: int) -> list[float]:
     """Rank 0 needs one more lane while rank 1 has the maximum and has yet to close one."""
-    said = [float(await ac.all_reduce(torch.ones(1), lane=f"lane {k}")) for k in range(MAX_LANES)]
+    said = [float(await ac.all_reduce(torch.ones(1), lane=f"lane {k}")) for k in range(MAX_LANES - 1)]
     if rank == 1:
         await anyio.sleep(0.5)
     ac.close_lane("lane 0")
@@ -339,7 +339,7 @@ def test_the_order_of_starts_waits_for_a_lane_that_is_one_too_many() -> None:
     for seed in range(3):
         report = simulate(makes_room, world_size=2, seed=seed, transport="nccl")
         report.check()
-        assert report.results == dict.fromkeys(range(2), [2.0] * (MAX_LANES + 2))
+        assert report.results == dict.fromkeys(range(2), [2.0] * (MAX_LANES + 1))
 
 
 def test_a_device_that_gives_up_names_the_rank_that_was_killed() -> None:

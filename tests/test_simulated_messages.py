@@ -6,6 +6,7 @@ The environment variable TIMES multiplies the number of orders.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import sys
@@ -17,10 +18,10 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.testing import PCT, Interrupt, Kill, Report, simulate
+from asynccoll.testing import PCT, Kill, Report, simulate
 from by_day import orders
 from letters import Letter, begun, check, drawn, started
-from simulated_memory import ENGINE, flat, run
+from simulated_memory import ENGINE, flat, interrupted, run
 
 TIMES = int(os.environ.get("TIMES", "1"))
 #: The seconds within which messages complete that wait for no slow rank; opening a region asks the store. A
@@ -156,24 +157,27 @@ def test_several_threads_of_a_rank_wait() -> None:
 
 def test_an_interrupted_wait_can_be_begun_again() -> None:
     """Ctrl-C strikes before any statement of the engine."""
-    struck = 0
-    for seed in orders(50 * TIMES):
+    seeds = orders(50 * TIMES)
+    times = 0
+    for seed in seeds:
         letters = drawn(seed, 2, most=8)
+        after = random.Random(seed).uniform(0, 3e-4)
 
-        def main(rank: int, letters: Any = letters, seed: int = seed) -> None:
+        def main(rank: int, letters: Any = letters, seed: int = seed, after: float = after) -> bool:
             works = begun(letters, rank, seed)
             random.Random(f"{rank} {seed}").shuffle(works)
-            for letter, work in works:
-                check(letter, rank, waited(work, 3))
+            with interrupted(after if rank == 0 else math.inf) as struck:
+                for letter, work in works:
+                    check(letter, rank, waited(work, 3))
+            return bool(struck)
 
-        at = random.Random(seed).uniform(1e-3, 8e-3)
-        report = run(main, seed, world_size=2, loop="none", statements=ENGINE, faults=[Interrupt(0, at=at)])
-        if isinstance(dict(report.errors.items()).get(0), KeyboardInterrupt):
-            continue  # interrupted while it joined, issued or left
-        struck += 1
+        report = run(main, seed, world_size=2, loop="none", statements=ENGINE)
+        if isinstance(report.errors.get(0), KeyboardInterrupt):
+            continue  # it struck as the last wait ended
         report.check()
         assert report.virtual_seconds < QUICK_SECONDS, (seed, report.virtual_seconds)
-    assert struck > 10
+        times += report.results[0]
+    assert times > len(seeds) // 4
 
 
 def test_who_waits_for_a_killed_rank_is_told_soon() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asynccoll.plan.spec import Capabilities
     from asynccoll.world.context import Context
 
-__all__ = ["adopt", "alone", "capabilities_among", "capabilities_of", "create", "lazy"]
+__all__ = ["adopt", "alone", "capabilities_among", "capabilities_of", "completed", "create", "lazy"]
 
 
 def create(
@@ -42,26 +42,25 @@ def create(
     launch = None if explicit else detect(os.environ, expand_hosts=expand_with_scontrol)
     name = _choose(launch) if backend is None else normal(backend)
     request = Request(name, launch, init_method, store, rank, world_size, timeout, check, memory, options)
-    context = _factory(name)(request)
+    return completed(_factory(name)(request), memory=memory)
+
+
+def completed(context: Context, *, memory: bool) -> Context:
+    """Set up shared memory, if ``memory``, and open the first lane if the backend wants that opened early."""
     try:
-        _complete(context, memory=memory)
+        if context.backend.shares_memory and context.has_peers:
+            if not memory:
+                context.backend.without_memory = "memory=False"
+            elif context.thread_rank:
+                context.backend.without_memory = "ranks are threads of one process"
+            else:
+                _share_memory(context)
+        if context.backend.opens_early:
+            context.world.lane().open()
     except BaseException:
         context.close(abort=True, patience=0.0)
         raise
     return context
-
-
-def _complete(context: Context, *, memory: bool) -> None:
-    """Set up shared memory, if ``memory``, and open the first lane if the backend wants that opened early."""
-    if context.backend.shares_memory and context.has_peers:
-        if not memory:
-            context.backend.without_memory = "memory=False"
-        elif context.thread_rank:
-            context.backend.without_memory = "ranks are threads of one process"
-        else:
-            _share_memory(context)
-    if context.backend.opens_early:
-        context.world.lane().open()
 
 
 def _share_memory(context: Context) -> None:

@@ -87,6 +87,7 @@ class SimulatedBackend(Backend):
 
     name = "simulated"
     device: torch.device = torch.device("cpu")
+    opens_early = True
 
     def __init__(self, fabric: Fabric, transport: Transport, device: Device) -> None:
         self._fabric = fabric

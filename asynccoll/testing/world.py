@@ -236,7 +236,7 @@ class World:
             self._endings.observer(timeline.recorder),
         )
         self._ends[rank] = timeline.recorder.end
-        return context
+        return choosing.completed(context, memory=False)
 
     def _end(self, rank: int) -> None:
         """End the rank's process; after the last one, end the simulation."""
