@@ -39,6 +39,11 @@ async def fine(rank: int) -> None:
         assert await ac.all_reduce(1) == ac.get_world_size()
 
 
+async def failing(rank: int) -> None:
+    """Raise."""
+    raise LookupError(f"of {rank}")
+
+
 async def script() -> None:
     """Initialize and finalize like a script."""
     ac.initialize()

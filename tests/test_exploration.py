@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from asynccoll.testing import (
     explore,
     simulate,
 )
+from asynccoll.testing.exploration import _first_of
 from patience import patient
 from test_pages import fields_on
 
@@ -367,6 +369,43 @@ def test_what_one_expects_can_be_said() -> None:
 
     found = explore(racing.fine, seeds=range(5), world_size=2, expect=never_two, shrink_seconds=1.0)
     assert "too many steps" in (found.wrong or "")
+    with pytest.raises(AssertionError) as told:
+        found.check()
+    assert str(told.value).count("too many steps") == 1
+
+
+def test_on_nodes_it_is_shrunk_to_as_many_ranks_as_these_can_have() -> None:
+    """One rank on two nodes was refused, and the refusal raised instead of what had been found."""
+    found = explore(racing.failing, seeds=range(1), world_size=6, nodes=2)
+    assert "LookupError" in (found.wrong or "")
+    assert found.world_size == 2
+    assert "nodes=2" in found.script
+
+
+def test_what_goes_wrong_only_once_is_shown() -> None:
+    """It was not told what had gone wrong, and that it had been in another process."""
+    times = []
+
+    async def main(rank: int) -> None:
+        times.append(rank)
+        if len(times) == 1:
+            raise LookupError("of the first time")
+
+    found = explore(main, seeds=range(5), world_size=1)
+    assert found.seed == 0
+    assert "not deterministic" in (found.wrong or "")
+    assert "LookupError: of the first time" in (found.wrong or "")
+
+
+def test_of_the_seeds_that_other_processes_find_the_one_that_was_given_first_is_taken() -> None:
+    """It was the lowest, of those that happened to be found."""
+
+    def submit(seeds: list[int]) -> Future[object]:
+        future: Future[object] = Future()
+        future.set_result((1, (seeds[0], "it is wrong"), []))
+        return future
+
+    assert _first_of(2, submit, iter(range(90, 0, -1)), lambda *_: None) == (90, "it is wrong")
 
 
 def test_other_processes_must_find_the_function() -> None:
@@ -529,7 +568,20 @@ def test_ctrl_c_ends_all_processes_in_a_line(start: Any, script: Any) -> None:
     os.killpg(job.process.pid, signal.SIGINT)  # to all of them, as a terminal sends it
     code, _, errors = job.wait()
     assert code == 130
-    assert re.fullmatch(r"interrupted after [\d,]+ schedules: nothing was found\n", errors), errors
+    assert re.fullmatch(r"interrupted after [\d,]+ schedules? in \S+ s: nothing was found.*\n", errors)
+
+
+def test_ctrl_c_while_what_was_found_is_shrunk_still_tells_it(asked: Any, tmp_path: Path) -> None:
+    """It said that nothing had been found."""
+    (tmp_path / "striking.py").write_text(
+        "times = []\n\n\nasync def main(rank):\n    pass\n\n\n"
+        "def judge(report):\n    times.append(report)\n"
+        "    if len(times) == 3:\n        raise KeyboardInterrupt\n    assert False, 'as ever'\n"
+    )
+    path = tmp_path / "striking.py"
+    code, _, errors = asked(f"{path}::main", "--expect", f"{path}::judge", "--jobs", "1", "-n", "2")
+    assert code == 130
+    assert re.fullmatch(r"interrupted after 1 schedule in \S+ s: seed 0 goes wrong\nas ever\n", errors)
 
 
 def test_links_are_checked() -> None:

@@ -82,15 +82,15 @@ def add(commands: Commands) -> None:
 def _explore(given: argparse.Namespace) -> int:
     if given.seeds < 1 or given.jobs < 0:
         raise InvalidArgumentError("--seeds must be at least 1, and --jobs at least 0")
-    from asynccoll.testing.exploration import schedules
+    from asynccoll.testing.exploration import Exploration
 
-    bar = _Progress(given.seeds)
+    bar = _Progress(given.seeds, Exploration())
     before = _files()
     try:
         found = _explored(given, bar.show)
     except KeyboardInterrupt:
         bar.clear()
-        print(f"interrupted after {schedules(bar.schedules)}: nothing was found", file=sys.stderr)
+        print(f"interrupted after {bar.found}", file=sys.stderr)
         raise
     bar.clear()
     left = sorted(name for name, state in _files().items() if before.get(name) != state)
@@ -204,15 +204,15 @@ def _explored_alone(given: argparse.Namespace, progress: Callable[[Exploration],
 class _Progress:
     """How far the exploration is, shown on a terminal."""
 
-    def __init__(self, seeds: int) -> None:
+    def __init__(self, seeds: int, found: Exploration) -> None:
         self._seeds = seeds
         self._shown = 0.0
-        #: how many schedules were tried
-        self.schedules = 0
+        #: what was tried so far
+        self.found = found
         self._bar = Bar(seeds)
 
     def show(self, found: Exploration) -> None:
-        self.schedules = found.schedules
+        self.found = found
         if time.monotonic() - self._shown > _EVERY_SECONDS:
             self._shown = time.monotonic()
             pace = found.schedules / max(found.seconds, 1e-9)

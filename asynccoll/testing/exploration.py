@@ -30,7 +30,7 @@ from asynccoll.testing.simulation import simulate
 from asynccoll.testing.strays import Stray, merged
 from asynccoll.testing.targets import Target, of_function
 
-__all__ = ["Exploration", "Faults", "explore", "explore_target", "schedules"]
+__all__ = ["Exploration", "Faults", "explore", "explore_target"]
 
 #: Draws the faults for each seed, from a random generator and the number of ranks.
 Faults = Callable[[random.Random, int], Sequence[Fault]]
@@ -40,6 +40,8 @@ _NOT_CHECKED = " (no error, hang or mismatch; results are checked only with expe
 _AT_ONCE = 20
 #: Called with how many schedules were tried, and with the strays in them.
 _Told = Callable[[int, Sequence[Stray]], None]
+#: A seed that went wrong, and how.
+_Bad = tuple[int, str]
 
 
 def schedules(number: int) -> str:
@@ -74,7 +76,7 @@ class Exploration:
     def check(self) -> None:
         """Raise AssertionError, with the script, if something was found."""
         if self.wrong is not None:
-            raise AssertionError(f"{self}\n{self.wrong}\n\n{self.script}")
+            raise AssertionError(f"{self}\n\n{self.script}")
 
     def __str__(self) -> str:
         return "\n".join(filter(None, [self.verdict, self.wrong]))
@@ -182,9 +184,10 @@ def explore_target(
     else:
         bad = _first_here(target, look, seeds, told)
     if bad is not None:
-        case = look.case(bad)
-        fewest = fewest_ranks or (1 if expect is None else case.world_size)
-        _shrink(target, look, case, look.at(target.function, case), shrink_seconds, fewest, found)
+        found.seed, found.wrong = bad
+        size, nodes = found.world_size, options.get("nodes", 1)
+        fewest = fewest_ranks or (1 if expect is None else size)
+        _shrink(target, look, shrink_seconds, range(-(-fewest // nodes) * nodes, size, nodes), found)
     return found
 
 
@@ -242,19 +245,19 @@ def _kind(report: Report, error: AssertionError) -> str:
     return type(cause).__name__
 
 
-def _first_here(target: Target, look: _Looking, seeds: Iterable[int], told: _Told) -> int | None:
+def _first_here(target: Target, look: _Looking, seeds: Iterable[int], told: _Told) -> _Bad | None:
     for seed in seeds:
         tried = look.at(target.function, look.case(seed))
         told(1, tried.strays)
         if tried.wrong is not None:
-            return seed
+            return seed, tried.wrong
     return None
 
 
 def _first_by_others(
     target: Target, look: _Looking, seeds: Iterator[int], jobs: int, told: _Told
-) -> int | None:
-    """Return the lowest of the seeds that ``jobs`` processes find, whichever of them is found first."""
+) -> _Bad | None:
+    """Return the first of ``seeds`` that goes wrong, tried by ``jobs`` processes."""
     sent = target.sendable()
     spawning = get_context("spawn")
     enough = spawning.Event()
@@ -268,25 +271,32 @@ def _first_by_others(
             raise
 
 
-def _first_of(jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int], told: _Told) -> int | None:
-    running: set[Any] = set()
-    bad: list[int] = []
+def _first_of(
+    jobs: int, submit: Callable[[list[int]], Any], seeds: Iterator[int], told: _Told
+) -> _Bad | None:
+    running: dict[Any, int] = {}  # by future: how many were submitted before it
+    submitted = 0
+    bad: dict[int, _Bad] = {}  # by the same number
+
+    def hear(one: Any) -> None:
+        tried, found, strays = one.result()
+        told(tried, strays)
+        number = running.pop(one)
+        if found is not None:
+            bad[number] = found
+
     while not bad:
         while len(running) < 2 * jobs and (some := list(islice(seeds, _AT_ONCE))):
-            running.add(submit(some))
+            running[submit(some)] = submitted
+            submitted += 1
         if not running:
             break
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for one in done:
-            tried, found, strays = one.result()
-            told(tried, strays)
-            bad += [] if found is None else [found]
-    for one in running:
+        for one in wait(running, return_when=FIRST_COMPLETED).done:
+            hear(one)
+    for one in list(running):
         if not one.cancel():  # already running: it may have an earlier seed
-            tried, found, strays = one.result()
-            told(tried, strays)
-            bad += [] if found is None else [found]
-    return min(bad, default=None)
+            hear(one)
+    return bad[min(bad)] if bad else None
 
 
 def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> object:
@@ -308,7 +318,7 @@ def _heed(enough: Event) -> None:
     _ends_with.append(enough)
 
 
-def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, int | None, list[Stray]]:
+def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, _Bad | None, list[Stray]]:
     """Try ``seeds``; return how many were tried, the one that went wrong, and the strays."""
     main = Target.found(sent)
     strays: list[Stray] = []
@@ -316,30 +326,21 @@ def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[in
         tried = look.at(main, look.case(seed))
         strays = merged([*strays, *tried.strays])
         if tried.wrong is not None:
-            return count, seed, strays
+            return count, (seed, tried.wrong), strays
         if any(one.is_set() for one in _ends_with):
             return count, None, strays
     return len(seeds), None, strays
 
 
-def _shrink(
-    target: Target,
-    look: _Looking,
-    case: Case,
-    failed: Tried,
-    seconds: float,
-    fewest: int,
-    found: Exploration,
-) -> None:
+def _shrink(target: Target, look: _Looking, seconds: float, sizes: Sequence[int], found: Exploration) -> None:
+    case = look.case(found.seed)
+    failed = look.at(target.function, case)
     if failed.wrong is None:
-        found.wrong = (
-            f"seed {case.seed} went wrong in another process, but not here: main is not deterministic"
-        )
-        found.seed = case.seed
+        found.wrong = f"it did not go wrong when repeated: main is not deterministic. It was:\n{found.wrong}"
         return
     with warnings.catch_warnings():
         warnings.showwarning = lambda *_, **__: None  # the case that went wrong has shown its own
-        case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, fewest)
+        case, failed = smallest(case, failed, lambda one: look.at(target.function, one), seconds, sizes)
     found.wrong, found.seed = failed.wrong, case.seed
     found.world_size, found.faults = case.world_size, case.faults
     found.strays, found.printed = list(failed.strays), failed.printed

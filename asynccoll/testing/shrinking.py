@@ -6,7 +6,7 @@ What is left still goes wrong in the same way: with the same kind of error, on a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,18 +46,23 @@ class Tried:
 
 
 def smallest(
-    case: Case, failed: Tried, look: Callable[[Case], Tried], seconds: float, fewest_ranks: int = 1
+    case: Case, failed: Tried, look: Callable[[Case], Tried], seconds: float, sizes: Sequence[int]
 ) -> tuple[Case, Tried]:
-    """Return the smallest case that still fails, of those tried within ``seconds``, and its outcome."""
-    return _Shrinking(look, failed.kind, time.monotonic() + seconds, fewest_ranks).of(case, failed)
+    """Return the smallest case that still fails, of those tried within ``seconds``, and its outcome.
+
+    ``sizes`` are the smaller numbers of ranks to try.
+    """
+    return _Shrinking(look, failed.kind, time.monotonic() + seconds, sizes).of(case, failed)
 
 
 class _Shrinking:
     """One search for a smaller case."""
 
-    def __init__(self, look: Callable[[Case], Tried], kind: str, deadline: float, fewest_ranks: int) -> None:
+    def __init__(
+        self, look: Callable[[Case], Tried], kind: str, deadline: float, sizes: Sequence[int]
+    ) -> None:
         self._look = look
-        self._fewest_ranks = fewest_ranks
+        self._sizes = sizes
         self._kind = kind
         self._deadline = deadline
 
@@ -74,7 +79,7 @@ class _Shrinking:
         return tried if tried.wrong is not None and tried.kind == self._kind else None
 
     def _fewer_ranks(self, case: Case, failed: Tried) -> tuple[Case, Tried]:
-        for size in range(self._fewest_ranks, case.world_size):
+        for size in self._sizes:
             if any(fault.struck >= size for fault in case.faults):
                 continue
             for seed in range(case.seed, case.seed + _SEEDS_OF_FEWER):
