@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ from asynccoll.testing import (
     simulate,
 )
 from asynccoll.testing.exploration import _first_of
+from jobs import on_linux
 from patience import patient
 from test_pages import fields_on
 
@@ -582,6 +584,28 @@ def test_ctrl_c_while_what_was_found_is_shrunk_still_tells_it(asked: Any, tmp_pa
     code, _, errors = asked(f"{path}::main", "--expect", f"{path}::judge", "--jobs", "1", "-n", "2")
     assert code == 130
     assert re.fullmatch(r"interrupted after 1 schedule in \S+ s: seed 0 goes wrong\nas ever\n", errors)
+
+
+@on_linux
+@pytest.mark.slow
+def test_processes_that_try_seeds_end_with_the_one_that_started_them(start: Any, script: Any) -> None:
+    """They waited for more seeds forever."""
+    script("""
+        import os
+
+        told = []
+
+        async def main(rank):
+            if not told:
+                told.append(rank)
+                print(os.getpid(), flush=True)
+    """)
+    job = start("explore", "program.py::main", "--seeds", 1_000_000, "--jobs", 2, "-s")
+    (pid,) = job.lines(1)
+    ended = os.pidfd_open(int(pid))
+    os.kill(job.process.pid, signal.SIGKILL)
+    assert select.select([ended], [], [], patient(20))[0]
+    os.close(ended)
 
 
 def test_links_are_checked() -> None:

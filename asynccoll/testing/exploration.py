@@ -6,6 +6,7 @@ import inspect
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from io import StringIO
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -316,6 +317,15 @@ _ends_with: list[Event] = []
 
 def _heed(enough: Event) -> None:
     _ends_with.append(enough)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, however: it would wait for seeds forever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(128 + signal.SIGKILL)
 
 
 def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, _Bad | None, list[Stray]]:
