@@ -541,6 +541,54 @@ def test_the_default_lane_is_open_once_the_ranks_have_joined(transport: str) -> 
         assert report.results == dict.fromkeys(range(3), 3.0)
 
 
+def test_a_sleep_is_not_cut_short_by_a_thread_that_was_joined_before() -> None:
+    """The end of the thread woke whoever had waited for it, even if that had given up since."""
+
+    def main(rank: int) -> float:
+        thread = host.Thread(target=host.sleep, args=(2.0,))
+        thread.start()
+        thread.join(1.0)
+        begun = host.monotonic()
+        host.sleep(5.0)
+        return host.monotonic() - begun
+
+    assert simulate(main, world_size=1, loop="none").results[0] >= 5.0
+
+
+def test_a_wakeup_that_ctrl_c_comes_after_is_for_the_next_thread() -> None:
+    """A real lock wakes nobody in particular; here the next thread would have waited for a free lock."""
+
+    def main(rank: int) -> int:
+        scheduler = running()
+        assert scheduler is not None
+        me, lock, got = scheduler.current, host.Lock(), []
+        assert me is not None
+
+        def strike() -> None:
+            host.sleep(2.0)
+            lock.release()
+            scheduler.interrupt(me, KeyboardInterrupt())
+
+        def take() -> None:
+            host.sleep(1.0)
+            with lock:
+                got.append(rank)
+
+        lock.acquire()
+        threads = [host.Thread(target=one) for one in (strike, take)]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire()
+        for thread in threads:
+            thread.join()
+        return len(got)
+
+    report = simulate(main, world_size=1, loop="none")
+    report.check()
+    assert report.results == {0: 1}
+
+
 async def summed(rank: int) -> float:
     """Sum over four calls; through memory none takes long enough to suspend the task."""
     total = 0.0

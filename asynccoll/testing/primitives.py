@@ -64,6 +64,10 @@ class Queue:
         self._waiting.append(me)
         try:
             return scheduler.wait(until)
+        except BaseException:  # Ctrl-C: if it was woken before, that is now for the next one
+            if me not in self._waiting:
+                self.let_on()
+            raise
         finally:
             if me in self._waiting:
                 self._waiting.remove(me)
@@ -322,12 +326,15 @@ class Thread:
     def join(self, timeout: float | None = None) -> None:
         scheduler = running()
         thread = self._thread
-        if scheduler is None or thread is None or scheduler.current is None:
+        if scheduler is None or thread is None or (me := scheduler.current) is None:
             return
         scheduler.point()
         if not thread.ended:
-            thread.joiners.append(scheduler.current)
-            scheduler.wait(_until(scheduler, timeout))
+            thread.joiners.append(me)
+            try:
+                scheduler.wait(_until(scheduler, timeout))
+            finally:  # else the end of the thread would wake this one from a later sleep
+                thread.joiners.remove(me)
 
 
 #: What ``current_thread`` returns.
