@@ -28,6 +28,7 @@ from asynccoll.testing.scheduler import running
 from by_day import orders
 from determined import differing
 from pages import DOCS, blocks
+from patience import patient
 
 SCHEDULES = [RandomWalk(), PCT()]
 
@@ -587,6 +588,38 @@ def test_a_wakeup_that_ctrl_c_comes_after_is_for_the_next_thread() -> None:
     report = simulate(main, world_size=1, loop="none")
     report.check()
     assert report.results == {0: 1}
+
+
+class _Held:
+    """Sets an event when the last reference to it is dropped."""
+
+    def __init__(self, dropped: threading.Event) -> None:
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped.set()
+
+
+@pytest.mark.slow
+def test_a_thread_that_is_left_behind_leaves_no_world_that_is_not_its_own() -> None:
+    """A rank that waited for something real went on once that came, and finalized the process's world."""
+    released, ended = threading.Event(), threading.Event()
+    of_thread = threading.local()
+
+    def main(rank: int) -> None:
+        of_thread.held = _Held(ended)
+        released.wait()
+
+    with pytest.raises(TimeoutError, match="it was not over"):
+        simulate(main, world_size=1, loop="none", real_seconds=patient(0.5))
+    ac.initialize("serial")
+    try:
+        released.set()
+        assert ended.wait(patient(20))
+        assert ac.is_initialized()
+        assert ac.backend() == "serial"
+    finally:
+        ac.finalize()
 
 
 async def summed(rank: int) -> float:

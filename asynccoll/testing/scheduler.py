@@ -219,6 +219,7 @@ class Scheduler:
         """Unwind the threads from outside; those that are blocked in something real are left behind."""
         self._unwinding = True
         self._over.wait(_STOP_SECONDS)
+        self.entered = lambda rank: None  # what is left behind goes on in a process that is real again
 
     def point(self) -> None:
         """Pass a switch point: another thread may run first."""

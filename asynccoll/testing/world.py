@@ -190,14 +190,20 @@ class World:
             result = main(rank)
             if inspect.iscoroutine(result):
                 result = self._loop.run(self._scheduler, result)
-            runtime.finalize()
+            self._leave(rank, abort=False)
         except Killed:
             raise
         except BaseException as error:
             self.report.errors[rank] = error  # before it leaves, which makes its peers raise
-            runtime.finalize(abort=True)
+            self._leave(rank, abort=True)
             raise
         return result
+
+    def _leave(self, rank: int, *, abort: bool) -> None:
+        """Leave the world. If the simulation was given up meanwhile, the process's world is another one."""
+        if self._scheduler.is_gone(self._main_threads[rank]):
+            raise Killed
+        runtime.finalize(abort=abort)
 
     def _backend(self, rank: int, life: int) -> Backend:
         transport = TRANSPORTS[self._setting.transport]
