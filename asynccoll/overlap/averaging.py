@@ -85,6 +85,8 @@ class ParameterAverager(Companion):
         self._begun = 0  # the step that the latest round began with
         self._due: int | None = None  # the step that applies the average in flight
         self._copies: list[torch.Tensor] = []
+        #: the index and the new value of the parameter corrected last in the round that is being taken
+        self._corrected: tuple[int, Any] = -1, None
         self._work: Work[list[torch.Tensor]] | None = None
         self._last: Work[list[torch.Tensor]] | None = None  # the average that ``finish`` waits for
 
@@ -153,14 +155,17 @@ class ParameterAverager(Companion):
         return averages.map(lambda found: _checked(found, step))
 
     def _take(self) -> Steps[None]:
-        """Wait for the average and correct the parameters by it."""
+        """Wait for the average and correct each parameter by it: once, also if Ctrl-C interrupts this."""
         assert self._work is not None
         averages = yield from self._received(self._work)
-        for parameter, average, copy in zip(self._parameters, averages, self._copies, strict=True):
-            if self._delay:
-                parameter.detach().add_(average - copy)
-            else:
-                parameter.detach().copy_(average)
+        tensors = zip(self._parameters, averages, self._copies, strict=True)
+        for index, (parameter, average, copy) in enumerate(tensors):
+            last, value = self._corrected
+            if index > last:
+                value = parameter.detach() + (average - copy) if self._delay else average
+                self._corrected = index, value
+            if index >= last:
+                parameter.detach().copy_(value)
         self._end_round()
 
     def _received(self, work: Work[list[torch.Tensor]]) -> Steps[list[torch.Tensor]]:
@@ -175,6 +180,7 @@ class ParameterAverager(Companion):
 
     def _end_round(self) -> None:
         self._due, self._work, self._last, self._copies = None, None, None, []
+        self._corrected = -1, None
 
     # At the end
 

@@ -129,6 +129,7 @@ class Gradients(ABC):
     def check_unwritten(self, may_be_gone: bool = False) -> None:
         """Refuse gradients and parameters that were written to while being sent: the ranks would differ.
 
+        They are checked once: after that, ``adopt`` may write to them, again if Ctrl-C interrupted that.
         ``may_be_gone``: whether gradients may have been set to None.
         """
         for index, (gradient, version, of_parameter) in self._sent.items():
@@ -153,6 +154,7 @@ class Gradients(ABC):
                     "it was being sent: await first, then clip, scale, convert or replace gradients (where "
                     "an optimizer is sharded or asynchronous, clip by `await optimizer.clip_grad_norm_(...)`)"
                 )
+        self._sent.clear()
 
 
 class Bucket(Gradients):

@@ -317,7 +317,7 @@ class GradientReducer(Companion):
         except Exception:
             self._end_step(works)
             raise
-        self._end_step(works)  # not if Ctrl-C came before: then the next wait does all this again
+        self._end_step(works)
 
     def _send_all(self) -> list[Work[torch.Tensor]]:
         """Send the remaining buckets, and the buffers; returns the works of all buckets of this step."""
@@ -383,13 +383,14 @@ class GradientReducer(Companion):
         """Get ready for the next step, unless another waiter of the same step has done so."""
         with self._lock:
             if self._works is ended:
-                self._works, self._buffer_works = [], []
-                self._sending = self._accumulated = self._has_stepped = False
-                self._reductions += 1
                 if self._forwards is not None:
                     self._forwards.begin()
                 for bucket in self._buckets:
                     bucket.begin()
+                # The works last: if Ctrl-C comes before, the next wait does all this again.
+                self._sending = self._accumulated = self._has_stepped = False
+                self._reductions += 1
+                self._works, self._buffer_works = [], []
 
     # For an optimizer
 

@@ -76,7 +76,7 @@ class SparseGradient(Gradients):
         """Make the sum the parameter's ``.grad``, unless no rank has a gradient."""
         assert self._work is not None
         (parameter,), found = self.parameters, self._work.result()
-        self._work, self.flat = None, self._nothing()
+        self.flat = self._nothing()
         if not found._nnz():
             return
         total = _table(found.indices()[:, :-1], found.values()[:-1].to(self.dtype), len(parameter))

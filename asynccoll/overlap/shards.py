@@ -144,11 +144,11 @@ class ShardBucket(Bucket):
 
     def adopt(self) -> None:
         """Make the reduction the part's ``.grad``, or add it there; mark the parameters' own as reduced."""
-        accumulated = self.shard.grad
-        if self._incoming is self._reduced or accumulated is None:
-            self.shard.grad = self._incoming
-        else:
-            accumulated.masked_fill_(self._zeroed_elements(), 0).add_(self._incoming)
+        earlier, incoming = self.shard.grad, self._incoming
+        if earlier is not None and incoming is not self._reduced and incoming is not earlier:
+            incoming = earlier.masked_fill(self._zeroed_elements(), 0).add_(incoming)
+        # Without a call in between: if Ctrl-C has this run again, nothing is added a second time.
+        self._incoming = self.shard.grad = incoming
         self.flat.fill_(-0.0).index_fill_(0, self._positive, 0.0)
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             parameter.grad = view
