@@ -148,3 +148,41 @@ def test_gradients_of_a_part_that_accumulate_are_added_once() -> None:
         return came
 
     assert_struck(main)
+
+
+@pytest.mark.filterwarnings("ignore::asynccoll.UnawaitedWorkWarning")
+@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("where", [GradientReducer._send, GradientReducer._begin])
+def test_a_bucket_is_not_sent_twice_if_ctrl_c_comes_as_it_is_sent(
+    where: Callable[..., object], limit: int | None
+) -> None:
+    """Regression: the other ranks took the second one for the next bucket, in silence if it was as large."""
+
+    def main(rank: int) -> list[str]:
+        told = []
+        for left in range(1, TIMES // 2):
+            model = nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+            gradients = ac.overlap_gradients(
+                model, lane=f"{left}", bucket_bytes=8, first_bucket_bytes=8, max_in_flight_bytes=limit
+            )
+            first = functools.partial(struck, rank, left, where.__code__, gradients.wait)
+            for wait in (first, gradients.wait):
+                for index, own in enumerate(model):
+                    own.grad = torch.full((8,), 2.0 * rank + 4.0 * index)
+                try:
+                    wait()
+                except (ac.InvalidArgumentError, ac.PeerRefusedError) as error:
+                    told.append(str(error))
+                else:
+                    told.append("right")
+                    assert [x.grad.tolist() for x in model if x.grad is not None] == [[1.0] * 8, [5.0] * 8]
+            gradients.close()
+        return told
+
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    told, others = report.results[0], report.results[1]
+    assert "right" in told
+    assert any("close() this one on every rank" in one for one in told)
+    # The others may have had all buckets of the first step, but none of those after it.
+    assert told[::2].count("right") == told[1::2].count("right") == others[1::2].count("right")

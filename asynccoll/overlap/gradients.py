@@ -95,6 +95,12 @@ _REPLACED = (
     "the old one trains nothing: do that first, or close() this one, and make both again"
 )
 
+_CUT_OFF = (
+    "Ctrl-C came while a bucket of gradients was being sent, so it is unknown whether the other ranks have "
+    "it, and sending it again could pair different buckets: close() this one on every rank, and make another "
+    "on another lane"
+)
+
 _log = logging.getLogger("asynccoll.shift")
 
 #: The reducers in use. Two must not share a lane (their buckets could cross between ranks) or a parameter.
@@ -193,6 +199,8 @@ class GradientReducer(Companion):
         #: counts changes of gradients, by backward or by ``zero_grad`` of our optimizers
         #: (``steps.Resumable``)
         self.news: int = 0
+        #: whether a bucket's reduction has begun, which Ctrl-C may keep from becoming one of ``_works``
+        self._beginning = False
         self._sending = False  # whether a gradient was put into its bucket, or sent, since the last reduction
         self._accumulated = False  # whether backward has run under no_sync since then
         self._has_stepped = False  # whether an optimizer has stepped since then
@@ -479,9 +487,13 @@ class GradientReducer(Companion):
         check_place(self._place, self._group, "the reducer of these gradients")
         self._sending = True
         with on_behalf_of(self._spot):
+            if self._beginning:
+                self._works.append(self._refuse(InvalidArgumentError(_CUT_OFF)))
+                return
             work = self._started(bucket)
         work.detach()  # the next backward reports a step that was never awaited, not each work
         self._works.append(work)
+        self._beginning = False
 
     def _started(self, bucket: Gradients) -> Work[torch.Tensor]:
         """Start the reduction of a bucket.
@@ -497,8 +509,8 @@ class GradientReducer(Companion):
             return self._refuse(error)
         try:
             if self._window is None:
-                return self._reduce(bucket.flat, bucket)
-            return self._window.start_by_anyone(self._reduce, bucket.flat, bucket=bucket)
+                return self._begin(bucket.flat, bucket)
+            return self._window.start_by_anyone(self._begin, bucket.flat, bucket=bucket)
         except CollectiveError:
             raise  # the lane is lost, or the wait of the window timed out
         except AsyncCollError as error:
@@ -517,6 +529,14 @@ class GradientReducer(Companion):
             rest = self._buckets[len(self._works) :]
             self._works.extend(self._refuse(error) for _ in rest)
             return bool(rest)
+
+    def _begin(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
+        self._beginning = True
+        try:
+            return self._reduce(flat, bucket)
+        except Exception:
+            self._beginning = False
+            raise
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         if isinstance(bucket, SparseGradient):
