@@ -504,6 +504,77 @@ def test_who_has_refused_to_receive_is_told_from_who_has_not_called(transport: s
     assert re.search(called, heard[0]), heard
 
 
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_recv_that_nobody_waits_for_any_more_is_named_by_the_one_after_it(transport: str, how: str) -> None:
+    """It takes the message; both ranks were told less: the sender even that its next one had been called."""
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        group, x = [0, 2], torch.ones(2)
+        if rank == 0:
+            with anyio.move_on_after(1.0) if how == "cancelled" else pytest.raises(ac.CollectiveTimeoutError):
+                await ac.recv(x, src=2, tag=3, group=group, timeout=2.0)
+            await ac.recv_object(src=2, group=group)
+            work = ac.recv(x, src=2, tag=3, group=group, timeout=2.0)
+        elif rank == 2:
+            await anyio.sleep(3.0)
+            await ac.send(x, dst=0, tag=3, group=group)
+            await ac.send_object("go on", dst=0, group=group)
+            await anyio.sleep(10.0)
+            work = ac.send(2 * x, dst=0, tag=3, group=group)
+            await work
+            await ac.send_object("go on", dst=0, group=group)
+            work = ac.send(3 * x, dst=0, tag=3, group=group, timeout=4.0)
+        else:
+            return
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await work
+        assert caught.value.ranks == (2 - rank,)
+        heard[rank] = str(caught.value)
+        if rank == 0:
+            await ac.recv_object(src=2, group=group)
+            await anyio.sleep(5.0)
+            await work
+            work = ac.recv(x, src=2, tag=3, group=group)
+        await work
+
+    simulate(main, world_size=3, transport=transport, operation_timeout=30.0).check()
+    assert re.search(
+        r"pid 1002\) has not called send to rank 0 \(tag 3\) .*; this rank's recv at \S*test_blame.py:\d+, "
+        r"which nobody waits for any more, has taken the last message",
+        heard[0],
+    ), heard
+    assert "pid 1000) has not called recv from rank 2 (tag 3)" in heard[2]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+def test_a_message_with_another_tag_is_told_although_other_calls_came_after_it(transport: str) -> None:
+    heard: dict[int, str] = {}
+
+    async def main(rank: int) -> None:
+        x = torch.ones(2)
+        work = ac.send(x, dst=1, tag=3) if rank == 0 else ac.recv(x, src=0, tag=4)
+        await ac.barrier()
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await work
+        heard[rank] = str(caught.value)
+        await ac.barrier(timeout=9.0)  # both still answer
+        other = ac.recv(x, src=0, tag=3) if rank else ac.send(x, dst=1, tag=4)
+        await ac.wait_all([work, other])
+
+    simulate(main, world_size=2, transport=transport, operation_timeout=2.0).check()
+    for rank, mine, its in (
+        (0, "send to rank 1", "recv from rank 0"),
+        (1, "recv from rank 0", "send to rank 1"),
+    ):
+        assert re.search(
+            rf"; rank {1 - rank} called {its} \(tag {4 - rank}\) on lane 'default' at \S*test_blame.py:\d+, "
+            rf"for which this rank has not called {mine} \(tag {4 - rank}\); tags, lanes and order have to",
+            heard[rank],
+        ), heard
+
+
 def test_a_refused_send_is_no_reason_once_one_after_it_has_arrived() -> None:
     refused = call(0, "send")._replace(peer=1, part=0, waited=REFUSED, failure="TypeError: ...")
     arrived, waits = (call(0, "send", ended=ended)._replace(peer=1, part=0) for ended in (95.0, 0.0))

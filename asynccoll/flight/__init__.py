@@ -15,7 +15,15 @@ from asynccoll.flight.hanging import LATELY_SECONDS, Hang, Unfinished, hang, han
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
 from asynccoll.flight.leftout import FULL_STATE, advice, reason
-from asynccoll.flight.messages import Unmet, is_answered, latest_side, refused_send, refused_side, unmet
+from asynccoll.flight.messages import (
+    Unmet,
+    abandoned,
+    is_answered,
+    latest_side,
+    refused_send,
+    refused_side,
+    unmet,
+)
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Call, Flight, Progress, read, said
 from asynccoll.flight.recorder import Recorder, mark_ended
@@ -40,6 +48,7 @@ __all__ = [
     "Strayed",
     "Unfinished",
     "Unmet",
+    "abandoned",
     "advice",
     "by_line",
     "from_plain",

@@ -12,7 +12,7 @@ from functools import cache
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import counterpart, message_name
 
-__all__ = ["Unmet", "is_answered", "latest_side", "refused_send", "refused_side", "unmet"]
+__all__ = ["Unmet", "abandoned", "is_answered", "latest_side", "refused_send", "refused_side", "unmet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,22 @@ def refused_send(
     sends = _messages(flight, group, lane_key, operation, rank, tag)
     latest = next((call for call in reversed(sends) if not call.is_open), None)
     return latest if latest is not None and latest.was_refused else None
+
+
+def abandoned(
+    flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int, ticket: int
+) -> Call | None:
+    """Return a receive before ``ticket`` that comes first although nobody waits for it any more, or None.
+
+    It has taken the last message from ``rank``, or is the next to take one.
+    """
+    if not operation.startswith("recv"):
+        return None
+    receives = _messages(flight, group, lane_key, operation, rank, tag)
+    before = [call for call in receives if call.ticket < ticket and not call.failure]
+    latest = next((call for call in reversed(before) if call.ended), None)
+    open_ones = (call for call in before if call.is_open and call.waited <= 0)
+    return next(open_ones, latest if latest is not None and latest.waited < 0 else None)
 
 
 def _messages(flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int) -> list[Call]:

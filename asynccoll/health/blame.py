@@ -15,6 +15,7 @@ from asynccoll.flight import (
     LATELY_SECONDS,
     Call,
     Flight,
+    abandoned,
     advice,
     hang_of,
     is_answered,
@@ -22,6 +23,7 @@ from asynccoll.flight import (
     refused_send,
     refused_side,
     strayed,
+    unmet,
 )
 from asynccoll.health.accounts import Account
 from asynccoll.host.call_number import call_name, counterpart, message_name
@@ -55,6 +57,7 @@ class Awaited:
     ``peer`` is the global rank that a message of ``rank`` is to or from, with ``tag``; else -1.
     ``opens``: its lane is not open yet; every rank of the group has to make a call on it first, even for a
     message. ``unprepared``: the ranks, possibly outside the group, that have to call ``prepares`` first.
+    ``ticket``: the number of the operation's record.
     """
 
     operation: str
@@ -69,6 +72,7 @@ class Awaited:
     opens: bool = False
     unprepared: tuple[int, ...] = ()
     prepares: str = ""
+    ticket: int = -1
 
     def __str__(self) -> str:
         if self.peer >= 0:
@@ -124,7 +128,8 @@ def blame(
         else:
             why = _unopened(awaited, account)
         if why:
-            found[rank] = f"{describe(rank)} {why}"
+            missed = _missed(awaited, account, own) if rank == awaited.peer and own is not None else []
+            found[rank] = "; ".join([f"{describe(rank)} {why}", *missed])
     sentences = [*found.values()][:_MOST_TOLD]
     if len(found) > _MOST_TOLD:
         sentences.append(f"and likewise for {len(found) - _MOST_TOLD} more ranks")
@@ -139,6 +144,26 @@ def blame(
     elif told or (told := _strayed(awaited, found, accounts, own)):
         sentences.append(told)
     return Blame(awaited.operation, awaited.lane, tuple(found), tuple(sentences), origin, key)
+
+
+def _missed(awaited: Awaited, account: Account, own: Account) -> list[str]:
+    """Say which of the two ranks' other messages may explain that these two have not met."""
+    if own.flight is None or account.flight is None:
+        return []
+    side = counterpart(awaited.operation)[:4]
+    told = [
+        f"rank {one.rank} called {one.call.name} at {one.call.place}, for which this rank has not called "
+        f"{one.missing}; tags, lanes and order have to agree"
+        for one in unmet({own.rank: own.flight, account.rank: account.flight})
+        if one.rank == account.rank and one.call.operation.startswith(side)
+    ][:1]
+    about = awaited.group, awaited.lane_key, awaited.operation, awaited.peer, awaited.tag, awaited.ticket
+    if (before := abandoned(own.flight, *about)) is not None:
+        how = "has taken the last message" if before.ended else "takes a message first"
+        told.append(
+            f"this rank's {before.operation} at {before.place}, which nobody waits for any more, {how}"
+        )
+    return told
 
 
 def _strayed(

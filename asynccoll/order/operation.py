@@ -87,6 +87,7 @@ class Operation:
 
     __slots__ = (
         "__weakref__",
+        "_left_alone",
         "_spot",
         "_timeout",
         "_wakers",
@@ -132,6 +133,7 @@ class Operation:
         self.peer: int = -1  # for a message: the other rank's index in the group
         self.tag: int = 0  # for a message: its tag
         self.ticket: int = ticket
+        self._left_alone: bool = False  # a wait for it was given up or late, so perhaps nobody sees its end
         self._wakers: list[Callable[[], object]] | None = None
 
     @property
@@ -186,6 +188,17 @@ class Operation:
         """End the wait of a cancelled waiter; without another waiter, record the operation as given up."""
         if not self.lane.world.watch_no_more(self):
             self.lane.world.recorder.given_up(self.ticket)
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        """Record the end of the operation without a waiter: a receive, say, takes a message all the same."""
+        if not self._left_alone:
+            self._left_alone = True
+            self.completion.add_callback(self._ended_unseen)
+
+    def _ended_unseen(self) -> None:
+        if self.completion.error() is None:
+            self.lane.world.recorder.ended(self.ticket, host.monotonic())
 
     def extend(self) -> None:
         """Record a timeout, and set a new deadline so that the next wait has the full timeout again."""
@@ -193,6 +206,7 @@ class Operation:
         self.lane.world.recorder.timed_out(self.ticket, now)
         if now > self.deadline - EARLY_SECONDS:
             self.deadline = now + self._timeout
+        self._leave_alone()
 
     def followed_by(self, estimate: Estimate, completion: Completion) -> Operation:
         """Return a new operation at the same place, with the same deadline; it ends with ``completion``."""

@@ -246,6 +246,7 @@ class Failures:
             self._rank,
             operation.tag,
             lane.communicator is None,
+            ticket=operation.ticket,
             prepares=f"new_group([{enumerated(lane.group.ranks)}]), as every rank has to",
         )
 
