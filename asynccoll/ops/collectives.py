@@ -777,7 +777,11 @@ def send(
 
     The work is ready once the receiver has taken ``x`` (on nccl: ordered by the stream). Messages between two
     ranks with the same tag arrive in the order they were sent; different tags do not wait for each other. Has
-    no gradient. Source: ``torch.distributed.isend``, ``MPI_Isend``.
+    no gradient.
+
+    >>> await ac.send(x, dst=1, tag=7)                # r0; r1: await ac.recv(torch.empty(2), src=0, tag=7)
+
+    Source: ``torch.distributed.isend``, ``MPI_Isend``.
     """
     dst = _peer("dst", dst, group_dst, group)
     return _start(group, lane, timeout, payload.send, x, dst, tag)
