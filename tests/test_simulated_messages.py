@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import random
+import re
 import sys
 from typing import Any
 
@@ -334,3 +335,34 @@ def test_a_refused_send_is_told_whatever_the_name_of_the_program(transport: str)
         await ac.barrier()
 
     simulate(main, world_size=2, transport=transport).check()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_message_without_its_other_side_ends_alike_for_who_sends_and_who_receives(
+    transport: str, stays: bool
+) -> None:
+    """It fails once the other rank has left; if that stays, ``finalize`` raises, and names it."""
+    ended = {}
+    for name in ("send", "recv"):
+
+        def main(rank: int, name: str = name) -> None:
+            ac.barrier().wait()
+            if rank == 1:
+                host.sleep(6.5 if stays else 0.0)
+                return
+            x = torch.ones(2)
+            work: Any = ac.send(x, dst=1, tag=3) if name == "send" else ac.recv(x, src=1, tag=3)
+            try:
+                ac.finalize()
+            except ac.CollectiveTimeoutError as error:
+                ended[name] = f"{error} {error.ranks}"
+            assert isinstance(work.exception(), ac.AbortedError if stays else ac.PeerLostError)
+
+        options: Any = {"loop": "none", "transport": transport, "operation_timeout": 5.0}
+        simulate(main, world_size=2, **options).check()
+    for name, other in (("send", "recv from rank 0"), ("recv", "send to rank 0")) if stays else ():
+        assert re.search(
+            rf"in flight: \[{name} .*pid 1001\) has not called {other} \(tag 3\).*\(1,\)", ended[name]
+        )
+    assert len(ended) == 2 * stays

@@ -298,8 +298,12 @@ def finalize(*, abort: bool = False) -> None:
     everything is closed. A process group that the user made stays open. Does nothing if there is nothing to
     finalize.
 
+    Work that fails meanwhile is not in flight any more: a send or a recv whose other side is never called
+    fails once that rank has left, and raises where it is awaited, not here.
+
     Raises:
-        CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted.
+        CollectiveTimeoutError: work was still in flight after the context's timeout; it was then aborted. The
+            error names the ranks that the first of it waited for.
         UnawaitedWorkWarning: where warnings are errors (``python -W error``), the first warning about a work
             that was dropped without being awaited. By then the world has been left.
     """
@@ -313,14 +317,16 @@ def leave(error: BaseException | None, *, abort: bool) -> None:
         return
     try:
         stuck = [] if abort else context.drain(context.timeout)
+        told = str(stuck)  # formatted now, while they say what they wait for: closing ends them
+        found = context.blame(stuck[0]) if stuck else None
     except (Exception, KeyboardInterrupt, SystemExit) as interrupt:  # stop waiting
         _close(context, abort=True, error=error or interrupt)
         raise
-    told = str(stuck)  # formatted now, while they say what they wait for: closing ends them
     _close(context, abort=abort or bool(stuck), error=error)
     unawaited = forgotten.raised()
-    if stuck:
-        raise CollectiveTimeoutError(f"finalize aborted what was still in flight: {told}")
+    if found is not None:
+        why = f"finalize aborted what was still in flight: {told}{f'; {found}' if str(found) else ''}"
+        raise CollectiveTimeoutError(why, found.ranks)
     if unawaited is not None and error is None and not abort:
         raise unawaited
 

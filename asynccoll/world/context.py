@@ -301,7 +301,8 @@ class Context:
     def drain(self, seconds: float) -> list[Operation]:
         """Wait up to ``seconds`` for all operations, on the device too; returns those still in flight."""
         deadline = host.monotonic() + seconds
-        for operation in self.outstanding():
+        operations = self.outstanding()
+        for operation in operations:
             operation.attend()  # so that it fails if a peer is gone or has refused its side
             while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
@@ -314,6 +315,9 @@ class Context:
         deadline = min(deadline, host.monotonic() + TELL_SECONDS)
         while self.confirmations.is_telling and host.monotonic() < deadline:
             host.sleep(LAND_POLL_SECONDS)
+        for operation in operations:
+            if operation.done():
+                operation.error()  # now, while peers can be asked why: closing the lanes would hide the cause
         return self.outstanding()
 
     def close(
