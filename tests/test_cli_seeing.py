@@ -64,6 +64,8 @@ def test_files_below_the_working_directory_are_called_from_there(capsys, tmp_pat
     monkeypatch.chdir(tmp_path)
     output.show(output.Table(("line",), [(f"{tmp_path}/a/train.py:3",), ("/elsewhere.py:1",)]))
     assert capsys.readouterr().out.split() == ["line", "a/train.py:3", "/elsewhere.py:1"]
+    output.show(f"'{tmp_path}/trace' ({tmp_path}/a.py:1) /mnt{tmp_path}/b.py")
+    assert capsys.readouterr().out == f"'trace' (a.py:1) /mnt{tmp_path}/b.py\n"
 
 
 def test_a_table_in_a_pipe_is_aligned_text(capsys):
@@ -350,6 +352,26 @@ def test_a_screen_shows_as_much_as_it_has_room_for_and_leaves_what_it_showed_las
         "...",
     ]
     assert plain(last).rstrip().splitlines()[-3:] == ["rank 1 is stopped", "rank", "   7"]
+
+
+RESIZED = """
+import fcntl, os, struct, termios
+from asynccoll.cli import output
+os.dup2(1, 0)
+table = output.Table(("job", "rank"), [("1", "2" * 20)], spare=("job",))
+with output.Screen() as screen:
+    for columns in (10, 40):
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
+        screen.show(table)
+        print("again")
+"""
+
+
+def test_a_screen_has_the_width_that_its_terminal_has_now():
+    """A line that the terminal would fold is cut, since a redrawn region counts its lines."""
+    narrow, _, wide = plain(on_terminal(RESIZED, COLUMNS="")).split("again")
+    assert [line for line in narrow.splitlines() if line.strip()][-1].strip() == "2" * 10
+    assert wide.rstrip().splitlines()[-1] == f"  1  {'2' * 20}"
 
 
 @pytest.mark.parametrize(

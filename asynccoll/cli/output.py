@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +62,7 @@ class Table:
 
 def from_here(text: str) -> str:
     """Return ``text`` with files below the working directory named relative to it."""
-    return text.replace(f"{Path.cwd()}{os.sep}", "")
+    return re.sub(rf"(?<![^\s'\"(]){re.escape(f'{Path.cwd()}{os.sep}')}", "", text)
 
 
 def check_writable(directory: Path) -> None:
@@ -83,7 +84,7 @@ def show(*parts: Table | str) -> None:
     for part in parts:
         console = _console()
         with console.capture() as captured:
-            console.print(_drawn(console, part))
+            console.print(_drawn(console, part), crop=False)  # the terminal folds what is too wide
         # rich fills the cells of the last column with spaces
         print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
@@ -111,12 +112,11 @@ def _table(console: Console, table: Table) -> Group:
     for name in table.spare:
         if _total(column.natural for column in columns) > console.width:
             columns = [column for column in columns if column.name != name]
-    grid = Grid(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="underline")
-    grid.show_header = any(column.name.strip() for column in columns)
     widths = _widths(columns, console.width)
-    console.width = max(
-        console.width, _total(widths)
-    )  # the terminal folds what is too wide: numbers stay whole
+    grid = Grid(
+        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="underline",
+        show_header=any(column.name.strip() for column in columns), width=_total(widths),
+    )  # fmt: skip
     for column, width in zip(columns, widths, strict=True):
         grid.add_column(
             column.name, justify="left" if column.words else "right", width=width, overflow="fold"
