@@ -20,6 +20,8 @@ from asynccoll.host import words
 from test_pages import fields_on
 
 CPU = torch.device("cpu")
+#: What torchrun tells the first of four ranks on a host.
+ONE_OF_FOUR = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 
 
 def case(name, *, rank=0, ranks=3, size_bytes=4 * 3 * 7, dtype="float", reduction="sum"):
@@ -235,6 +237,31 @@ def test_a_run_as_a_table(start):
 def test_a_wrong_command_line_is_told(capsys, arguments, said):
     assert main(["bench", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launched", "gpus", "backend"),
+    [({}, 1, "gloo"), ({}, 2, "nccl"), (ONE_OF_FOUR, 2, "gloo"), (ONE_OF_FOUR, 4, "nccl")],
+    ids=["one-for-both", "one-for-each", "too-few-for-the-launchers", "enough-for-the-launchers"],
+)
+def test_nccl_is_the_default_with_a_gpu_for_each_rank(monkeypatch, launched, gpus, backend):
+    """Under a launcher its ranks count, and ``--ranks`` has no effect."""
+    asked = []
+    monkeypatch.setattr(starting, "bench", lambda request, _report, **_: asked.append(request.backend) or 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench"]) == 1
+    assert asked == [backend]
+
+
+def test_a_backend_may_be_spelled_in_any_case(monkeypatch):
+    """Its ranks are started as those of the same name in lower case."""
+    asked = []
+    monkeypatch.setattr(starting, "run", lambda request: asked.append(request) or 1)
+    assert main(["bench", "--backend", "SERIAL", "--peers", "asynccoll,mpi4py"]) == 1
+    assert (asked[0].backend, asked[0].engine) == ("serial", None)
 
 
 def test_the_same_rows_give_the_same_picture(tmp_path):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.backends.api.request import Request
-from asynccoll.backends.table import C10D, ROWS, check_usable, is_of_torch, normal, row
+from asynccoll.backends.table import C10D, ROWS, check_usable, is_of_torch, normal, row, usual_backend
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
@@ -97,11 +97,7 @@ def _choose(launch: LaunchInfo | None) -> str:
         for name, entry in ROWS.items():
             if launch.launcher in entry.launchers:
                 return name
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        ranks_here = 1 if launch is None or launch.own_gpus else launch.local_world_size
-        if torch.cuda.device_count() >= ranks_here:
-            return "nccl"
-    return "gloo"
+    return usual_backend(1 if launch is None else launch.sharing_gpus)
 
 
 def _factory(name: str) -> Callable[[Request], Context]:

@@ -29,6 +29,7 @@ __all__ = [
     "others",
     "row",
     "starting",
+    "usual_backend",
     "usual_device",
 ]
 
@@ -171,8 +172,15 @@ def row(name: str) -> Row:
 
 def starting(name: str) -> str:
     """Return how the ranks of backend ``name`` are started: ``"processes"`` unless its row says otherwise."""
-    entry = ROWS.get(name)
+    entry = ROWS.get(normal(name))
     return "processes" if entry is None else entry.started
+
+
+def usual_backend(ranks: int) -> str:
+    """Return torch's backend for ``ranks`` that share GPUs: ``"nccl"`` if there is one for each."""
+    import torch
+
+    return "nccl" if _torch_has_nccl() and torch.cuda.device_count() >= ranks else "gloo"
 
 
 def usual_device(name: str) -> str:

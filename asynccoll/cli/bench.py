@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,11 +107,13 @@ def _draw(shown: _Shown, path: Path) -> None:
 
 
 def _request(given: argparse.Namespace) -> BenchRequest:
-    from asynccoll.backends.table import check_usable
+    from asynccoll.backends.table import check_usable, normal, usual_backend
     from asynccoll.bench.operations import OPERATIONS, check_names
     from asynccoll.bench.peers import check_names as check_peers
     from asynccoll.bench.request import BenchRequest
     from asynccoll.bench.sizes import parse, ramp
+    from asynccoll.environment.detection import detect
+    from asynccoll.environment.slurm import expand_with_scontrol
 
     asked = given.operations or ["all_reduce"]
     operations = tuple(OPERATIONS) if "all" in asked else tuple(dict.fromkeys(asked))
@@ -121,8 +124,12 @@ def _request(given: argparse.Namespace) -> BenchRequest:
     check_names(operations, given.datatype, given.op)
     peers = tuple(name for name in (given.peers or "").split(",") if name)
     check_peers(peers)
-    backend = given.backend or _usual_backend(given.ranks)
-    check_usable(backend.lower())
+    launch = detect(os.environ, expand_hosts=expand_with_scontrol)
+    # not the launcher's default: that of mpiexec, which mpi4py needs, would be mpi
+    backend = normal(
+        given.backend or usual_backend(launch.sharing_gpus if launch.world_size > 1 else given.ranks)
+    )
+    check_usable(backend)
     return BenchRequest(
         operations=operations,
         sizes=sizes,
@@ -135,14 +142,6 @@ def _request(given: argparse.Namespace) -> BenchRequest:
         peers=peers,
         backend=backend,
     )
-
-
-def _usual_backend(ranks: int) -> str:
-    """Return the default backend, regardless of the launcher: mpiexec, which mpi4py needs, would mean mpi."""
-    import torch
-
-    has_gpus = torch.distributed.is_nccl_available() and torch.cuda.device_count() >= ranks
-    return "nccl" if has_gpus else "gloo"
 
 
 def _at_least(count: int, least: int, option: str) -> int:

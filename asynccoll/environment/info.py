@@ -41,6 +41,11 @@ class LaunchInfo:
     own_gpus: bool = False
     job: str | None = None
 
+    @property
+    def sharing_gpus(self) -> int:
+        """How many ranks share the GPUs that this one sees."""
+        return 1 if self.own_gpus else self.local_world_size
+
 
 class Variables:
     """Reads numbers from an environment; raises errors that name the variables if they are missing or wrong.

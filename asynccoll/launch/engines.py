@@ -59,4 +59,4 @@ def run(request: RunRequest) -> int:
     Raises:
         UnsupportedOpError: nothing starts ranks of the backend asked for.
     """
-    return ENGINES[request.engine or starting((request.backend or "").lower())](request)
+    return ENGINES[request.engine or starting(request.backend or "")](request)
