@@ -228,7 +228,6 @@ def test_a_run_as_a_table(start):
         (["-o", "mean"], "reduction 'mean' is none of sum"),
         (["-b", "x"], "size 'x' cannot be read"),
         (["-f", "1"], "factor of at least 2"),
-        (["--ranks", "0"], "--ranks 0 is not possible"),
         (["--peers", "nccl"], "peer 'nccl' is none of asynccoll"),
         (["--plot", "/dev/null/x.svg"], "cannot write to '/dev/null'"),
         (["--plot", "bench.txt"], "'bench.txt' has to end in one of"),

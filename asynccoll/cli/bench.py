@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.cli.common import Commands
+from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, show
 
 if TYPE_CHECKING:
@@ -55,17 +55,17 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead, such as 4,4K,64K,1M,16M")
     parser.add_argument(
-        "-n", "--iters", type=int, default=0, metavar="N",
+        "-n", "--iters", type=at_least(0), default=0, metavar="N",
         help="calls of each peer in each round, default 30, above 64 KiB 8, above 1 MiB 2",
     )  # fmt: skip
-    parser.add_argument("-w", "--warmup-iters", type=int, default=2, metavar="N", help="default 2")
+    parser.add_argument("-w", "--warmup-iters", type=at_least(0), default=2, metavar="N", help="default 2")
     parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check results, default 1")
     parser.add_argument("-d", "--datatype", default="float", metavar="NAME", help="default float")
     parser.add_argument(
         "-o", "--op", default="sum", metavar="NAME", help="sum, prod, min, max, avg; default sum"
     )
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="default 15")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="on this host, default 2")
+    parser.add_argument("--rounds", type=at_least(1), default=15, metavar="N", help="default 15")
+    parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help="on this host, default 2")
     parser.add_argument("--backend", metavar="NAME", help="default nccl with a GPU for each rank, else gloo")
     parser.add_argument(
         "--peers", metavar="NAME,...",
@@ -87,7 +87,7 @@ def _bench(given: argparse.Namespace) -> int:
         check_writable(given.plot.parent)
         check_drawable(given.plot)
     shown = _Shown(as_json=given.json)
-    code = bench(_request(given), shown.report, ranks=_at_least(given.ranks, 1, "--ranks"))
+    code = bench(_request(given), shown.report, ranks=given.ranks)
     if code:
         shown.break_off()
     elif shown.header:
@@ -135,21 +135,13 @@ def _request(given: argparse.Namespace) -> BenchRequest:
         sizes=sizes,
         dtype=given.datatype,
         reduction=given.op,
-        iterations=_at_least(given.iters, 0, "-n"),
-        warmup=_at_least(given.warmup_iters, 0, "-w"),
-        rounds=_at_least(given.rounds, 1, "--rounds"),
+        iterations=given.iters,
+        warmup=given.warmup_iters,
+        rounds=given.rounds,
         check=bool(given.check),
         peers=peers,
         backend=backend,
     )
-
-
-def _at_least(count: int, least: int, option: str) -> int:
-    from asynccoll.errors import InvalidArgumentError
-
-    if count < least:
-        raise InvalidArgumentError(f"{option} {count} is not possible; it must be at least {least}")
-    return count
 
 
 class _Shown:

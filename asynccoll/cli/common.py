@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["USAGE_ERROR", "Commands", "Parser"]
+__all__ = ["USAGE_ERROR", "Commands", "Parser", "at_least"]
 
 #: The exit code for a wrong command line.
 USAGE_ERROR = 2
@@ -26,6 +27,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage, what is wrong and an example, and exit."""
         self.exit(USAGE_ERROR, f"{self.format_usage()}{self.prog}: error: {message}{self._example}\n")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option whose value is a whole number of at least ``least``."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is not possible; it must be at least {least}")
+        return value
+
+    return number
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from asynccoll.cli.common import Commands
+from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import add_json, print_json
 from asynccoll.errors import InvalidArgumentError
 
@@ -22,9 +22,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="default float32")
     parser.add_argument("--reduce-op", "--op", default="sum", metavar="NAME", help="default sum")
     parser.add_argument("--backend", default="gloo", metavar="NAME", help="default gloo")
-    parser.add_argument("--world-size", type=int, default=2, metavar="N", help="default 2")
+    parser.add_argument("--world-size", type=at_least(1), default=2, metavar="N", help="default 2")
     parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="with equally many ranks each, default 1"
+        "--nodes", type=at_least(1), default=1, metavar="N", help="with equally many ranks each, default 1"
     )
     parser.add_argument("--device", metavar="NAME", help="default cuda for nccl, xla for xla-tpu, else cpu")
     parser.add_argument("--check", action="store_true", help="with check='full'")
@@ -45,14 +45,14 @@ def _explain(given: argparse.Namespace) -> int:
     plan = explain_offline(
         given.operation,
         backend=given.backend,
-        world_size=_at_least_one(given.world_size, "world size"),
+        world_size=given.world_size,
         shape=_shape(given.shape),
         dtype=given.dtype,
         device=given.device or usual_device(given.backend),
         op=given.reduce_op,
         check=given.check,
         memory=given.memory,
-        nodes=_at_least_one(given.nodes, "a number of nodes of"),
+        nodes=given.nodes,
     )
     if given.json:
         print_json(
@@ -83,9 +83,3 @@ def _shape(text: str) -> tuple[int, ...]:
             f"shape {text!r} cannot be read; expected sizes separated by commas, such as 4,4"
         )
     return shape
-
-
-def _at_least_one(count: int, what: str) -> int:
-    if count < 1:
-        raise InvalidArgumentError(f"{what} {count} is not possible; it must be at least 1")
-    return count

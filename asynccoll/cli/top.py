@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import nobody
-from asynccoll.cli.common import Commands
+from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Screen, Table, add_json, print_json, show
 from asynccoll.host.call_number import call_name
 
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("pid", nargs="?", type=int, help="only the ranks below this process: a launcher")
     parser.add_argument("-i", "--interval", type=float, default=1.0, metavar="SECONDS", help="default 1")
     parser.add_argument(
-        "-n", "--count", type=int, metavar="N", help="how often; on a terminal without end, else 1"
+        "-n", "--count", type=at_least(1), metavar="N", help="how often; on a terminal without end, else 1"
     )
     add_json(parser, "a JSON document each time, on one line")
     parser.set_defaults(carry_out=_top)
@@ -54,8 +54,6 @@ def _top(given: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"--interval {given.interval} is not possible; it must be above 0 seconds and at most a day"
         )
-    if given.count is not None and given.count < 1:
-        raise InvalidArgumentError(f"--count {given.count} is not possible; it must be at least 1")
     live = sys.stdout.isatty() and not given.json
     try:
         return _watch(given, live)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
-from asynccoll.cli.common import Commands
+from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Table, add_json, check_writable, print_json, show, standard_output_for_json
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_number import numbered
@@ -102,7 +102,7 @@ def _add_stragglers(kinds: Commands) -> None:
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE or `trace run -o` named, or dumps"
     )
-    parser.add_argument("-n", "--most", type=int, default=20, metavar="N", help="how many lines, default 20")
+    parser.add_argument("-n", "--most", type=at_least(1), default=20, metavar="N", help="how many lines, default 20")
     add_json(parser)
     parser.set_defaults(carry_out=_stragglers)
 
@@ -204,8 +204,6 @@ def _check_no_recording(directory: Path) -> None:
 def _stragglers(given: argparse.Namespace) -> int:
     from asynccoll.trace.stragglers import by_line, load_stragglers
 
-    if given.most < 1:
-        raise InvalidArgumentError(f"-n {given.most} is not possible; it must be at least 1")
     found = load_stragglers(given.directory)
     lines = by_line(found.arrivals)[: given.most]
     if given.json:

@@ -8,9 +8,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from asynccoll.cli.calls import call_cells, call_columns, nobody, print_partings
-from asynccoll.cli.common import Commands
+from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Table, add_json, print_json, show
-from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from asynccoll.jobs.whereabouts import Job
@@ -38,7 +37,7 @@ def add(commands: Commands) -> None:
         "if left out, the only job of this host, or a line for each",
     )
     parser.add_argument(
-        "-n", "--calls", type=int, default=3, metavar="N", help="how many last calls, default 3"
+        "-n", "--calls", type=at_least(0), default=3, metavar="N", help="how many last calls, default 3"
     )
     add_json(parser)
     parser.set_defaults(carry_out=_where)
@@ -47,8 +46,6 @@ def add(commands: Commands) -> None:
 def _where(given: argparse.Namespace) -> int:
     from asynccoll.jobs.whereabouts import find_jobs
 
-    if given.calls < 0:
-        raise InvalidArgumentError(f"--calls must be at least 0, got {given.calls}")
     jobs = find_jobs(given.job)
     if given.json:
         print_json([job.to_dict(given.calls) for job in jobs])
