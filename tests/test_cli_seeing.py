@@ -15,6 +15,7 @@ import pytest
 from asynccoll.cli import calls, main, output, top, trials, where
 from asynccoll.flight import Call, Flight, Parting, Progress
 from asynccoll.health.accounts import Account, Peer
+from asynccoll.jobs import whereabouts
 from asynccoll.jobs.live import Snapshot, command_of, hangs, survey
 from asynccoll.jobs.whereabouts import Job, Whereabouts
 from asynccoll.launch import planned_rank
@@ -392,6 +393,19 @@ def test_ranks_of_which_nothing_is_known_have_not_called_the_same(capsys, ranks,
 def test_where_the_ranks_of_a_group_part_the_group_is_named(capsys):
     calls.print_partings([Parting("absent", "0-2", "default", 4, {0: None, 2: None})], {})
     assert "lane 'default' of ranks 0, 2: not all ranks have called at #5" in capsys.readouterr().out
+
+
+def test_only_a_rank_that_is_known_to_have_called_nothing_is_shown_without_a_call(capsys, monkeypatch):
+    """Nothing is known of one that does not answer, and with ``--calls 0`` no past call is shown."""
+    flights = (flight(0, [], {}), flight(1, [call(1, called=1.0, ended=2.0)], {}), None)
+    ranks = tuple(
+        Whereabouts(rank, Peer("", 0, "host", 7, "", -1, 0), Account(rank, one))
+        for rank, one in enumerate(flights)
+    )
+    monkeypatch.setattr(whereabouts, "find_jobs", lambda _job: [Job(3, "", ranks)])
+    assert main(["where", "--calls", "0"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(" *[012] ", line)]
+    assert [bool(re.search(" no call +-", line)) for line in rows[:3]] == [True, False, False]
 
 
 def test_stacks_that_are_the_same_are_shown_once():

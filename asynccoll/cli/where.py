@@ -84,7 +84,8 @@ def _print(job: Job, calls: int, title: str) -> None:
     for one in job.ranks:
         who = (str(one.rank), one.peer.host, str(one.peer.pid), one.state)
         made = [call_cells(call, one.account.now) for call in one.last(calls)]
-        for call in made or [("no call", *["-"] * (len(call_columns) - 1))]:
+        none = "no call" if one.account.flight and not one.account.flight.calls else "-"
+        for call in made or [(none, *["-"] * (len(call_columns) - 1))]:
             table.rows.append((*who, *call))
             who = ("", "", "", "")
     show(table)
