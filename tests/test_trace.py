@@ -297,7 +297,7 @@ def _add(
     """Add a span with known times."""
     row = "default" if is_operation else "training"
     recorder = timeline.recorder
-    entry = recorder_module._Entry(name, row, recorder.began + start, operation=is_operation)
+    entry = recorder_module._Entry(name, row, recorder.began + start, is_operation)
     entry._ends.append(recorder.began + end)
     entry.size_bytes = size
     recorder.entries.append(entry)

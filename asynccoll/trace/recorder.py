@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asynccoll import host
@@ -16,37 +17,22 @@ if TYPE_CHECKING:
 __all__ = ["Recorder", "has_failed", "row_of", "steps_of"]
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A span under construction: what is known at its start, and its end once there is one."""
 
-    __slots__ = (
-        "_ends",
-        "failed",
-        "lane_key",
-        "name",
-        "operation",
-        "part",
-        "peer",
-        "place",
-        "row",
-        "sequence",
-        "size_bytes",
-        "start",
-    )
-
-    def __init__(self, name: str, row: str, start: float, *, operation: bool = False) -> None:
-        self.name: str = name
-        self.row: str = row
-        self.start: float = start
-        self._ends: list[float] = []
-        self.operation: bool = operation
-        self.size_bytes: int = 0
-        self.sequence: int = 0
-        self.part: int = 1
-        self.peer: int = -1
-        self.place: str = ""
-        self.failed: bool = False
-        self.lane_key: str = ""
+    name: str
+    row: str
+    start: float
+    is_operation: bool = False
+    size_bytes: int = 0
+    sequence: int = 0
+    place: str = ""
+    part: int = 1
+    peer: int = -1
+    failed: bool = False
+    lane_key: str = ""
+    _ends: list[float] = field(default_factory=list)
 
     def finish(self) -> None:
         """End the span now. If several threads call this, the first one counts."""
@@ -63,7 +49,7 @@ class _Entry:
             self.row,
             self.start - origin,
             None if end is None else end - origin,
-            self.operation,
+            self.is_operation,
             self.size_bytes,
             self.sequence,
             self.place,
@@ -109,8 +95,7 @@ class Recorder:
 
     def begin(self, name: str, row: str | None = None, place: str = "") -> _Entry:
         """Begin a span now; its ``finish`` ends it."""
-        entry = _Entry(name, row or host.current_thread().name, host.monotonic())
-        entry.place = place
+        entry = _Entry(name, row or host.current_thread().name, host.monotonic(), place=place)
         self.entries.append(entry)
         return entry
 
@@ -125,13 +110,10 @@ class Recorder:
 
     def note(self, operation: Operation, size_bytes: int) -> _Entry:
         """Record the start of ``operation``. Returns an entry, to be passed to ``over`` at its end."""
-        entry = _Entry(operation.name, row_of(operation), operation.started, operation=True)
-        entry.size_bytes = size_bytes
-        entry.sequence = operation.sequence
-        entry.part = operation.part
-        entry.peer = operation.peer
-        entry.place = str(operation.place)
-        entry.lane_key = operation.lane.key
+        entry = _Entry(
+            operation.name, row_of(operation), operation.started, True, size_bytes, operation.sequence,
+            str(operation.place), operation.part, operation.peer, lane_key=operation.lane.key,
+        )  # fmt: skip
         self.entries.append(entry)
         self._running[entry] = operation
         return entry
@@ -148,8 +130,7 @@ class Recorder:
         """Finish what is over: a waiter may continue before the completing thread has called ``over``."""
         for entry, operation in list(self._running.items()):
             if operation.woke:
-                entry.failed = has_failed(operation)
-                entry.finish()
+                self.over(entry, has_failed(operation))
 
     @property
     def spans(self) -> tuple[Span, ...]:

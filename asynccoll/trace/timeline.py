@@ -38,7 +38,7 @@ from asynccoll.trace.spans import Span
 if TYPE_CHECKING:
     from asynccoll.world.context import Context
 
-__all__ = ["Timeline", "follow", "recording", "span", "step"]
+__all__ = ["Timeline", "recording", "span", "step"]
 
 
 class Timeline:
@@ -151,23 +151,13 @@ def recording(*, marks: bool = True) -> Iterator[Timeline]:
 def start(timeline: Timeline, context: Context, *, marks: bool) -> Callable[[], None]:
     """Have ``timeline`` record ``context`` until the returned function is called."""
     ending = ExitStack()
-    ending.callback(follow(timeline, context))
+    ending.callback(timeline.recorder.end)
+    ending.callback(context.observe(timeline.recorder.observe))
     if marks:
         ending.enter_context(marking(timeline.recorder))
     _open.append(timeline)
     ending.callback(_open.remove, timeline)
     return ending.close
-
-
-def follow(timeline: Timeline, context: Context) -> Callable[[], None]:
-    """Have ``timeline`` observe every operation of ``context`` until the returned function is called."""
-    unobserve = context.observe(timeline.recorder.observe)
-
-    def end() -> None:
-        unobserve()
-        timeline.recorder.end()
-
-    return end
 
 
 @fitting
