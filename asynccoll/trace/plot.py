@@ -7,9 +7,9 @@ matplotlib loads only when needed.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from asynccoll.host import words
 from asynccoll.trace.figures import figure_type
@@ -36,47 +36,20 @@ LABELLED_INCHES = 0.15
 LETTER_INCHES = 0.075
 
 
-class Drawn(Protocol):
-    """The timeline that is drawn."""
-
-    rank: int
-    world_size: int
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """Its bars, by start."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it is."""
-
-    def hidden_fraction(self) -> float:
-        """Return how much of the communication is hidden behind compute."""
-
-
-def draw(timeline: Drawn, path: Path, title: str | None) -> Path:
-    """Draw ``timeline`` to the file ``path``."""
+def draw(path: Path, spans: Sequence[Span], seconds: float, title: str) -> Path:
+    """Draw ``spans``, which are sorted by start, of a recording of ``seconds``, to the file ``path``."""
     made = figure_type("timeline.plot", "timeline.to_chrome needs nothing")
-    rows = stack(timeline.spans)
+    rows = stack(spans)
     tracks = sum(len(stacked) for _, stacked in rows)
     track_inches = min(TRACK_INCHES, MOST_INCHES / max(1, tracks))
     height = 1.5 + track_inches * tracks + 0.12 * len(rows)
     figure: Figure = made(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()
-    picture = _Picture(timeline, axes, legible=track_inches >= LABELLED_INCHES)
+    picture = _Picture(spans, seconds, axes, legible=track_inches >= LABELLED_INCHES)
     picture.add_rows(rows)
-    picture.finish(title if title is not None else _title(timeline))
+    picture.finish(title)
     figure.savefig(path, dpi=150)
     return path
-
-
-def _title(timeline: Drawn) -> str:
-    where = f"Rank {timeline.rank} of {timeline.world_size}"
-    hidden = timeline.hidden_fraction()
-    if math.isnan(hidden):
-        sent = any(span.is_operation for span in timeline.spans)
-        return f"{where}: nothing is marked as compute" if sent else where
-    return f"{where}: {hidden:.0%} of the communication is hidden behind compute"
 
 
 def _lane(name: str, tracks: list[list[Span]]) -> str:
@@ -88,12 +61,11 @@ def _lane(name: str, tracks: list[list[Span]]) -> str:
 class _Picture:
     """An axes that is filled from top to bottom; times are in milliseconds from the first span."""
 
-    def __init__(self, timeline: Drawn, axes: Axes, *, legible: bool) -> None:
+    def __init__(self, spans: Sequence[Span], seconds: float, axes: Axes, *, legible: bool) -> None:
         self.axes = axes
         self.legible = legible  # whether bars are high enough for a label, and for a line around them
-        spans = timeline.spans
         self.origin = min((span.start for span in spans), default=0.0)
-        self.last = max((span.end or timeline.seconds for span in spans), default=1e-3)
+        self.last = max((span.end or seconds for span in spans), default=1e-3)
         compute = [self._interval(span) for span in spans if not span.is_operation]
         self.compute = covered(compute)
         # in the order of their names, so that two recordings of a program have the same colors

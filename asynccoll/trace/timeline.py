@@ -18,6 +18,7 @@ Data flows one way: lane -> context.observers -> Recorder -> Timeline -> file.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,7 +103,16 @@ class Timeline:
         """
         from asynccoll.trace.plot import draw
 
-        return draw(self, Path(path), title)
+        shown = self._title() if title is None else title
+        return draw(Path(path), self.spans, self.seconds, shown)
+
+    def _title(self) -> str:
+        where = f"Rank {self.rank} of {self.world_size}"
+        hidden = self.hidden_fraction()
+        if math.isnan(hidden):
+            sent = any(span.is_operation for span in self.spans)
+            return f"{where}: nothing is marked as compute" if sent else where
+        return f"{where}: {hidden:.0%} of the communication is hidden behind compute"
 
     def to_chrome(self, path: str | os.PathLike[str]) -> Path:
         """Write Chrome trace JSON for ``ui.perfetto.dev`` or ``chrome://tracing``; returns the path.
