@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from asynccoll.host import words
+from asynccoll.trace.figures import STYLE
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "build" / "bench"
@@ -30,7 +30,6 @@ IMAGES = ROOT / "docs" / "images"
 
 #: The palette of Okabe and Ito, as in the timeline: ours in blue and green, the peers in other colors.
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#222222")
-GRID = "#e4e4e4"
 MIB = 1 << 20
 
 RUNS = {
@@ -107,7 +106,7 @@ def fusion(found: dict[str, Any]) -> Figure:
         axes.set_xlim(0, max(speed.values()) * 1.2)
         axes.tick_params(axis="y", labelsize=8)
         axes.set_xlabel("time, in times that of ours")
-        plain(axes, tree)
+        axes.set_title(tree)
     return figure
 
 
@@ -133,9 +132,9 @@ def scaling(found: dict[str, Any]) -> Figure:
         axes.set_xticks([8, *worlds] if axes is right else worlds)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("ranks")
-        axes.legend(frameon=False, fontsize=8)
-    plain(left, "Python per call in us, simulated (dotted: raw call)")
-    plain(right, "a step in ms: predicted, not verified")
+        axes.legend()
+    left.set_title("Python per call in us, simulated (dotted: raw call)")
+    right.set_title("a step in ms: predicted, not verified")
     return figure
 
 
@@ -158,18 +157,10 @@ def memory(found: dict[str, Any]) -> Figure:
         axes.set_yscale("log")
         axes.set_xticks(sizes, [words.size(size) for size in sizes], rotation=30, fontsize=8)
         axes.set_xlabel("size")
-    left.legend(frameon=False, fontsize=8)
-    plain(left, f"all_reduce in place, {found['ranks']} ranks of one host: microseconds")
-    plain(right, "GB/s: size by time")
+    left.legend()
+    left.set_title(f"all_reduce in place, {found['ranks']} ranks of one host: microseconds")
+    right.set_title("GB/s: size by time")
     return figure
-
-
-def plain(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
@@ -181,7 +172,7 @@ PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
 
 def draw(name: str, data: Path, images: Path) -> Path:
     """Draw the figures that benchmark ``name`` wrote to ``data``; the same figures give the same file."""
-    mpl.rcParams["svg.hashsalt"] = name
+    mpl.rcParams.update({**STYLE, "svg.hashsalt": name})
     path = images / f"{name}.svg"
     PICTURES[name](json.loads((data / f"{name}.json").read_text())).savefig(path, metadata={"Date": None})
     return path

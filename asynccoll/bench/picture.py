@@ -8,7 +8,7 @@ from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host import words
-from asynccoll.trace.figures import figure_type
+from asynccoll.trace.figures import STYLE, figure_type
 
 __all__ = ["check_drawable", "draw"]
 
@@ -22,7 +22,6 @@ COLOURS = {
     "mpi4py": "#222222",
 }
 _NEEDS = ("asynccoll bench --plot", "--json needs nothing")
-_GRID = "#e4e4e4"
 
 
 def check_drawable(path: Path) -> None:
@@ -46,22 +45,27 @@ def draw(header: dict[str, Any], rows: Sequence[dict[str, object]], path: Path, 
     made = figure_type(*_NEEDS)
     import matplotlib as mpl
 
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "asynccoll", "svg.fonttype": "none"}):
+        figure = _drawn(made, header, rows)
+        if note:
+            figure.suptitle(note)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    return path
+
+
+def _drawn(made: Any, header: dict[str, Any], rows: Sequence[dict[str, object]]) -> Any:
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     figure = made(figsize=(10.5, 4.4 * max(1, len(operations))), layout="constrained")
     pairs = figure.subplots(max(1, len(operations)), 2, squeeze=False)
-    if note:
-        figure.suptitle(note)
     how = f"{header['backend']}{' (ours: memory)' if header['memory'] else ''}"
     where = f"{words.plural(header['ranks'], 'rank')} on {how}"
     for (left, right), operation in zip(pairs, operations, strict=False):
         _draw_lines(left, right, [row for row in rows if row["operation"] == operation and not row["error"]])
-        _label(left, f"{operation}, {where}: microseconds")
-        _label(right, f"{operation}, {where}: GB/s on the bus")
+        left.set_title(f"{operation}, {where}: microseconds")
+        right.set_title(f"{operation}, {where}: GB/s on the bus")
         if left.lines:  # none if no peer can do it
-            left.legend(frameon=False, fontsize=8)
-    with mpl.rc_context({"svg.hashsalt": "asynccoll", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
-    return path
+            left.legend()
+    return figure
 
 
 def _draw_lines(left: Any, right: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -78,13 +82,5 @@ def _draw_lines(left: Any, right: Any, rows: Sequence[dict[str, Any]]) -> None:
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_xlabel("size")
         axes.set_xticks(sizes, [words.size(size) for size in sizes], rotation=30, fontsize=8)
-
-
-def _label(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("size")
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

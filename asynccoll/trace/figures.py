@@ -1,4 +1,4 @@
-"""Lazy loading of matplotlib."""
+"""Lazy loading of matplotlib, and the look of our pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from typing import Any
 
 from asynccoll.errors import BackendNotFoundError
 
-__all__ = ["figure_type"]
+__all__ = ["STYLE", "figure_type"]
+
+#: Settings for ``matplotlib.rc_context``: a title on the left, a pale grid behind the data, no frame.
+STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
 
 
 def figure_type(what: str, otherwise: str) -> Any:

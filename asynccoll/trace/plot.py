@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.host import words
-from asynccoll.trace.figures import figure_type
+from asynccoll.trace.figures import STYLE, figure_type
 from asynccoll.trace.spans import Span, covered, intersection, stack
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ WAITED = "#D55E00"
 INK = "#222222"
 MUTED = "#6b6b6b"
 _PALE = {"#56B4E9", "#F0E442", HIDDEN}  # dark ink reads better on these
+_LOOK: dict[Any, Any] = {"axes.grid.axis": "x", "axes.spines.left": False, "axes.titlesize": 12}
 WIDTH_INCHES = 11.0
 TRACK_INCHES = 0.26
 #: The height of all tracks together; if there are many, they become thinner, and lose their labels.
@@ -39,16 +40,20 @@ LETTER_INCHES = 0.075
 def draw(path: Path, spans: Sequence[Span], seconds: float, title: str) -> Path:
     """Draw ``spans``, which are sorted by start, of a recording of ``seconds``, to the file ``path``."""
     made = figure_type("timeline.plot", "timeline.to_chrome needs nothing")
+    import matplotlib as mpl
+
     rows = stack(spans)
     tracks = sum(len(stacked) for _, stacked in rows)
     track_inches = min(TRACK_INCHES, MOST_INCHES / max(1, tracks))
     height = 1.5 + track_inches * tracks + 0.12 * len(rows)
     figure: Figure = made(figsize=(WIDTH_INCHES, height), layout="constrained")
-    axes = figure.add_subplot()
-    picture = _Picture(spans, seconds, axes, legible=track_inches >= LABELLED_INCHES)
-    picture.add_rows(rows)
-    picture.finish(title)
-    figure.savefig(path, dpi=150)
+    with mpl.rc_context({**STYLE, **_LOOK}):
+        picture = _Picture(
+            spans, seconds, figure.add_subplot(), legible=track_inches >= LABELLED_INCHES
+        )
+        picture.add_rows(rows)
+        picture.finish(title)
+        figure.savefig(path, dpi=150)
     return path
 
 
@@ -141,20 +146,16 @@ class _Picture:
         from matplotlib.patches import Patch
 
         axes = self.axes
-        axes.set_title(title, loc="left", fontsize=12, color=INK)
+        axes.set_title(title, color=INK)
         axes.set_xlabel("time in ms", color=INK)
         axes.set_xlim(0, max(1e-3, 1e3 * (self.last - self.origin)))
         axes.set_ylim(self.y + 0.1, -0.1)  # the first row on top
         axes.set_yticks([y for y, _ in self.ticks], [label for _, label in self.ticks])
         axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
         handles = [Patch(label=label, **look) for label, look in self.legend.items()]
         if handles:
             figure = axes.get_figure()
             assert figure is not None
             figure.legend(
-                handles=handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False
+                handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize="medium"
             )
