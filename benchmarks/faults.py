@@ -1,7 +1,7 @@
 """What a rank reports when its peer misbehaves: this library compared with those that users migrate from.
 
     python benchmarks/faults.py                    # the libraries that are installed here, on two ranks
-    python benchmarks/faults.py --peers torch asynccoll --faults "kill -9" "other shape" --table
+    python benchmarks/faults.py --peers torch asynccoll --faults "kill -9" "other shape"
 
 Each cell of the table is a separate job of two processes. Both make a call and a barrier; then rank 1 does
 what the row is named after, and rank 0 makes the call that it expects. Every library that has a timeout is
