@@ -19,18 +19,31 @@ import argparse
 import asyncio
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from modelshapes import GPT2_SMALL, RESNET50, SMALL_TENSORS
+from models import Made, gpt2, resnet50
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 import asynccoll as ac
 from asynccoll.bench.sidebyside import Peer, Series, side_by_side
 
-MODELS = {"1,000 x 4 KiB": (SMALL_TENSORS, 20), "ResNet-50": (RESNET50, 5), "GPT-2 small": (GPT2_SMALL, 3)}
+
+
+def shapes(model: Callable[[], Made]) -> list[torch.Size]:
+    """Return the shapes of a model's parameters, without their memory."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in model()[0].parameters()]
+
+
+MODELS = {
+    "1,000 x 4 KiB": ([torch.Size([1024])] * 1000, 20),
+    "ResNet-50": (shapes(resnet50), 5),
+    "GPT-2 small": (shapes(gpt2), 3),
+}
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}
 IN_FLIGHT = 64
 
