@@ -32,7 +32,6 @@ import asynccoll as ac
 from asynccoll.bench.sidebyside import Peer, Series, side_by_side
 
 
-
 def shapes(model: Callable[[], Made]) -> list[torch.Size]:
     """Return the shapes of a model's parameters, without their memory."""
     with torch.device("meta"):

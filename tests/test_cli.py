@@ -595,7 +595,10 @@ WRONG = {
     "bad-shape": (["explain", "all_reduce", "--shape", "4,x"], "shape '4,x'"),
     "negative-shape": (["explain", "all_reduce", "--shape=-4"], "shape '-4'"),
     "empty-world": (["explain", "all_reduce", "--world-size", "0"], "--world-size: 0 is not possible"),
-    "no-lines": (["trace", "stragglers", "-n", "0", "."], "-n/--most: 0 is not possible; it must be at least 1"),
+    "no-lines": (
+        ["trace", "stragglers", "-n", "0", "."],
+        "-n/--most: 0 is not possible; it must be at least 1",
+    ),
     "no-ranks-to-measure": (["bench", "--ranks", "0"], "argument --ranks: 0 is not possible"),
     "fewer-calls-than-none": (["where", "-n", "-1"], "-n/--calls: -1 is not possible; it must be at least 0"),
     "word-for-calls": (["where", "-n", "all"], "-n/--calls: invalid number value: 'all'"),

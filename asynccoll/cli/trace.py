@@ -102,7 +102,9 @@ def _add_stragglers(kinds: Commands) -> None:
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="what ASYNCCOLL_TRACE or `trace run -o` named, or dumps"
     )
-    parser.add_argument("-n", "--most", type=at_least(1), default=20, metavar="N", help="how many lines, default 20")
+    parser.add_argument(
+        "-n", "--most", type=at_least(1), default=20, metavar="N", help="how many lines, default 20"
+    )
     add_json(parser)
     parser.set_defaults(carry_out=_stragglers)
 

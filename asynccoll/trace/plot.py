@@ -48,9 +48,7 @@ def draw(path: Path, spans: Sequence[Span], seconds: float, title: str) -> Path:
     height = 1.5 + track_inches * tracks + 0.12 * len(rows)
     figure: Figure = made(figsize=(WIDTH_INCHES, height), layout="constrained")
     with mpl.rc_context({**STYLE, **_LOOK}):
-        picture = _Picture(
-            spans, seconds, figure.add_subplot(), legible=track_inches >= LABELLED_INCHES
-        )
+        picture = _Picture(spans, seconds, figure.add_subplot(), legible=track_inches >= LABELLED_INCHES)
         picture.add_rows(rows)
         picture.finish(title)
         figure.savefig(path, dpi=150)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
 
 from asynccoll.bench.operations import Case
 
-__all__ = ["IN", "OUT", "Library", "Way", "Ways", "blocking", "nothing"]
+__all__ = ["IN", "OUT", "Library", "Way", "Ways", "blocking", "nothing", "own_memory", "with_output"]
 
 #: The result is in fresh memory; allocating it in each call is part of the time.
 OUT = "out-of-place"
@@ -43,3 +45,48 @@ def blocking(call: Callable[[], object]) -> Way:
         return call()
 
     return run
+
+
+def _itself(x: torch.Tensor) -> Any:
+    return x
+
+
+def own_memory(
+    call: Callable[[Any], object], case: Case, *, given: Callable[[torch.Tensor], Any] = _itself
+) -> dict[str, Way]:
+    """Return the ways of a blocking call that works in its input: on a copy, and on the input.
+
+    ``given``: makes what the call takes from a tensor; of existing memory this is made beforehand.
+    """
+    x, again = case.input(), case.input()
+    view = given(again)
+
+    def fresh() -> object:
+        copy = x.clone()
+        call(given(copy))
+        return copy
+
+    def filled() -> object:
+        call(view)
+        return again
+
+    return {OUT: blocking(fresh), IN: blocking(filled)}
+
+
+def with_output(
+    call: Callable[[Any, Any], object], case: Case, *, given: Callable[[torch.Tensor], Any] = _itself
+) -> dict[str, Way]:
+    """Return the ways of a blocking call with an output and an input; ``given`` as above."""
+    x, out = case.input(), case.output()
+    sent, view = given(x), given(out)
+
+    def fresh() -> object:
+        made = x.new_empty(case.received)
+        call(given(made), sent)
+        return made
+
+    def filled() -> object:
+        call(view, sent)
+        return out
+
+    return {OUT: blocking(fresh), IN: blocking(filled)}

@@ -47,11 +47,7 @@ def _broadcast(case: Case) -> dict[str, Way]:
     import ignite.distributed as idist
 
     x = case.input()
-
-    def call() -> object:
-        return idist.broadcast(x, src=case.root)
-
-    return {IN: blocking(call)}
+    return {IN: blocking(lambda: idist.broadcast(x, src=case.root))}
 
 
 WAYS: Ways = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast": _broadcast}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 import asynccoll as ac
 from asynccoll.bench.operations import Case
-from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking
+from asynccoll.bench.peers.api import Library, Way, Ways, own_memory, with_output
 
 __all__ = ["LIBRARY"]
+
+_own_memory = partial(own_memory, given=torch.Tensor.numpy)
+_with_output = partial(with_output, given=torch.Tensor.numpy)
 
 
 def _missing() -> str:
@@ -42,63 +46,30 @@ def _can(case: Case) -> bool:
     return case.dtype is not torch.bfloat16 and not (case.operation.reduces and case.reduction == "avg")
 
 
-def _own_memory(call: Callable[[object], Any], case: Case) -> dict[str, Way]:
-    """Return the ways of a call that works in its input: on a copy, and on the input."""
-    x, again = case.input(), case.input()
-    view = again.numpy()
-
-    def fresh() -> object:
-        copy = x.clone()
-        call(copy.numpy()).Wait()
-        return copy
-
-    def filled() -> object:
-        call(view).Wait()
-        return again
-
-    return {OUT: blocking(fresh), IN: blocking(filled)}
-
-
-def _into(call: Callable[[object, object], Any], case: Case) -> dict[str, Way]:
-    x, out = case.input(), case.output()
-    sent, view = x.numpy(), out.numpy()
-
-    def fresh() -> object:
-        made = x.new_empty(case.received)
-        call(sent, made.numpy()).Wait()
-        return made
-
-    def filled() -> object:
-        call(sent, view).Wait()
-        return out
-
-    return {OUT: blocking(fresh), IN: blocking(filled)}
-
-
 def _all_reduce(case: Case) -> dict[str, Way]:
     from mpi4py import MPI
 
-    return _own_memory(lambda view: _comm().Iallreduce(MPI.IN_PLACE, view, _op(case)), case)
+    return _own_memory(lambda view: _comm().Iallreduce(MPI.IN_PLACE, view, _op(case)).Wait(), case)
 
 
 def _reduce_scatter(case: Case) -> dict[str, Way]:
-    return _into(lambda x, out: _comm().Ireduce_scatter_block(x, out, _op(case)), case)
+    return _with_output(lambda out, x: _comm().Ireduce_scatter_block(x, out, _op(case)).Wait(), case)
 
 
 def _reduce(case: Case) -> dict[str, Way]:
-    return _into(lambda x, out: _comm().Ireduce(x, out, _op(case), case.root), case)
+    return _with_output(lambda out, x: _comm().Ireduce(x, out, _op(case), case.root).Wait(), case)
 
 
 def _all_gather(case: Case) -> dict[str, Way]:
-    return _into(lambda x, out: _comm().Iallgather(x, out), case)
+    return _with_output(lambda out, x: _comm().Iallgather(x, out).Wait(), case)
 
 
 def _all_to_all(case: Case) -> dict[str, Way]:
-    return _into(lambda x, out: _comm().Ialltoall(x, out), case)
+    return _with_output(lambda out, x: _comm().Ialltoall(x, out).Wait(), case)
 
 
 def _broadcast(case: Case) -> dict[str, Way]:
-    return _own_memory(lambda view: _comm().Ibcast(view, case.root), case)
+    return _own_memory(lambda view: _comm().Ibcast(view, case.root).Wait(), case)
 
 
 def _where_possible(ways: Callable[[Case], dict[str, Way]]) -> Callable[[Case], dict[str, Way]]:

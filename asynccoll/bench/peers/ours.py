@@ -14,11 +14,20 @@ __all__ = ["LIBRARY"]
 
 
 def _pair(
-    call: Callable[..., ac.Work[Any]], case: Case, *, own: bool = False, **options: object
+    call: Callable[..., ac.Work[Any]],
+    case: Case,
+    *,
+    own: bool = False,
+    sends: bool = True,
+    receives: bool = True,
+    **options: object,
 ) -> dict[str, Way]:
-    """Return ``call(x)`` and ``call(x, out=...)`` as ways; with ``own`` the latter is in the input itself."""
-    x, again = case.input(), case.input()
-    out = again if own else case.output()
+    """Return ``call(x)`` and ``call(x, out=...)`` as ways; with ``own`` the latter is in the input itself.
+
+    ``sends``, ``receives``: whether this rank has an input, and memory for a result.
+    """
+    x, again = (case.input(), case.input()) if sends else (None, None)
+    out = again if own else case.output() if receives else None
 
     async def fresh() -> object:
         return await call(x, **options)
@@ -34,41 +43,15 @@ def _reducing(call: Callable[..., ac.Work[object]], case: Case, *, own: bool = F
 
 
 def _reduce(case: Case) -> dict[str, Way]:
-    """Return the ways of a reduce; only the root has a result, and memory for it."""
-    x, out = case.input(), case.output() if case.rank == case.root else None
-    op = ac.ReduceOp.parse(case.reduction)
-
-    async def fresh() -> object:
-        return await ac.reduce(x, dst=case.root, op=op)
-
-    async def filled() -> object:
-        return await ac.reduce(x, dst=case.root, op=op, out=out)
-
-    return {OUT: fresh, IN: filled}
+    return _pair(ac.reduce, case, receives=case.rank == case.root, dst=case.root, op=case.reduction)
 
 
 def _gather(case: Case) -> dict[str, Way]:
-    x, out = case.input(), case.output() if case.rank == case.root else None
-
-    async def fresh() -> object:
-        return await ac.gather(x, dst=case.root)
-
-    async def filled() -> object:
-        return await ac.gather(x, dst=case.root, out=out)
-
-    return {OUT: fresh, IN: filled}
+    return _pair(ac.gather, case, receives=case.rank == case.root, dst=case.root)
 
 
 def _scatter(case: Case) -> dict[str, Way]:
-    x, out = case.input() if case.rank == case.root else None, case.output()
-
-    async def fresh() -> object:
-        return await ac.scatter(x, src=case.root)
-
-    async def filled() -> object:
-        return await ac.scatter(x, src=case.root, out=out)
-
-    return {OUT: fresh, IN: filled}
+    return _pair(ac.scatter, case, sends=case.rank == case.root, src=case.root)
 
 
 def _ring(case: Case) -> dict[str, Way]:

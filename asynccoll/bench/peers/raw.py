@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from asynccoll.bench.operations import Case
-from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking
+from asynccoll.bench.peers.api import Library, Way, Ways, own_memory, with_output
 
 __all__ = ["LIBRARY", "NAME", "newest", "reduce_op"]
 
@@ -38,105 +37,67 @@ def _missing() -> str:
     )
 
 
-def _own_memory(call: Callable[[torch.Tensor], Any], case: Case) -> dict[str, Way]:
-    """Return the ways of a call that works in its input: on a copy, and on the input."""
-    x, again = case.input(), case.input()
-
-    def fresh() -> object:
-        copy = x.clone()
-        call(copy).wait()
-        return copy
-
-    def filled() -> object:
-        call(again).wait()
-        return again
-
-    return {OUT: blocking(fresh), IN: blocking(filled)}
-
-
-def _into(call: Callable[[torch.Tensor, torch.Tensor], Any], case: Case) -> dict[str, Way]:
-    """Return the ways of a call with an input and an output."""
-    x, out = case.input(), case.output()
-
-    def fresh() -> object:
-        made = x.new_empty(case.received)
-        call(made, x).wait()
-        return made
-
-    def filled() -> object:
-        call(out, x).wait()
-        return out
-
-    return {OUT: blocking(fresh), IN: blocking(filled)}
-
-
 def _all_reduce(case: Case) -> dict[str, Way]:
     op = reduce_op(case)
-    return _own_memory(lambda x: dist.all_reduce(x, op, async_op=True), case)
+    return own_memory(lambda x: dist.all_reduce(x, op, async_op=True).wait(), case)
 
 
 def _reduce(case: Case) -> dict[str, Way]:
     op = reduce_op(case)
-    return _own_memory(lambda x: dist.reduce(x, case.root, op, async_op=True), case)
+    return own_memory(lambda x: dist.reduce(x, case.root, op, async_op=True).wait(), case)
 
 
 def _broadcast(case: Case) -> dict[str, Way]:
-    return _own_memory(lambda x: dist.broadcast(x, case.root, async_op=True), case)
+    return own_memory(lambda x: dist.broadcast(x, case.root, async_op=True).wait(), case)
 
 
 def _all_gather(case: Case) -> dict[str, Way]:
-    return _into(lambda out, x: _ALL_GATHER(out, x, async_op=True), case)
+    return with_output(lambda out, x: _ALL_GATHER(out, x, async_op=True).wait(), case)
 
 
 def _reduce_scatter(case: Case) -> dict[str, Way]:
     op = reduce_op(case)
-    return _into(lambda out, x: _REDUCE_SCATTER(out, x, op, async_op=True), case)
+    return with_output(lambda out, x: _REDUCE_SCATTER(out, x, op, async_op=True).wait(), case)
 
 
 def _all_to_all(case: Case) -> dict[str, Way]:
-    return _into(lambda out, x: dist.all_to_all_single(out, x, async_op=True), case)
+    return with_output(lambda out, x: dist.all_to_all_single(out, x, async_op=True).wait(), case)
 
 
 def _gather(case: Case) -> dict[str, Way]:
     at_root = case.rank == case.root
 
     def gather(out: torch.Tensor, x: torch.Tensor) -> object:
-        return dist.gather(x, list(out.chunk(case.ranks)) if at_root else None, case.root, async_op=True)
+        return dist.gather(
+            x, list(out.chunk(case.ranks)) if at_root else None, case.root, async_op=True
+        ).wait()
 
-    return _into(gather, case)
+    return with_output(gather, case)
 
 
 def _scatter(case: Case) -> dict[str, Way]:
     at_root = case.rank == case.root
 
     def scatter(out: torch.Tensor, x: torch.Tensor) -> object:
-        return dist.scatter(out, list(x.chunk(case.ranks)) if at_root else None, case.root, async_op=True)
+        return dist.scatter(
+            out, list(x.chunk(case.ranks)) if at_root else None, case.root, async_op=True
+        ).wait()
 
-    return _into(scatter, case)
-
-
-class _Both:
-    """Two requests as one."""
-
-    def __init__(self, requests: list[Any]) -> None:
-        self._requests = requests
-
-    def wait(self) -> None:
-        for request in self._requests:
-            request.wait()
+    return with_output(scatter, case)
 
 
 def _ring(case: Case) -> dict[str, Way]:
     after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
 
-    def exchange(out: torch.Tensor, x: torch.Tensor) -> object:
+    def exchange(out: torch.Tensor, x: torch.Tensor) -> None:
         if case.ranks == 1:
             out.copy_(x)
-            return _Both([])
+            return
         calls = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, out, before)]
-        return _Both(dist.batch_isend_irecv(calls))
+        for request in dist.batch_isend_irecv(calls):
+            request.wait()
 
-    return _into(exchange, case)
+    return with_output(exchange, case)
 
 
 WAYS: Ways = {
