@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from asynccoll.cli import run
 from asynccoll.cli.calls import print_partings
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from asynccoll.trace.stragglers import Straggling
 
 __all__ = ["add"]
+
+_T = TypeVar("_T")
 
 _RUN_TEXT = """\
 Start the ranks of a program as `asynccoll run` does, record all of them, and write trace.html (to open in a
@@ -209,7 +211,7 @@ def _stragglers(given: argparse.Namespace) -> int:
     found = load_stragglers(given.directory)
     lines = by_line(found.arrivals)[: given.most]
     if given.json:
-        print_json([one.to_dict() for one in lines])
+        print_json([asdict(one) for one in lines])
         return 0
     if found.verdict:
         show(f"{found.verdict}\n")
@@ -223,14 +225,16 @@ def _stragglers_table(lines: Sequence[Straggling], operations: int, left_out: in
     columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
     without = ", without the first step" * left_out
     title = f"who was last, of {operations} operations that all their ranks called{without}"
-    table = Table(
-        columns, title=title, left=frozenset({"operation", "lane", "line"}), spare=("median", "lane")
-    )
-    for one in lines:
-        times = (duration(one.total), duration(one.median), duration(one.longest))
-        who = (f"rank {one.rank}", str(one.last))
-        table.rows.append((one.operation, one.lane, str(one.calls), *who, *times, one.place))
-    return table
+    rows: list[Sequence[str]] = [
+        (
+            *(one.operation, one.lane, str(one.calls), f"rank {one.rank}", str(one.last)),
+            *map(duration, (one.total, one.median, one.longest)),
+            one.place,
+        )
+        for one in lines
+    ]
+    left = frozenset({"operation", "lane", "line"})
+    return Table(columns, rows, title=title, left=left, spare=("median", "lane"))
 
 
 def _show(directory: Path, given: argparse.Namespace) -> None:
@@ -290,26 +294,24 @@ def tables(found: Findings) -> list[Table]:
     return [_unfinished(found), _lateness(found), _waits(found), _steps(found)]
 
 
-def _titled(title: str, there_are: int, most: int) -> str:
-    """Return the title of a table that shows at most ``most`` rows."""
-    return f"{title} (the first {most} of {there_are})" if there_are > most else title
+def _first(most: int, what: Sequence[_T], title: str) -> tuple[Sequence[_T], str]:
+    """Return the first ones, at most that many, and the title of a table that has only these."""
+    return what[:most], f"{title} (the first {most} of {len(what)})" if len(what) > most else title
 
 
 def _unfinished(found: Findings) -> Table:
     from asynccoll.host.words import duration, listed
 
     columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
-    table = Table(
-        columns,
-        title=_titled("unfinished at the end, or failed", len(found.unfinished), 10),
-        left=frozenset({"operation", "lane", "not called by", "line"}),
-    )
-    for one in found.unfinished[:10]:
-        missing = listed(one.missing) if one.missing else "-"
-        call = numbered(one.sequence)
-        row = (str(one.rank), one.operation, one.lane, call, duration(one.seconds), missing, one.place)
-        table.rows.append(row)
-    return table
+    shown, title = _first(10, found.unfinished, "unfinished at the end, or failed")
+    rows: list[Sequence[str]] = [
+        (
+            *(str(one.rank), one.operation, one.lane, numbered(one.sequence), duration(one.seconds)),
+            *(listed(one.missing) if one.missing else "-", one.place),
+        )
+        for one in shown
+    ]
+    return Table(columns, rows, title, frozenset({"operation", "lane", "not called by", "line"}))
 
 
 def _lateness(found: Findings) -> Table:
@@ -317,44 +319,42 @@ def _lateness(found: Findings) -> Table:
     from asynccoll.trace.advice import longer
 
     columns = ("rank", "last in", "others waited", "longest", "for", "takes longer", "line")
-    table = Table(
-        columns,
-        title=_titled("who was late", len(found.lateness), 10),
-        left=frozenset({"for", "takes longer", "line"}),
-    )
-    if found.ranks < 2:
-        return table
-    for one in found.lateness[:10]:
-        last, total, longest = f"{one.last} of {one.of}", duration(one.total), duration(one.longest)
-        table.rows.append(
-            (str(one.rank), last, total, longest, one.longest_operation, longer(one.doing), one.longest_place)
+    shown, title = _first(10, found.lateness if found.ranks > 1 else (), "who was late")
+    rows: list[Sequence[str]] = [
+        (
+            *(str(one.rank), f"{one.last} of {one.of}", duration(one.total), duration(one.longest)),
+            *(one.longest_operation, longer(one.doing), one.longest_place),
         )
-    return table
+        for one in shown
+    ]
+    return Table(columns, rows, title, frozenset({"for", "takes longer", "line"}))
 
 
 def _waits(found: Findings) -> Table:
     from asynccoll.host.words import duration, size
 
     columns = ("operation", "lane", "calls", "size", "waited for", "longest", "on rank", "line")
-    table = Table(
-        columns,
-        title=_titled("longest waits, all ranks", len(found.waits), 10),
-        left=frozenset({"operation", "lane", "line"}),
-    )
-    for one in found.waits[:10]:
-        times = (duration(one.total), duration(one.longest), str(one.longest_rank))
-        table.rows.append((one.operation, one.lane, str(one.calls), size(one.size_bytes), *times, one.place))
-    return table
+    shown, title = _first(10, found.waits, "longest waits, all ranks")
+    rows: list[Sequence[str]] = [
+        (
+            *(one.operation, one.lane, str(one.calls), size(one.size_bytes), duration(one.total)),
+            *(duration(one.longest), str(one.longest_rank), one.place),
+        )
+        for one in shown
+    ]
+    return Table(columns, rows, title, frozenset({"operation", "lane", "line"}))
 
 
 def _steps(found: Findings) -> Table:
     from asynccoll.host.words import duration
 
-    table = Table(
-        ("step", "took", "in flight", "waited for", "hidden"),
-        title=_titled("steps, means over ranks", len(found.steps), 20),
-    )
-    for one in found.steps[:20]:
-        times = (duration(one.end - one.start), duration(one.in_flight), duration(one.waited))
-        table.rows.append((str(one.number), *times, "-" if one.hidden is None else f"{one.hidden:.0%}"))
-    return table
+    shown, title = _first(20, found.steps, "steps, means over ranks")
+    rows: list[Sequence[str]] = [
+        (
+            str(one.number),
+            *map(duration, (one.end - one.start, one.in_flight, one.waited)),
+            "-" if one.hidden is None else f"{one.hidden:.0%}",
+        )
+        for one in shown
+    ]
+    return Table(("step", "took", "in flight", "waited for", "hidden"), rows, title)
