@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import asdict
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -130,7 +131,7 @@ def test_wrong_elements_are_counted():
 
 
 def test_what_was_not_measured_is_null():
-    row = Row("all_reduce", 4, 1, "int32", "avg", -1, "torch", "in-place", error="RuntimeError: no").to_dict()
+    row = asdict(Row("all_reduce", 4, 1, "int32", "avg", -1, "torch", "in-place", error="RuntimeError: no"))
     figures = ("median_us", "low_us", "algbw_gbs", "busbw_gbs", "over_torch", "wrong")
     assert [row[name] for name in figures] == [None] * 6
 

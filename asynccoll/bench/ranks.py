@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,16 +39,12 @@ def measure(request: BenchRequest, report: Report) -> None:
     ``report`` is called on rank 0 only.
     """
     with _joined(request.backend), ExitStack() as peers:
-        tell = report if ac.get_rank() == 0 else _silent
+        tell = report if ac.get_rank() == 0 else lambda _kind, _what: None
         libraries, absent = _wanted(request)
         for library in libraries:
             peers.callback(library.join())
         tell("start", _start(request, libraries, absent))
         asyncio.run(_measure_all(request, libraries, tell))
-
-
-def _silent(_kind: str, _what: dict[str, object]) -> None:
-    """Report nothing, on all ranks but the first."""
 
 
 @contextmanager
@@ -116,7 +113,7 @@ async def _measure_all(request: BenchRequest, libraries: list[Library], report: 
                 device=ac.device(),
             )
             for row in await _measure(request, case, libraries, report):
-                report("row", row.to_dict())
+                report("row", asdict(row))
 
 
 async def _measure(request: BenchRequest, case: Case, libraries: list[Library], report: Report) -> list[Row]:
@@ -137,16 +134,11 @@ async def _measure(request: BenchRequest, case: Case, libraries: list[Library], 
         rounds=request.rounds,
         operations=operations_in_a_round(request.iterations, case.size_bytes),
         warmup=request.warmup,
-        settle=_settle(case),
+        settle=torch.cuda.synchronize if case.device.type == "cuda" else lambda: None,
         after_round=lambda: report("step", {}),
     )
     await _average(list(series.values()))
     return [_row(request, case, key, series, wrong.get(key), failed.get(key, "")) for key in ways]
-
-
-def _settle(case: Case) -> Callable[[], object]:
-    """Return what waits for the device, if its work continues after the call."""
-    return torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
 
 
 async def _tried(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 __all__ = ["BenchRequest", "Report", "Row", "operations_in_a_round"]
 
@@ -18,8 +18,8 @@ Report: TypeAlias = Callable[[str, dict[str, object]], None]
 class BenchRequest:
     """What one run measures. The same on every rank."""
 
-    operations: tuple[str, ...]
-    sizes: tuple[int, ...]
+    operations: Sequence[str]
+    sizes: Sequence[int]
     dtype: str = "float"
     reduction: str = "sum"
     #: calls of each peer in each round; 0 chooses by size
@@ -28,7 +28,7 @@ class BenchRequest:
     rounds: int = 15
     check: bool = True
     #: empty for all that are available
-    peers: tuple[str, ...] = ()
+    peers: Sequence[str] = ()
     backend: str | None = None
 
     def to_json(self) -> str:
@@ -36,10 +36,7 @@ class BenchRequest:
 
     @classmethod
     def from_json(cls, text: str) -> BenchRequest:
-        given: dict[str, Any] = json.loads(text)
-        for name in ("operations", "sizes", "peers"):
-            given[name] = tuple(given[name])
-        return cls(**given)
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,6 @@ class Row:
     over_torch: float | None = None
     wrong: int | None = None
     error: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def operations_in_a_round(iterations: int, size_bytes: int) -> int:

@@ -42,10 +42,6 @@ class Series:
         return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
-def _nothing() -> None:
-    """Do nothing, for devices whose work is done once it has been waited for."""
-
-
 async def side_by_side(
     peers: dict[str, Peer],
     *,
@@ -53,8 +49,8 @@ async def side_by_side(
     operations: int,
     warmup: int = 1,
     seed: int = 0,
-    settle: Callable[[], object] = _nothing,
-    after_round: Callable[[], object] = _nothing,
+    settle: Callable[[], object] = lambda: None,
+    after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Series]:
     """Time ``operations`` of each peer in each of ``rounds`` rounds. All ranks make the same call.
 

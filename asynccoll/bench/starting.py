@@ -100,8 +100,8 @@ class _Listener:
             self._report(kind, what)
         except BaseException as error:  # raised by end(), in the thread that called bench
             self._failed = error
-            if self._running:
-                signal.pthread_kill(_main_thread(), signal.SIGINT)
+            if self._running:  # the main thread waits for the launcher, and handles signals
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def end(self) -> None:
         """Wait until everything that was written is reported.
@@ -115,8 +115,3 @@ class _Listener:
         os.close(self._descriptor)
         if self._failed is not None:
             raise self._failed
-
-
-def _main_thread() -> int:
-    """Return the thread that waits for the launcher and handles signals."""
-    return threading.main_thread().ident or 0

@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable
 
 from asynccoll.environment.detection import detect
 from asynccoll.environment.slurm import expand_with_scontrol
@@ -29,7 +28,7 @@ def collect(own_version: str) -> dict[str, str]:
         "launcher": _launcher(),
         "host": f"{socket.gethostname()}, {os.cpu_count()} CPUs",
         "memory": _memory(),
-        "devices": _or_why_not(_devices),
+        "devices": _devices(),
     }
     return found
 
@@ -39,13 +38,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _or_why_not(ask: Callable[[], str]) -> str:
-    try:
-        return ask()
-    except Exception as error:  # a broken driver is worth showing, not a reason to stop
-        return f"unknown ({type(error).__name__}: {error})"
 
 
 def _launcher() -> str:
@@ -70,7 +62,10 @@ def _memory() -> str:
 
 
 def _devices() -> str:
-    import torch
+    try:
+        import torch
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join(names) or "cpu"
+        names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+        return ", ".join(names) or "cpu"
+    except Exception as error:  # a broken driver is worth showing, not a reason to stop
+        return f"unknown ({type(error).__name__}: {error})"

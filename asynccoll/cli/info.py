@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from asynccoll import __version__
 from asynccoll.cli.common import Commands
@@ -34,7 +35,7 @@ def _info(given: argparse.Namespace) -> int:
         print(flush=True)
     trials = look() if given.no_try else try_all()
     if given.json:
-        print_json({**found, "backends": {name: trial.to_dict() for name, trial in trials.items()}})
+        print_json({**found, "backends": {name: asdict(trial) for name, trial in trials.items()}})
         return 0
     columns = ("backend", "works", "why not", "what to type")
     table = Table(columns, left=frozenset(columns))

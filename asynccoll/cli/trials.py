@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from asynccoll.backends import table
 
@@ -37,9 +37,6 @@ class Trial:
     works: bool
     why: str = ""
     do: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def look() -> dict[str, Trial]:

@@ -7,6 +7,7 @@ no state except the cache.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -260,16 +261,4 @@ def _staged(chosen: Plan, spec: TensorSpec, topology: Topology, policy: Policy) 
         why.append("a contiguous copy is sent")
     if policy.check:
         why.append("signatures of all ranks are compared before the data moves (check='full')")
-    return Plan(
-        chosen.op,
-        chosen.backend,
-        chosen.native,
-        chosen.via,
-        chosen.wire,
-        chosen.wire_dtype,
-        chosen.reduce,
-        chosen.wire_reduce,
-        chosen.divide,
-        stage,
-        tuple(why),
-    )
+    return replace(chosen, stage=stage, why=tuple(why))

@@ -124,6 +124,7 @@ def describe(recorder: Recorder, context: Context) -> Part:
     )
 
 
+_FIELDS = tuple(field.name for field in fields(Span))
 _ABOUT = ("rank", "world_size", "host", "pid", "clock", "began", "wall", "backend", "ends_together")
 
 
@@ -165,7 +166,7 @@ class Writer:
                 span = entries[number].span(self._recorder.began)
                 if span.end is None:
                     self._open.append(number)
-                self._line([number, *_as_row(span)])
+                self._line([number, *(getattr(span, name) for name in _FIELDS)])
             ends = [(end - self._recorder.began, how) for end, how in self._recorder.step_ends[self._steps :]]
             self._steps += len(ends)
             self._line({"seconds": self._recorder.seconds, "steps": ends})
@@ -186,13 +187,6 @@ class Writer:
 
     def _line(self, what: object) -> None:
         self._file.write(json.dumps(what) + "\n")
-
-
-_FIELDS = tuple(field.name for field in fields(Span))
-
-
-def _as_row(span: Span) -> list[object]:
-    return [getattr(span, name) for name in _FIELDS]
 
 
 def read_part(path: Path) -> Part:

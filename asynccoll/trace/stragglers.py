@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from asynccoll.flight.comparing import members
@@ -40,10 +40,6 @@ class Straggling:
     total: float
     median: float
     longest: float
-
-    def to_dict(self) -> dict[str, object]:
-        """Return it as a dict, for programs."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
