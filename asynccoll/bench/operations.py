@@ -10,7 +10,7 @@ What a rank sends is a function of its rank and the index, so that every rank kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ __all__ = [
     "REDUCTIONS",
     "Case",
     "Operation",
-    "check_names",
+    "check_known",
     "make_case",
     "wrong_elements",
 ]
@@ -196,27 +196,20 @@ _EXPECTED: dict[str, Callable[[Case], torch.Tensor]] = {
 def make_case(
     name: str, size_bytes: int, *, dtype: str, reduction: str, rank: int, ranks: int, device: torch.device
 ) -> Case:
-    """Make a case of at most ``size_bytes`` that divides by the ranks, with at least one element each.
-
-    Raises:
-        InvalidArgumentError: an unknown operation, dtype or reduction; the text has the known ones.
-    """
-    check_names((name,), dtype, reduction)
+    """Make a case of at most ``size_bytes`` that divides by the ranks, with at least one element each."""
     operation, kind = OPERATIONS[name], DTYPES[dtype]
     elements = size_bytes // kind.itemsize
     count = max(1, elements // ranks if operation.is_shared_out else elements)
     return Case(operation, kind, reduction, count, rank, ranks, device)
 
 
-def check_names(operations: Iterable[str], dtype: str, reduction: str) -> None:
+def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
     """Refuse unknown names.
 
     Raises:
-        InvalidArgumentError: an unknown operation, dtype or reduction; the text has the known ones.
+        InvalidArgumentError: an unknown one; the text has the known ones.
     """
-    given = [("operation", name, tuple(OPERATIONS)) for name in operations]
-    given += [("type", dtype, tuple(DTYPES)), ("reduction", reduction, REDUCTIONS)]
-    for what, name, known in given:
+    for name in names:
         if name not in known:
             raise InvalidArgumentError(f"{what} {name!r} is none of {', '.join(known)}")
 

@@ -108,8 +108,8 @@ def _draw(shown: _Shown, path: Path) -> None:
 
 def _request(given: argparse.Namespace) -> BenchRequest:
     from asynccoll.backends.table import check_usable, normal, usual_backend
-    from asynccoll.bench.operations import OPERATIONS, check_names
-    from asynccoll.bench.peers import check_names as check_peers
+    from asynccoll.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, check_known
+    from asynccoll.bench.peers import ALL
     from asynccoll.bench.request import BenchRequest
     from asynccoll.bench.sizes import parse, ramp
     from asynccoll.environment.detection import detect
@@ -121,9 +121,11 @@ def _request(given: argparse.Namespace) -> BenchRequest:
         sizes = tuple(map(parse, given.sizes.split(",")))
     else:
         sizes = tuple(ramp(parse(given.minbytes), parse(given.maxbytes), given.stepfactor))
-    check_names(operations, given.datatype, given.op)
     peers = tuple(name for name in (given.peers or "").split(",") if name)
-    check_peers(peers)
+    check_known("operation", operations, OPERATIONS)
+    check_known("type", (given.datatype,), DTYPES)
+    check_known("reduction", (given.op,), REDUCTIONS)
+    check_known("peer", peers, [library.name for library in ALL])
     launch = detect(os.environ, expand_hosts=expand_with_scontrol)
     # not the launcher's default: that of mpiexec, which mpi4py needs, would be mpi
     backend = normal(

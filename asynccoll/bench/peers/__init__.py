@@ -6,13 +6,10 @@ its ways to do it, ``OUT`` of place and ``IN`` place. The order here is that of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from asynccoll.bench.peers import functional, horovod, ignite, mpi4py, ours, raw
 from asynccoll.bench.peers.api import IN, OUT, Library, Way
-from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["ALL", "IN", "OUT", "Library", "Way", "check_names"]
+__all__ = ["ALL", "IN", "OUT", "Library", "Way"]
 
 ALL: tuple[Library, ...] = (
     ours.LIBRARY,
@@ -22,15 +19,3 @@ ALL: tuple[Library, ...] = (
     horovod.LIBRARY,
     mpi4py.LIBRARY,
 )
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Refuse unknown peers.
-
-    Raises:
-        InvalidArgumentError: an unknown one; the text has the known ones.
-    """
-    known = [library.name for library in ALL]
-    for name in names:
-        if name not in known:
-            raise InvalidArgumentError(f"peer {name!r} is none of {', '.join(known)}")
