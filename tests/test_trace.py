@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import re
@@ -302,6 +303,26 @@ def _add(
     entry.size_bytes = size
     recorder.entries.append(entry)
     recorder.ended = max(recorder.ended or 0.0, recorder.began + end)
+
+
+def test_a_recording_can_end_while_other_threads_call() -> None:
+    """A garbage collection can hand over to a thread that makes a call between any two allocations."""
+    recorder, running = recorder_module.Recorder(), Operation.__new__(Operation)
+    running._wakers = None
+
+    def call(*_: object) -> None:
+        recorder._running[recorder_module._Entry("all_reduce", "default", 0.0)] = running
+
+    for _ in range(5000):  # more than CPython has tuples in reserve, which need no allocation
+        call()
+    before = gc.get_threshold()
+    gc.callbacks.append(call)
+    gc.set_threshold(1)
+    try:
+        recorder.end()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(call)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ class Recorder:
 
     def _catch_up(self) -> None:
         """Finish what is over: a waiter may continue before the completing thread has called ``over``."""
-        for entry, operation in list(self._running.items()):
+        for entry, operation in self._running.copy().items():
             if operation.woke:
                 self.over(entry, has_failed(operation))
 
