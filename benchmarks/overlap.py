@@ -23,6 +23,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -144,29 +145,30 @@ def backward(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def ddp_step(x: Tensor, *, hooked: bool) -> Peer:
-    model = DistributedDataParallel(perceptron(), bucket_cap_mb=BUCKETS["bucket_bytes"] / (1 << 20))
-    if hooked:
-        model.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)
+def stepping(model: nn.Module, x: Tensor, averaged: Callable[[], Awaitable[object]] | None = None) -> Peer:
+    """Return a step; ``averaged`` is called and awaited before the optimizer's."""
     optimizer = sgd(model)
 
     async def step() -> None:
         backward(model, x)
+        if averaged is not None:
+            await averaged()
         optimizer.step()
 
     return step
+
+
+def ddp_step(x: Tensor, *, hooked: bool) -> Peer:
+    model = DistributedDataParallel(perceptron(), bucket_cap_mb=BUCKETS["bucket_bytes"] / (1 << 20))
+    if hooked:
+        model.register_comm_hook(ac.overlap.DDPState(), ac.overlap.ddp_hook)
+    return stepping(model, x)
 
 
 def overlapped_step(x: Tensor) -> Peer:
     model = perceptron()
-    gradients, optimizer = ac.overlap_gradients(model, **BUCKETS), sgd(model)
-
-    async def step() -> None:
-        backward(model, x)
-        await gradients
-        optimizer.step()
-
-    return step
+    gradients = ac.overlap_gradients(model, **BUCKETS)
+    return stepping(model, x, lambda: gradients)
 
 
 def sharded_steps(x: Tensor) -> Peer:
@@ -224,27 +226,13 @@ def scattered_after_step(x: Tensor) -> Peer:
 
 def blocking_step(x: Tensor) -> Peer:
     model = perceptron()
-    optimizer = sgd(model)
 
-    async def step() -> None:
-        backward(model, x)
+    async def averaged() -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             ac.all_reduce(parameter.grad, op="avg", out=parameter.grad).wait()
-        optimizer.step()
 
-    return step
-
-
-def local_step(x: Tensor) -> Peer:
-    model = perceptron()
-    optimizer = sgd(model)
-
-    async def step() -> None:
-        backward(model, x)
-        optimizer.step()
-
-    return step
+    return stepping(model, x, averaged)
 
 
 def horovod_step(x: Tensor) -> Peer:
@@ -270,7 +258,7 @@ def training_steps(x: Tensor, *, with_horovod: bool) -> dict[str, Peer]:
         "shard_layers": layered_step(x),
         "shard_layers, scattered after backward": scattered_after_step(x),
         "blocking, a parameter at a time": blocking_step(x),
-        "no communication": local_step(x),
+        "no communication": stepping(perceptron(), x),
         **({"Horovod": horovod_step(x)} if with_horovod else {}),
     }
     return {"shard_optimizer": sharded_steps(x), **{name: several(step) for name, step in steps.items()}}
