@@ -13,9 +13,8 @@ from itertools import chain, islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from asynccoll.cli.common import Commands
+from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Bar, add_json, print_json, show
-from asynccoll.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from asynccoll.testing import Exploration
@@ -37,11 +36,11 @@ def add(commands: Commands) -> None:
         "shown as a program.",
     )
     parser.add_argument("target", metavar="FILE::FUNCTION", help="such as test_loop.py::main")
-    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many, default 1000")
+    parser.add_argument("--seeds", type=at_least(1), default=1000, metavar="N", help="how many, default 1000")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them, default 0")
     parser.add_argument("-n", "--world-size", type=int, default=3, metavar="N", help="ranks, default 3")
     parser.add_argument(
-        "--jobs", type=int, default=0, metavar="N", help="processes, default one for each core"
+        "--jobs", type=at_least(0), default=0, metavar="N", help="processes, default one for each core"
     )
     parser.add_argument("--loop", default="asyncio", metavar="NAME", help="asyncio, trio or none")
     parser.add_argument(
@@ -80,8 +79,6 @@ def add(commands: Commands) -> None:
 
 
 def _explore(given: argparse.Namespace) -> int:
-    if given.seeds < 1 or given.jobs < 0:
-        raise InvalidArgumentError("--seeds must be at least 1, and --jobs at least 0")
     from asynccoll.testing.exploration import Exploration
 
     bar = _Progress(given.seeds, Exploration())
