@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ from asynccoll.backends.memory.moving import Mover
 from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.memory import unfilled
 from patience import patient
+from struck import Strike
 
 
 class Noted:
@@ -163,6 +167,23 @@ def test_a_finalizer_that_runs_within_a_step_takes_no_lock() -> None:
     thread.join(patient(5))
     assert not thread.is_alive()
     call.end()
+
+
+def test_ctrl_c_loses_no_callback_that_a_waiter_was_about_to_call() -> None:
+    """It would be of another call, whose task would wait for ever. Signals are handled as a call returns."""
+    for left in count(1):
+        mover = Scripted(Noted())
+        call, told = mover.call(), []
+        for number in range(3):
+            call.add_callback(partial(told.append, number))
+        mover.steps = [call]
+        assert mover._move_on()
+        with suppress(KeyboardInterrupt), Strike(left):
+            mover.tell()
+            break
+        mover.tell()
+        assert told == [0, 1, 2], f"struck behind call {left}"
+    assert left > 3
 
 
 def test_an_interrupted_thread_wakes_ranks_whose_words_it_may_have_cleared() -> None:

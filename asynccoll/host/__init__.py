@@ -3,7 +3,7 @@
 This package must not know what a collective is: the layers above pass in functions, values and protocols.
 """
 
-from asynccoll.host.each import call_each
+from asynccoll.host.each import call_each, call_off
 from asynccoll.host.primitives import (
     Condition,
     Event,
@@ -31,6 +31,7 @@ __all__ = [
     "SimpleQueue",
     "Thread",
     "call_each",
+    "call_off",
     "current_thread",
     "get_ident",
     "gethostname",

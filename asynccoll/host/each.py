@@ -1,10 +1,10 @@
-"""Call several functions, none of which may be skipped because another one raises."""
+"""Call several functions, none of which may be lost because another one raises, or because Ctrl-C strikes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-__all__ = ["call_each"]
+__all__ = ["call_each", "call_off"]
 
 
 def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
@@ -28,3 +28,17 @@ def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
             raise first
         finally:
             del first  # its traceback refers to this frame: a reference cycle
+
+
+def call_off(callbacks: list[Callable[[], object]]) -> None:
+    """Take each of ``callbacks`` off the list and call it, once, even if another thread is doing the same.
+
+    If one raises, those behind it stay on the list.
+    """
+    while callbacks:
+        try:
+            # Not by ``pop``: Ctrl-C may come as a call returns, and the callback would be lost.
+            callback, callbacks[:1] = callbacks[0], ()
+        except IndexError:  # another thread has taken the last one
+            return
+        callback()

@@ -5,6 +5,7 @@ A waiter polls the library in place; without one, the progress thread does (``tr
 
 from __future__ import annotations
 
+from asynccoll import host
 from asynccoll.errors import CollectiveError
 from asynccoll.transport.completion import Callback, Completion
 
@@ -35,11 +36,4 @@ class Polled(Completion):
 
     def _tell(self) -> None:
         """Call each callback once, even if another thread is doing the same."""
-        callbacks = self._callbacks or []
-        while callbacks:
-            try:
-                # Not by ``pop``: Ctrl-C may come as a call returns, and the callback would be lost.
-                callback, callbacks[:1] = callbacks[0], ()
-            except IndexError:  # another thread has taken the last one
-                return
-            callback()
+        host.call_off(self._callbacks or [])

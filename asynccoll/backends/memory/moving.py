@@ -14,7 +14,6 @@ orders a store before later loads).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Protocol
@@ -81,7 +80,7 @@ class Mover(ABC):
         self._listened: dict[InFlight, None] = {}  # calls that are not over and have callbacks
         self._attended_until = 0.0  # until then a waiter moves all calls, unless it ends before
         self._broken: CollectiveError | None = None  # the error of all further calls
-        self._untold: deque[Callback] = deque()  # callbacks, yet to be called, of calls that are over
+        self._untold: list[Callback] = []  # callbacks, yet to be called, of calls that are over
         self._looks = range(_LOOKS_WHERE_CROWDED if bells.crowded else _LOOKS)
         self._turns = _TURNS_WHERE_CROWDED if bells.crowded else _TURNS
         others = [rank for rank in range(region.size) if rank != region.index]
@@ -312,13 +311,7 @@ class Mover(ABC):
 
     def tell(self) -> None:
         """Call the callbacks of calls that are over, each once. After an interrupt the rest are still due."""
-        untold = self._untold
-        while untold:
-            try:
-                callback = untold.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
-            callback()
+        host.call_off(self._untold)
 
     # Ends
 
