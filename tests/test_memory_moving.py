@@ -150,6 +150,21 @@ def test_a_wait_ends_in_time_while_another_call_moves_on_and_on() -> None:
     assert not mover.wait(call, 0.01)
 
 
+def test_the_watcher_calls_callbacks_while_another_call_moves_on_and_on() -> None:
+    mover = Scripted(Noted())
+    call, told = mover.call(), threading.Event()
+    call.add_callback(told.set)
+    moved = iter(range(100))
+
+    def step() -> bool:
+        mover._over(call, None)
+        return not told.is_set() and next(moved, None) is not None
+
+    mover._step = step  # type: ignore[method-assign]
+    mover.attend()
+    assert next(moved, None) == 1, "the callback was called only when nothing moved any more"
+
+
 def test_a_finalizer_that_runs_within_a_step_takes_no_lock() -> None:
     """Garbage collection runs in any thread, also in one that holds the lock: it would wait for itself."""
     mover = Scripted(Noted())

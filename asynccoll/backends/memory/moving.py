@@ -296,6 +296,7 @@ class Mover(ABC):
         """Move what can be moved, and call callbacks. Runs on the watcher's thread when it was rung."""
         while True:
             while not self._is_attended() and self._move_on():
+                self.tell()  # of calls that are over, while a long one moves on and on
                 host.give_way()
             self.tell()
             self._lost()
