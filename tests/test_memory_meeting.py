@@ -73,6 +73,13 @@ def test_a_hub_whose_rank_cannot_tell_of_it_is_closed(monkeypatch: pytest.Monkey
     assert closed == [True]
 
 
+def test_a_host_whose_ranks_do_not_say_whether_they_share_memory_is_waited_for_once(
+    clients: list[Clients],
+) -> None:
+    with pytest.raises(ac.CollectiveTimeoutError, match=r"after 0\.1 s 1 hosts had not said"):
+        share(cast("Any", None), clients[0], [0, 1], 0, 0.1)
+
+
 def does_not_come(*arguments: Any) -> list[Descriptors]:
     raise Failed("it cannot come")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from asynccoll.backends.api import Clients, Opening
     from asynccoll.backends.memory.moving import Mover
 
-__all__ = ["Bells", "Hub"]
+__all__ = ["Bells", "Hub", "said_at"]
 
 
 _helpers = Waiters("asynccoll-memory-helper")
@@ -167,6 +167,18 @@ def _meet(opening: Opening, key: str) -> None:
         raise failed or PeerLostError(f"another rank had given up opening {opening.name}")
 
 
+def said_at(clients: Clients, keys: list[str], seconds: float, why: str) -> list[str]:
+    """Return the texts under ``keys``, each of another rank; wait up to ``seconds`` for them.
+
+    ``why`` follows the number of those that are missing in the ``CollectiveTimeoutError``.
+    """
+    missing = clients.await_keys(keys, seconds, lambda: False)
+    if missing:
+        raise CollectiveTimeoutError(f"after {seconds:g} s {len(missing)} {why}")
+    with clients.borrow() as store:
+        return [said.decode() for said in values(store, keys)]
+
+
 class _Said:
     """Texts that the ranks of a node tell each other in the store."""
 
@@ -182,13 +194,7 @@ class _Said:
         keys = [f"{self._prefix}/{name}/{index}" for index in range(self.count)]
         with self._clients.borrow() as store:
             store.set(keys[self.index], value)
-        missing = self._clients.await_keys(keys, self.seconds, lambda: False)
-        if missing:
-            raise CollectiveTimeoutError(
-                f"after {self.seconds:g} s {len(missing)} ranks of this host had not joined to share memory"
-            )
-        with self._clients.borrow() as store:
-            return [said.decode() for said in values(store, keys)]
+        return said_at(self._clients, keys, self.seconds, "ranks of this host had not joined to share memory")
 
     @contextmanager
     def all_or_none(self, name: str) -> Iterator[Callable[[], bool]]:

@@ -14,7 +14,7 @@ from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening,
 from asynccoll.backends.memory.by_device import ByDevice
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 from asynccoll.backends.memory.engine import Engine
-from asynccoll.backends.memory.hub import Bells, Hub
+from asynccoll.backends.memory.hub import Bells, Hub, said_at
 from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.memory.neighbours import Failed
 from asynccoll.backends.memory.pair import Pair
@@ -252,7 +252,5 @@ def _reasons(clients: Clients, node_of: Sequence[int], seconds: float) -> dict[i
     """Return, for each node whose ranks do not share memory, why not."""
     nodes = sorted(set(node_of))
     keys = [f"memory/{node}/why" for node in nodes]
-    clients.await_keys(keys, seconds, lambda: False)
-    with clients.borrow() as store:
-        said = [store.get(key).decode() for key in keys]
+    said = said_at(clients, keys, seconds, "hosts had not said whether their ranks share memory")
     return {node: why for node, why in zip(nodes, said, strict=True) if why}
