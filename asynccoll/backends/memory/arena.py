@@ -87,7 +87,7 @@ class Arena:
         with self._lock:
             if self.descriptor < 0:
                 raise OSError(errno.EBADF, "this rank has left its world")
-            self._take_back()
+            self._give_back([one for one in self._lent if one.is_left()])
             lent = sum(one.layout.total_bytes for one in self._lent)
             layout = Layout.for_size(size)
             if lent + layout.total_bytes > MOST_BYTES:
@@ -107,18 +107,10 @@ class Arena:
         self._end += -(-length // PAGE) * PAGE
         return offset
 
-    def take_back(self) -> None:
-        """Give back the memory of the regions that all ranks have left."""
-        with self._lock:
-            self._take_back()
-
     def withdraw(self, offset: int) -> None:
         """Give back the memory of a region that no other rank has mapped or will map."""
         with self._lock:
             self._give_back([one for one in self._lent if one.offset == offset])
-
-    def _take_back(self) -> None:
-        self._give_back([one for one in self._lent if one.is_left()])
 
     def _give_back(self, regions: Sequence[_Lent]) -> None:
         for one in regions:

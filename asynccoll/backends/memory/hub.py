@@ -46,7 +46,6 @@ class Hub:
     """One rank's access to the others of its host: their arenas, their bells and their processes."""
 
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
-        self.ranks: frozenset[int] = frozenset(ranks)
         self._arena = arena
         self._ringing = threading.Lock()  # held while a bell is rung, so that it is not closed meanwhile
         self._handed = dict(zip(ranks, handed, strict=True))
@@ -130,10 +129,6 @@ class Hub:
             with self._ringing:
                 if (handed := self._handed.get(rank)) is not None:
                     os.eventfd_write(handed.bell, 1)
-
-    def take_back(self) -> None:
-        """Give back the memory of lanes that are closed on all ranks."""
-        self._arena.take_back()
 
     def close(self) -> None:
         """Stop the watcher and close all descriptors, once all lanes are closed."""

@@ -37,7 +37,6 @@ class Region:
         self.layout = layout
         self.index = index
         self.size: int = layout.size
-        self.buffer = buffer
         self.bytes: memoryview = memoryview(buffer).cast("B")
         self.per_slot: dict[torch.dtype, int] = _PerSlot(layout.slot_bytes)
         self.words: memoryview[int] = self.bytes[: layout.texts].cast("Q")
