@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +15,8 @@ import pytest
 import asynccoll as ac
 import worlds
 from asynccoll.health import watchdog as watch
+from asynccoll.order.operation import Estimate, Operation
+from asynccoll.transport.completion import Promise
 from patience import patient
 from ranks import Rank
 
@@ -219,3 +223,58 @@ class _Named:
 
     def __init__(self, lane: SimpleNamespace) -> None:
         self.group = lane.group
+
+
+class Collecting:
+    """A callback that collects garbage where it is compared with another one, as an allocation there may."""
+
+    def __eq__(self, other: object) -> bool:
+        gc.collect()
+        return False
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __call__(self) -> None:
+        """Do nothing."""
+
+
+def _of_promise() -> Callable[[], object]:
+    promise = Promise()
+    promise.add_callback(Collecting())
+    return lambda: promise._forget(print)
+
+
+def _of_operation() -> Callable[[], object]:
+    operation = Operation(
+        cast("Any", None), Estimate("barrier"), 1, Promise(), cast("Any", None), 1.0, 0.0, 1
+    )
+    operation.add_waker(Collecting())
+    return operation.add_waker(print)
+
+
+@pytest.mark.parametrize("forget", [_of_promise(), _of_operation()], ids=["promise", "operation"])
+def test_garbage_collection_may_end_a_waiter_within_another(forget: Callable[[], object]) -> None:
+    """A coroutine that was dropped while it waited ends where it is collected: in any thread."""
+
+    def waits() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            forget()
+            ended.set()
+
+    ended = threading.Event()
+    gc.disable()  # so that it is collected only where a callback does that
+    try:
+        dropped: list[object] = [waits()]
+        next(cast("Any", dropped[0]))
+        dropped.append(dropped)
+        del dropped
+        thread = threading.Thread(target=forget, daemon=True)
+        thread.start()
+        thread.join(patient(5))
+    finally:
+        gc.enable()
+    assert not thread.is_alive()
+    assert ended.is_set()

@@ -27,7 +27,8 @@ __all__ = ["Estimate", "Operation", "Order"]
 INLINE_SECONDS = 1e-3
 #: How early a timer may fire.
 EARLY_SECONDS = 1e-3
-_wakers_lock = host.Lock()
+#: Reentrant: garbage collection may end a dropped coroutine that waits, in a thread that holds this.
+_wakers_lock = host.RLock()
 renew(_wakers_lock)
 
 

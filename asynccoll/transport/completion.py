@@ -17,8 +17,9 @@ __all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
 
 Callback = Callable[[], object]
 _NONE: Iterator[Callback] = iter(())
-#: Held briefly while any promise changes state; nothing is allocated under it.
-_settling = host.Lock()
+#: Held briefly while any promise changes state. Reentrant: a finalizer, which garbage collection runs in any
+#: thread, may settle one.
+_settling = host.RLock()
 renew(_settling)
 
 
