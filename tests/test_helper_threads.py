@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 
 from asynccoll import host
-from asynccoll.host.helpers import Helpers
+from asynccoll.host.helpers import Helpers, start_once
 from asynccoll.transport.waiters import Waiters
 from patience import patient
+from struck import Strike
 
 
 def test_one_that_is_yet_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +76,27 @@ def test_a_job_that_raises_does_not_keep_later_ones_from_running() -> None:
     waiters.submit("key", ran.set)
     begun.set()
     assert ran.wait(patient(10))
+
+
+def test_one_that_ctrl_c_keeps_from_starting_is_started_by_the_next_call() -> None:
+    """It was kept though it never ran: a lane never opened, say. One that does run must not run twice."""
+    ended = set()
+    for left in itertools.count(1):
+        ran: list[str] = []
+        kept: list[threading.Thread | None] = []
+        struck = False
+        try:
+            with Strike(left, threading.Thread.start.__code__):
+                start_once("once", lambda ran=ran: ran.append("ran"), kept.append)
+        except KeyboardInterrupt:
+            struck = True
+        ended.add((struck, kept[-1] is None))
+        if kept[-1] is None:
+            start_once("again", lambda ran=ran: ran.append("ran"), kept.append)
+        thread = kept[-1]
+        assert thread is not None
+        thread.join(patient(10))
+        assert ran == ["ran"]
+        if not struck:
+            break
+    assert ended >= {(True, True), (False, False)}

@@ -150,8 +150,7 @@ class Confirmations:
         with self.lock:
             self._lanes[confirming.name] = confirming
             if self._thread is None and not self._closed:
-                thread = host.Thread(target=self._run, name="asynccoll-confirming", daemon=True)
-                start_once(thread, partial(setattr, self, "_thread"))
+                start_once("asynccoll-confirming", self._run, partial(setattr, self, "_thread"))
 
     def hold(self, held: _Held) -> None:
         """Have the thread announce the call, and settle it once enough is known. With the lock held."""
@@ -225,8 +224,7 @@ class Confirmations:
         """Start the thread that sends notes to silent ranks again, if it is needed and is not running."""
         with self.lock:
             if self._again is None and not self._closed and any(self._still_untold()):
-                again = host.Thread(target=self._tell_again, name="asynccoll-confirming-again", daemon=True)
-                start_once(again, partial(setattr, self, "_again"))
+                start_once("asynccoll-confirming-again", self._tell_again, partial(setattr, self, "_again"))
 
     def _still_untold(self) -> list[tuple[_Held, set[int]]]:
         return [(held, ranks) for held in self._held if (ranks := held.untold & self._silent)]

@@ -118,8 +118,7 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None and not self._stopped:
-            thread = host.Thread(target=self._run, name="asynccoll-watch", daemon=True)
-            start_once(thread, partial(setattr, self, "_thread"))
+            start_once("asynccoll-watch", self._run, partial(setattr, self, "_thread"))
         elif self._asleep:
             self._wake.notify()
 

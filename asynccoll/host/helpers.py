@@ -9,17 +9,26 @@ from asynccoll import host
 __all__ = ["Helpers", "start_once"]
 
 
-def start_once(thread: host.Thread, keep: Callable[[host.Thread | None], object]) -> None:
-    """Start ``thread``, after ``keep(thread)``: Ctrl-C can interrupt the start when the thread already runs.
+def start_once(name: str, action: Callable[[], object], keep: Callable[[host.Thread | None], object]) -> None:
+    """Run ``action`` on a new thread of this name, after ``keep(thread)``.
 
-    In that case a second thread must not be started. If there are too many threads, call ``keep(None)``, so
-    that the next call tries again.
+    If the thread does not start (there are too many, or Ctrl-C came first), call ``keep(None)``, so that the
+    next call tries again. Ctrl-C can also come when the thread already runs: then no second one may be
+    started.
     """
-    keep(thread)
+    left = iter((action,))  # taken by the thread, or by this one if it gives up: never by both
+
+    def run() -> None:
+        for mine in left:
+            mine()
+
+    thread = host.Thread(target=run, name=name, daemon=True)
     try:
+        keep(thread)
         thread.start()
-    except (RuntimeError, MemoryError):
-        keep(None)
+    except BaseException:
+        if next(left, None) is not None:
+            keep(None)
         raise
 
 

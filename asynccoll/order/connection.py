@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccoll import host
@@ -71,10 +72,7 @@ class Connection:
             self._begun = True  # only now: if ``_make`` raises, the next call tries again
             self._install(communicator)
             return
-        opener = host.Thread(
-            target=self._open_here, args=(self._epoch,), name=f"asynccoll-open-{self.name}", daemon=True
-        )
-        start_once(opener, self._opens_by)
+        start_once(f"asynccoll-open-{self.name}", partial(self._open_here, self._epoch), self._opens_by)
 
     def _opens_by(self, opener: host.Thread | None) -> None:
         running = [one for one in self._openers if one.is_alive()]

@@ -200,8 +200,7 @@ class Progress:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._stopped:
-                thread = host.Thread(target=self._run, name="asynccoll-progress", daemon=True)
-                start_once(thread, partial(setattr, self, "_thread"))
+                start_once("asynccoll-progress", self._run, partial(setattr, self, "_thread"))
 
     def stop(self) -> None:
         """End the thread for good: the native library that it calls into is about to be finalized."""

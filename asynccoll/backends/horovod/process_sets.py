@@ -59,10 +59,8 @@ class ProcessSets:
             self._clients = opening.clients
             self._wanted[opening.group] = opening.ranks
             if self._thread is None:
-                thread = threading.Thread(
-                    target=self._run, args=(opening.given_up,), name="asynccoll-groups", daemon=True
-                )
-                start_once(thread, partial(setattr, self, "_thread"))
+                run = partial(self._run, opening.given_up)
+                start_once("asynccoll-groups", run, partial(setattr, self, "_thread"))
 
     def wait(self, ranks: tuple[int, ...], given_up: Callable[[], bool]) -> object:
         """Wait until every rank has asked for the process set of ``ranks``, and return it.
