@@ -107,6 +107,11 @@ def groups(me):
         assert ours.all_gather({"r": me.rank}, group=group) == (
             [{"r": 0}, {"r": 1}] if inside else {"r": me.rank}
         )
+    assert ours.all_reduce(torch.tensor([1]), group=[1]).item() == 1
+    late = ours.new_group([1])  # Horovod has had a set of these ranks since the line above
+    assert isinstance(late, hvd.ProcessSet)
+    assert late.process_set_id == ours.new_group([1]).process_set_id
+    assert ours.new_group(list(range(me.size))) is hvd.global_process_set
 
 
 def beyond(me):

@@ -10,21 +10,10 @@ from typing import Any
 import torch
 
 import asynccoll as ac
-from asynccoll import host
+from asynccoll.order.lane import DEFAULT
 
 __all__ = ["adasum", "is_process_set", "joined_by_user", "new_group", "shutdown"]
 
-
-class _Sets:
-    """The process sets that ``new_group`` has made; Horovod refuses a second one of the same ranks."""
-
-    made: dict[tuple[int, ...], object]
-
-    def __init__(self) -> None:
-        self.made = {}
-
-
-_sets = host.per_process(_Sets)
 _adasums = itertools.count()
 
 
@@ -40,7 +29,6 @@ def joined_by_user() -> bool:
 
 def shutdown() -> None:
     """Leave Horovod, even if the user joined it."""
-    _sets.made.clear()
     if joined_by_user():
         sys.modules["horovod.torch"].shutdown()
 
@@ -58,14 +46,9 @@ def adasum(tensor: object) -> Any:
 
 def new_group(ranks: list[int]) -> Any:
     """Return a ``horovod.torch.ProcessSet`` that is also a group of ours; every rank calls it."""
-    import horovod.torch as hvd
-
-    key = tuple(sorted(ranks))
-    if key not in _sets.made:
-        whole = key == tuple(range(hvd.size()))
-        _sets.made[key] = hvd.global_process_set if whole else hvd.add_process_set(list(key))
-    ac.new_group(list(key))
-    return _sets.made[key]
+    group = ac.new_group(ranks)
+    context = group.context
+    return context.backend.native_group(group.opening(DEFAULT, 0, lambda: context.closed), None)
 
 
 def is_process_set(group: object) -> bool:

@@ -122,8 +122,10 @@ class HorovodBackend(Backend):
         return _in_world(self.hvd, f"{self._token} {name}", self._rounds).barrier()
 
     def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
-        """Return the process set, for ``horovod.torch``'s own functions."""
-        return getattr(communicator, "process_set", None)
+        """Return the process set, for ``horovod.torch``'s own functions, once every rank has asked for it."""
+        if opening.is_world:
+            return self.hvd.global_process_set
+        return self._sets.wait(opening.ranks, opening.given_up)
 
     def close(self, *, abort: bool) -> None:
         """Leave together: the first rank to end shuts Horovod down for all of them."""

@@ -98,7 +98,6 @@ class HorovodCommunicator:
     def __init__(
         self, process_set: Any, ranks: Sequence[int], rank: int, prefix: str, rounds: Rounds
     ) -> None:
-        self.process_set = process_set
         self._set: int = process_set.process_set_id
         self._ranks = ranks
         self._rank = rank
