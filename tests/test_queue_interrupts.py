@@ -5,6 +5,7 @@ An interrupt comes between two bytecodes, so also as a lock is taken or released
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -16,13 +17,14 @@ from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.order.job import Job
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Estimate
+from asynccoll.order.stepping import Stepping
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import READY, Completion, Promise
 from asynccoll.transport.progress import progress
 from asynccoll.waiting.work import Work
 from asynccoll.world.context import Context, Identity
 from patience import patient
-from struck import Struck, nth
+from struck import Strike, Struck, nth
 
 
 class Armed:
@@ -152,3 +154,32 @@ def test_a_block_that_was_about_to_begin_leaves_its_lane_as_it_was(lane: Lane, w
         raise AssertionError("not reached")
     first, second = (lane.issue(Estimate(name), lambda _: READY) for name in ("first", "second"))
     assert second.sequence == first.sequence + 1
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["a step", "the last call"])
+def test_a_program_that_was_being_handed_over_goes_on(
+    lane: Lane, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its waiter drove it after that, nor its completions."""
+    watched: list[Any] = []
+    monkeypatch.setattr(progress, "watch", watched.append)
+    for left in itertools.count(1):
+        step, end = Promise(), Promise()
+        operation = lane.run("program", program_of(step, lambda end=end: end), awaited_soon=True)
+        promise: Any = operation.completion
+        if last:
+            step.settle()
+            assert not promise.wait(0.0)
+        struck = False
+        try:
+            with Strike(left, Stepping.hand_over.__code__, at="opcode"):
+                promise.hand_over()
+        except KeyboardInterrupt:
+            struck = True
+            watched[-1].poll()  # as the progress thread does
+        step.settle()
+        end.settle()
+        assert promise.done(), f"struck at {left}"
+        if not struck:
+            assert left > 5
+            break

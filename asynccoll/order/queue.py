@@ -158,12 +158,13 @@ class Queue:
 
     def start(self) -> None:
         """Issue the call just queued, if possible; let completions drive a program that is ahead of it."""
-        with self.lock:  # else the job may be about to issue its first call, with nothing to hand over yet
-            active = self._active
-            promise = None if active is None else active.promise  # read once: the job may end at any moment
-        if isinstance(promise, Stepping):
-            promise.hand_over()  # completions drive it from here: the queued call waits for its end as well
         try:
+            # With the lock: else the job may be about to issue its first call, with nothing to hand over yet.
+            with self.lock:
+                active = self._active
+                promise = None if active is None else active.promise  # read once: the job may end any moment
+            if isinstance(promise, Stepping):
+                promise.hand_over()  # completions drive it from here: the queued call waits for its end too
             self.request(1)
         except BaseException:
             self.request(1)  # one too many does no harm

@@ -116,8 +116,13 @@ class Stepping(Promise):
         """Let completions drive the lane from now on, including that of the step in flight."""
         if not self._job.driven:
             return
-        self._job.driven = False  # first: a step that starts now either sees this, or is seen below
-        if self._last is not None:
-            super().follow(self._last)
-        elif self._job.step is not None:
-            self._job.step.add_callback(self._drive)
+        try:
+            self._job.driven = False  # first: a step that starts now either sees this, or is seen below
+            if self._last is not None:
+                super().follow(self._last)
+            elif self._job.step is not None:
+                self._job.step.add_callback(self._drive)
+        except BaseException:  # Ctrl-C: nothing may drive it now; handing over twice does no harm
+            self._job.driven = True
+            progress.watch(self)
+            raise
