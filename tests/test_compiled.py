@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ import oracle
 import scripts
 import worlds
 from asynccoll.ops import compiled
+from patience import patient
 from ranks import Rank, raising
 from worlds import World
 
@@ -299,6 +302,23 @@ async def known_to_torch(me: Rank) -> None:
 
 def test_torch_knows_the_group(gloo_pair: World) -> None:
     gloo_pair.run(known_to_torch, runner="blocking")
+
+
+def by_two_threads(me: Rank) -> None:
+    group, both = ac.new_group([me.rank]), threading.Barrier(2)
+
+    def made(_: int) -> dist.ProcessGroup:
+        both.wait(patient(10))
+        return group.process_group()
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(made, range(2))
+    assert first is second
+
+
+def test_two_threads_make_one_group(gloo_pair: World) -> None:
+    """Each made one, under a name that torch knows once."""
+    gloo_pair.run(by_two_threads)
 
 
 async def outside(me: Rank) -> None:

@@ -124,7 +124,7 @@ class Group:
         # The keys of lanes that this rank closed without the others, because they broke here: rank 0 may
         # still announce starts on them.
         self._closed_alone: set[str] = set()
-        self._lock = host.Lock()
+        self._lock, self._joining = host.Lock(), host.Lock()
 
     def __repr__(self) -> str:
         return f"<asynccoll.Group {list(self.ranks)} on {self.context.backend.name}>"
@@ -318,7 +318,7 @@ class Group:
 
     def disown(self, error: CollectiveError) -> list[Completion]:
         """In a forked child, fail the parent's operations; returns completions that must not be destroyed."""
-        self._lock = host.Lock()
+        self._lock, self._joining = host.Lock(), host.Lock()
         return [completion for lane in self.lanes() for completion in lane.disown(error)]
 
     def close(self, *, abort: bool) -> None:
@@ -359,7 +359,9 @@ class Group:
         opening = self.opening(DEFAULT, 0, lambda: context.closed)
         # No operation waits for this, so nothing else would end a wait for a member that never calls it.
         opening = replace(opening, meeting=context.timeout)
-        native = context.backend.native_group(opening, self.lane().communicator)
+        communicator = self.lane().communicator
+        with self._joining:  # else each of two threads would make one, under the same name
+            native = context.backend.native_group(opening, communicator)
         if not isinstance(native, dist.ProcessGroup):
             raise UnsupportedOpError(
                 f"{context.backend.name} has no torch process group; gloo and nccl have one"
