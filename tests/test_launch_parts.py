@@ -47,6 +47,7 @@ from asynccoll.launch.witness import Witness
 from asynccoll.runtime import process
 from jobs import on_linux
 from patience import patient
+from struck import Strike
 
 
 class Started:
@@ -692,3 +693,17 @@ def test_a_rank_of_mpi_that_ends_in_order_aborts_no_job(
         planned_rank.main(pickle.dumps({}) + pickle.dumps(task))
     assert aborted == aborts
     assert len(list(tmp_path.iterdir())) == len(aborts)
+
+
+def test_ctrl_c_as_horovods_launcher_gets_its_environment_leaves_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Everything that the process does later would have none."""
+    ours = {"PATH": "/bin", "RANK": "0"}
+    monkeypatch.setattr(os, "environ", dict(ours))
+    lent: Any = spawn._environment
+    for left in (2, 3):
+        strike = Strike(left, lent.__wrapped__.__code__)
+        with pytest.raises(KeyboardInterrupt), strike, lent({"PATH": "/bin"}):
+            raise AssertionError
+        assert os.environ == ours

@@ -380,9 +380,9 @@ def _handlers_kept() -> Iterator[None]:
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
     """Replace this process's environment while a launcher copies it."""
     before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environ)
     try:
+        os.environ.clear()
+        os.environ.update(environ)
         yield
     finally:
         os.environ.clear()
