@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import threading
+import types
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -22,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import asynccoll as ac
 import oracle
 import worlds
+from asynccoll.modes import isolation
 from ranks import Rank, raising
+from struck import Strike
 
 # ---------------------------------------------------------------- modes, and what they do
 
@@ -670,3 +673,24 @@ async def training(me: Rank, mode: str) -> None:
 def test_training_is_right_beside_a_background_evaluation(size: int, mode: str, loop: str) -> None:
     """The parameters on all ranks are those of a run without an evaluation."""
     worlds.world("gloo", size).run(training, mode, runner=loop, timeout=30)
+
+
+@types.coroutine
+def suspended() -> Iterator[None]:
+    yield
+
+
+async def without_gradients() -> None:
+    with torch.no_grad():
+        await suspended()
+
+
+def test_a_task_that_ctrl_c_strikes_as_it_resumes_leaves_the_thread_its_modes() -> None:
+    """What runs after the interrupt, in the same block, would have had torch's defaults."""
+    steps = isolation.Steps(without_gradients())
+    next(steps)
+    with torch.inference_mode():
+        with pytest.raises(KeyboardInterrupt), Strike(1, isolation._Away.bring_back.__code__):
+            next(steps)
+        assert torch.is_inference_mode_enabled()
+    steps.close()

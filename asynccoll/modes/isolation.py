@@ -264,10 +264,10 @@ class Steps(Awaitable[object]):
 
     def _step(self, resume: Callable[..., object], *given: object) -> object:
         outside = None if _plain() else _Away(self._usual)
-        mine, self._modes = self._modes, None
-        if mine is not None:
-            mine.bring_back()
         try:
+            mine, self._modes = self._modes, None
+            if mine is not None:
+                mine.bring_back()
             return resume(*given)
         finally:
             if not _plain():
