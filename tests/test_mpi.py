@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count, product
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from asynccoll.runtime.process import current
 from asynccoll.transport import progress
 from patience import patient
 from ranks import Rank, raising
+from struck import Strike
 
 needs.need_package("mpi4py", "mpi", "`make mpi` has environments with mpi4py")
 
@@ -464,6 +466,7 @@ def test_a_callback_that_is_added_while_another_thread_finds_the_end_is_called(p
 def parts_that_fail(me: Rank) -> None:
     from mpi4py import MPI
 
+    from asynccoll.backends.mpi import completion
     from asynccoll.backends.mpi.completion import Common, Many, MpiCompletion
     from asynccoll.backends.mpi.messages import Received, room
 
@@ -477,7 +480,9 @@ def parts_that_fail(me: Rank) -> None:
 
     first, second = (lambda: Answering(truncated)), (lambda: Answering(False, False, True))
     for order in ((first, second), (second, first), (second, fails)):
-        work = begun(Many(), *order)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(completion, "watch", [].append)  # the progress thread would find the end first
+            work = begun(Many(), *order)
         assert not work.done()
         assert work.writing(), "MPI still uses the memory of the other part"
         assert work.wait(patient(10))
@@ -696,3 +701,30 @@ async def calls_in_a_graph(me: Rank) -> None:
 def test_a_call_in_a_graph_is_refused_and_the_others_are_told(pair: worlds.World) -> None:
     """On the group that the call names, whatever names it."""
     pair.run(calls_in_a_graph, runner="blocking", timeout=60)
+
+
+def failed_under_ctrl_c(me: Rank) -> None:
+    from mpi4py import MPI
+
+    from asynccoll.backends.mpi import completion, errors
+
+    class Fails:
+        """A request that has failed: MPI says so once, and has no request then."""
+
+        Test = Mock(side_effect=[MPI.Exception(MPI.ERR_TRUNCATE), True])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "watch", [].append)
+        work = completion.MpiCompletion(Fails(), None, 0, completion.Common(1))
+
+        def told() -> object:
+            assert work.poll()
+            return work.error()
+
+        with pytest.raises(KeyboardInterrupt), Strike(1, errors.typed.__code__):
+            told()
+        assert isinstance(told(), ac.CollectiveMismatchError)
+
+
+def test_ctrl_c_does_not_make_a_success_of_a_failure(pair: worlds.World) -> None:
+    pair.run(failed_under_ctrl_c)

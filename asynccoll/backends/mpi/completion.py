@@ -92,6 +92,7 @@ class MpiCompletion(Polled):
     urgent: bool = False
     lateness: float | None = None
     _abandoned = False
+    _failed: MPI.Exception | CollectiveError | None = None
     _since = 0.0  # when the operation was issued, if it is large
 
     def __init__(self, request: Any, buffers: object, size_bytes: int, common: Common) -> None:
@@ -133,13 +134,17 @@ class MpiCompletion(Polled):
                             self.fine = self.over = True
                             return True
             except (MPI.Exception, CollectiveError) as error:
-                self._fail(error)
+                # Without a call, as which Ctrl-C could come: MPI has forgotten the request, and would next
+                # say that it has succeeded.
+                self._failed = error
+                self._request = self._buffers = None
+                self.over = True
         return self.over
 
-    def _fail(self, error: Exception) -> None:
-        self._error = error if isinstance(error, CollectiveError) else typed(error)
-        self._request = self._buffers = None
-        self.over = True
+    def error(self) -> CollectiveError | None:
+        if isinstance(self._failed, MPI.Exception):
+            self._failed = typed(self._failed)
+        return self._failed
 
     def poll(self) -> bool:
         if not self.over and (self._abandoned or self._common.abandoned):
