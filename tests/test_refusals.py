@@ -25,10 +25,12 @@ import asynccoll.payload.messages
 import oracle
 import worlds
 from asynccoll.backends.serial.backend import SerialBackend
+from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import enlist, values_of_listed
 from asynccoll.order.cut import Refusal, Verdict
 from asynccoll.order.operation import Estimate
 from asynccoll.runtime import process as runtime
+from asynccoll.testing import simulate
 from asynccoll.transport.completion import READY, Completion, Promise, Ready
 from asynccoll.world.context import Context, Identity
 from patience import patient
@@ -641,3 +643,34 @@ def test_who_has_refused_is_read_in_a_few_requests(kind: str, tmp_path: Path) ->
     asked.clear()
     assert values_of_listed(counted, "any", keys) == [b"of 3", b"of 10"]
     assert len(asked) < 8 or kind == "a file"
+
+
+def test_a_refusal_that_no_thread_can_settle_ends_the_calls_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks were told nothing, and waited for the timeout; here another error replaced the why."""
+    start = Helpers.start
+
+    def refuse_to_start(helpers: Helpers, name: str, action: Callable[[], object]) -> None:
+        if name in ("asynccoll-settle", "asynccoll-abort"):
+            raise RuntimeError("can't start new thread")
+        start(helpers, name, action)
+
+    async def main(rank: int) -> list[str]:
+        await ac.all_reduce(1)
+        if rank == 0:
+            monkeypatch.setattr(Helpers, "start", refuse_to_start)
+        said = []
+        for op in ("no such" if rank == 0 else "sum", "sum"):
+            try:
+                await ac.all_reduce(torch.ones(1), op=op)
+            except ac.AsyncCollError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said
+
+    report = simulate(main, world_size=2)
+    report.check()
+    refused, after = report.results[0]
+    assert refused.startswith("InvalidArgumentError")
+    assert "settling a refused call" in after
+    assert "can't start new thread" in after
+    assert len(report.results[1]) == 2
+    assert not any("Timeout" in one for one in report.results[1])

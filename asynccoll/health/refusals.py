@@ -211,7 +211,10 @@ class Refusals:
     def _settle(self, lane: Lane, cut: Cut | None) -> None:
         """Start a thread that sees ``cut`` through, if it is a new one (not None)."""
         if cut is not None:
-            self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
+            try:
+                self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
+            except (RuntimeError, MemoryError) as error:  # too many threads: peers see the connections close
+                lane.lose(collective_error(error, f"settling a refused call of {lane}"))
 
     def _see_through(self, lane: Lane, cut: Cut) -> None:
         following: Cut | None = cut

@@ -415,7 +415,10 @@ class Context:
             self.watch.lost(lane.broken.ranks)
         communicator = lane.communicator
         if communicator is not None:
-            self._apart(communicator.abort, "asynccoll-abort")
+            try:
+                self._apart(communicator.abort, "asynccoll-abort")
+            except (RuntimeError, MemoryError):  # there are too many threads
+                communicator.abort()
 
     def find_out(self, lane: Lane, error: CollectiveError) -> None:
         """Have another thread find the culprit of ``error`` and lose the lane with an error that names it."""
