@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import asynccoll as ac
 import scripts
 import threads
 import worlds
+from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.health.liveness import Liveness
 from asynccoll.runtime import process as runtime
+from asynccoll.world.context import Context, Identity
 from patience import patient
 from ranks import Rank, raising
 
@@ -315,3 +318,10 @@ def test_all_leave_although_a_refusal_cannot_be_settled(backend: str, size: int)
         world.kill()
     for rank, seconds in enumerate(results):
         assert seconds < patient(8), f"rank {rank} took {seconds} s to leave"
+
+
+def test_a_world_is_left_once() -> None:
+    """At the end of a program, a thread that waited in ``finalize`` was told that ``_store`` is missing."""
+    context = Context(SerialBackend(), Identity(), store=dist.HashStore())
+    context.close(abort=True)
+    context.close(abort=False)

@@ -329,8 +329,11 @@ class Context:
 
         The order matters. Threads that may be in native code end first, since the interpreter must not exit
         while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
-        leave. If a step raises (Ctrl-C, say), the remaining steps still run.
+        leave. If a step raises (Ctrl-C, say), the remaining steps still run. A second call does nothing: the
+        end of the program may come while a thread waits in ``finalize``.
         """
+        if self.closed:
+            return
         self.closed = True
         leaving = min(patience, ABORT_SECONDS) if abort else patience
         steps: list[Callable[[], object]] = [
