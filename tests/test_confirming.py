@@ -410,3 +410,22 @@ def test_a_stopped_host_does_not_hold_up_the_calls_of_others() -> None:
     report.check()
     # The first note waits half a second for the answer of the stopped rank. Further notes would, too.
     assert max(report.results.values()) < 2, report.results
+
+
+def test_a_call_that_fails_to_be_made_keeps_no_other_from_being_made() -> None:
+    """It was settled as far as anyone knew, but its promise was not."""
+    every = confirming.Confirmations(0, lambda *_: {})
+    call = confirming.Announced(1, 1, 1, 1, str)
+    held = [
+        confirming._Held(cast("Any", SimpleNamespace()), confirming.Where(0, nth), call, set(), [])
+        for nth in (1, 2)
+    ]
+
+    def fails() -> None:
+        raise RuntimeError("can't start new thread")
+
+    held[0].promise.add_callback(fails)
+    every._held = list(held)
+    with pytest.raises(RuntimeError, match="new thread"):
+        every._settle()
+    assert all(one.promise.done() for one in held)

@@ -112,6 +112,10 @@ class _Held:
             self.differ[rank] = note
         self.unheard = [ranks for ranks in self.unheard if rank not in ranks]
 
+    def settle(self) -> None:
+        """Have the call made, or refused."""
+        self.promise.settle(self.confirming.error(self.call, self.differ) if self.differ else None)
+
     def is_of(self, name: str, where: Where) -> bool:
         """Whether it is the call at ``where`` on the lane ``name``, and is still held."""
         return not self.settled and self.where == where and self.confirming.name == name
@@ -213,8 +217,9 @@ class Confirmations:
             late, self._late = self._late, []
             self._held = [held for held in self._held if not held.confirming.is_broken]
             untold = [(held, ranks) for held in self._held if (ranks := held.untold - self._silent)]
-        for confirming, where, made, differ in late:
-            confirming.refuse(where, made, differ)
+        host.call_each(
+            partial(confirming.refuse, where, made, differ) for confirming, where, made, differ in late
+        )
         for held, ranks in untold:
             self._tell(held, ranks)
         self._settle()
@@ -266,9 +271,7 @@ class Confirmations:
             for held in over:
                 held.settled = True
             self._held = [held for held in self._held if held.untold or not held.settled]
-        for held in over:
-            error = held.confirming.error(held.call, held.differ) if held.differ else None
-            held.promise.settle(error)
+        host.call_each([held.settle for held in over])
 
     def close(self) -> None:
         """End the threads: from now on no call is settled or announced."""
