@@ -17,6 +17,8 @@ import asynccoll as ac
 import asynccoll.sync as idist
 import scripts
 import worlds
+from asynccoll.backends import choosing
+from asynccoll.backends.c10d import backend as c10d
 from asynccoll.order import operation
 from asynccoll.runtime import process as runtime
 from asynccoll.transport import completion
@@ -341,3 +343,18 @@ def test_a_child_does_not_stand_in_for_a_dead_rank() -> None:
         heard, _ = world.run(dies_with_a_child, dies=[1], timeout=30)
         world.kill()
     assert heard == (1,)
+
+
+def test_a_child_that_asks_for_its_place_leaves_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot use CUDA if its parent has; else it would take memory of the GPU for nothing."""
+    used: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(c10d, "_default_group_ref", lambda: None)
+    context = choosing.adopt("nccl", None, 1, 2, 1800.0, "off")
+    try:
+        assert (context.rank, context.world_size, context.device.type) == (1, 2, "cpu")
+    finally:
+        context.close(abort=True, patience=0.0)
+    assert not used

@@ -417,7 +417,8 @@ def adopt(
     backend = C10dBackend(
         name,
         timeout=timeout,
-        device=pick_device(by_device, identity.local_rank),
+        # A forked child cannot use CUDA if its parent has.
+        device=pick_device(by_device, identity.local_rank) if store is not None else torch.device("cpu"),
         by_device=by_device,
         address="127.0.0.1" if identity.nnodes == 1 and os.environ.get("MASTER_ADDR") in LOOPBACK else None,
         default_group=_default_group_ref(),
