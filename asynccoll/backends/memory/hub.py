@@ -47,7 +47,8 @@ class Hub:
 
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
         self._arena = arena
-        self._ringing = threading.Lock()  # held while a bell is rung, so that it is not closed meanwhile
+        # held while a bell is rung, so that it is not closed meanwhile; a finalizer may ring another one then
+        self._ringing = threading.RLock()
         self._handed = dict(zip(ranks, handed, strict=True))
         others = {one: held.process for one, held in self._handed.items() if one != rank}
         self.watcher: Watcher = Watcher(self._handed[rank].bell, others)
