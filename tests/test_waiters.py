@@ -253,8 +253,8 @@ def _of_operation() -> Callable[[], object]:
     return operation.add_waker(print)
 
 
-@pytest.mark.parametrize("forget", [_of_promise(), _of_operation()], ids=["promise", "operation"])
-def test_garbage_collection_may_end_a_waiter_within_another(forget: Callable[[], object]) -> None:
+@pytest.mark.parametrize("made", [_of_promise, _of_operation])
+def test_garbage_collection_may_end_a_waiter_within_another(made: Callable[[], Callable[[], object]]) -> None:
     """A coroutine that was dropped while it waited ends where it is collected: in any thread."""
 
     def waits() -> Iterator[None]:
@@ -264,7 +264,7 @@ def test_garbage_collection_may_end_a_waiter_within_another(forget: Callable[[],
             forget()
             ended.set()
 
-    ended = threading.Event()
+    forget, ended = made(), threading.Event()
     gc.disable()  # so that it is collected only where a callback does that
     try:
         dropped: list[object] = [waits()]
