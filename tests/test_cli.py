@@ -599,6 +599,7 @@ WRONG = {
         ["trace", "stragglers", "-n", "0", "."],
         "-n/--most: 0 is not possible; it must be at least 1",
     ),
+    "no-seeds": (["explore", "x.py::main", "--seeds", "0"], "argument --seeds: 0 is not possible"),
     "no-ranks-to-measure": (["bench", "--ranks", "0"], "argument --ranks: 0 is not possible"),
     "fewer-calls-than-none": (["where", "-n", "-1"], "-n/--calls: -1 is not possible; it must be at least 0"),
     "word-for-calls": (["where", "-n", "all"], "-n/--calls: invalid number value: 'all'"),

@@ -522,7 +522,6 @@ def test_the_command_line_names_files_that_schedules_leave_each_other(
         (["racing.py"], "expected a file and a function"),
         (["no.py::main"], "there is no file 'no.py'"),
         (["racing.py::nothing"], "racing.py has no function 'nothing'"),
-        (["racing.py::fine", "--seeds", "0"], "--seeds: 0 is not possible; it must be at least 1"),
         (["racing.py::fine", "--faults", "flood"], "there is no fault 'flood'"),
         (["racing.py::fine", "--transport", "ucc"], "transport must be one of 'gloo', 'memory', 'mpi'"),
     ],
