@@ -298,9 +298,8 @@ def _add(
     """Add a span with known times."""
     row = "default" if is_operation else "training"
     recorder = timeline.recorder
-    entry = recorder_module._Entry(name, row, recorder.began + start, is_operation)
-    entry._ends.append(recorder.began + end)
-    entry.size_bytes = size
+    begun = ac.trace.Span(name, row, recorder.began + start, None, is_operation, size)
+    entry = recorder_module._Entry(begun, False, [recorder.began + end])
     recorder.entries.append(entry)
     recorder.ended = max(recorder.ended or 0.0, recorder.began + end)
 
@@ -311,7 +310,7 @@ def test_a_recording_can_end_while_other_threads_call() -> None:
     running._wakers = None
 
     def call(*_: object) -> None:
-        recorder._running[recorder_module._Entry("all_reduce", "default", 0.0)] = running
+        recorder._running[recorder_module._Entry(ac.trace.Span("all_reduce", "default", 0.0, None))] = running
 
     for _ in range(5000):  # more than CPython has tuples in reserve, which need no allocation
         call()

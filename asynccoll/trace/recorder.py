@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from asynccoll import host
@@ -21,43 +21,17 @@ __all__ = ["Recorder", "has_failed", "row_of", "steps_of"]
 class _Entry:
     """A span under construction: what is known at its start, and its end once there is one."""
 
-    name: str
-    row: str
-    start: float
-    is_operation: bool = False
-    size_bytes: int = 0
-    sequence: int = 0
-    place: str = ""
-    part: int = 1
-    peer: int = -1
+    begun: Span  # its times are those of the clock; without an end
     failed: bool = False
-    lane_key: str = ""
     _ends: list[float] = field(default_factory=list)
 
     def finish(self) -> None:
         """End the span now. If several threads call this, the first one counts."""
         self._ends.append(host.monotonic())
 
-    @property
-    def end(self) -> float | None:
-        return self._ends[0] if self._ends else None
-
     def span(self, origin: float) -> Span:
-        end = self.end
-        return Span(
-            self.name,
-            self.row,
-            self.start - origin,
-            None if end is None else end - origin,
-            self.is_operation,
-            self.size_bytes,
-            self.sequence,
-            self.place,
-            self.part,
-            self.peer,
-            self.failed,
-            self.lane_key,
-        )
+        end = self._ends[0] - origin if self._ends else None
+        return replace(self.begun, start=self.begun.start - origin, end=end, failed=self.failed)
 
 
 def _nothing() -> None:
@@ -95,7 +69,7 @@ class Recorder:
 
     def begin(self, name: str, row: str | None = None, place: str = "") -> _Entry:
         """Begin a span now; its ``finish`` ends it."""
-        entry = _Entry(name, row or host.current_thread().name, host.monotonic(), place=place)
+        entry = _Entry(Span(name, row or host.current_thread().name, host.monotonic(), None, place=place))
         self.entries.append(entry)
         return entry
 
@@ -110,10 +84,10 @@ class Recorder:
 
     def note(self, operation: Operation, size_bytes: int) -> _Entry:
         """Record the start of ``operation``. Returns an entry, to be passed to ``over`` at its end."""
-        entry = _Entry(
-            operation.name, row_of(operation), operation.started, True, size_bytes, operation.sequence,
+        entry = _Entry(Span(
+            operation.name, row_of(operation), operation.started, None, True, size_bytes, operation.sequence,
             str(operation.place), operation.part, operation.peer, lane_key=operation.lane.key,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.entries.append(entry)
         self._running[entry] = operation
         return entry
