@@ -29,6 +29,7 @@ __all__ = [
     "others",
     "row",
     "starting",
+    "usable",
     "usual_backend",
     "usual_device",
 ]
@@ -133,7 +134,7 @@ def others() -> tuple[str, ...]:
 def normal(backend: object) -> str:
     """Return the name as the table spells it."""
     if not isinstance(backend, str):
-        raise InvalidArgumentError(f"backend must be a name or None, got {backend!r}")
+        raise InvalidArgumentError(f"backend must be a name, got {backend!r}")
     return backend.strip().lower()
 
 
@@ -144,6 +145,13 @@ def check_usable(name: str) -> None:
             f"backend {name!r} is not usable here; it needs {entry.install}. Available: "
             f"{', '.join(available())}"
         )
+
+
+def usable(backend: object) -> str:
+    """Return the name, as the table spells it, of a backend that can be used here; else raise as above."""
+    name = normal(backend)
+    check_usable(name)
+    return name
 
 
 def is_of_torch(name: str) -> bool:

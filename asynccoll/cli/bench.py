@@ -107,7 +107,7 @@ def _draw(shown: _Shown, path: Path) -> None:
 
 
 def _request(given: argparse.Namespace) -> BenchRequest:
-    from asynccoll.backends.table import check_usable, normal, usual_backend
+    from asynccoll.backends.table import usable, usual_backend
     from asynccoll.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, check_known
     from asynccoll.bench.peers import ALL
     from asynccoll.bench.request import BenchRequest
@@ -128,10 +128,9 @@ def _request(given: argparse.Namespace) -> BenchRequest:
     check_known("peer", peers, [library.name for library in ALL])
     launch = detect(os.environ, expand_hosts=expand_with_scontrol)
     # not the launcher's default: that of mpiexec, which mpi4py needs, would be mpi
-    backend = normal(
+    backend = usable(
         given.backend or usual_backend(launch.sharing_gpus if launch.world_size > 1 else given.ranks)
     )
-    check_usable(backend)
     return BenchRequest(
         operations=operations,
         sizes=sizes,

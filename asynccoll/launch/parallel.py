@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from asynccoll.backends.table import usable
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.nodes import Nodes
 from asynccoll.environment.slurm import expand_with_scontrol
@@ -20,7 +21,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.endings import is_failure
 from asynccoll.host.misfits import fitting
 from asynccoll.launch.calling import check_called, complete
-from asynccoll.launch.spawn import ABOUT_STARTING, known_backend, spawn
+from asynccoll.launch.spawn import ABOUT_STARTING, spawn
 from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
 
 __all__ = ["Parallel"]
@@ -78,7 +79,7 @@ class Parallel:
             raise InvalidArgumentError(
                 f"without a backend there are no ranks, so {', '.join(names)} have no effect"
             )
-        self.backend: str | None = None if backend is None else known_backend(backend)
+        self.backend: str | None = None if backend is None else usable(backend)
         self.init_method = init_method
         self._options = spawn_kwargs
         self._spawned: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from asynccoll.backends.table import check_usable, starting
+from asynccoll.backends.table import starting, usable
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
 from asynccoll.errors import InvalidArgumentError
@@ -42,7 +42,7 @@ from asynccoll.launch.processes import end
 from asynccoll.launch.witness import Witness
 from asynccoll.runtime.process import finalize, initialize
 
-__all__ = ["ABOUT_STARTING", "known_backend", "spawn"]
+__all__ = ["ABOUT_STARTING", "spawn"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 #: Arguments of ``spawn`` that ``initialize`` does not take.
@@ -84,20 +84,11 @@ def spawn(
         InvalidArgumentError: values that contradict each other.
         BackendNotFoundError: the backend, or the launcher of its ranks, is not installed.
     """
-    name = known_backend(backend)
+    name = usable(backend)
     Nodes(nproc_per_node)  # refuses what is no number of ranks
     check_called(fn, args, kwargs_dict)
     task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
     return _STARTERS[starting(name)](task, nproc_per_node, dict(kwargs))
-
-
-def known_backend(backend: object) -> str:
-    """Return the backend's name, if it is one that can be used here."""
-    if not isinstance(backend, str):
-        raise InvalidArgumentError(f"backend must be a name, got {backend!r}")
-    name = backend.strip().lower()
-    check_usable(name)
-    return name
 
 
 @contextlib.contextmanager

@@ -26,12 +26,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from asynccoll.backends.table import usable
 from asynccoll.errors import PayloadTypeError
 from asynccoll.host.misfits import check_count, fitting
 from asynccoll.jobs.whereabouts import find_jobs
 from asynccoll.launch.calling import complete
 from asynccoll.launch.folding import folded
-from asynccoll.launch.spawn import known_backend, spawn
+from asynccoll.launch.spawn import spawn
 from asynccoll.runtime.process import current, get_rank
 from asynccoll.world.context import Context
 
@@ -83,7 +84,7 @@ class World:
     def __init__(self, size: int, backend: str, **options: Any) -> None:
         check_count("the size of a world", size)
         self.size: int = size
-        self.backend: str = known_backend(backend)
+        self.backend: str = usable(backend)
         self._options = options
         self._ranks: dict[int, Connection] = {}
         self._pids: set[int] = set()
