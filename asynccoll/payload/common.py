@@ -85,6 +85,7 @@ def over_tree(
     out: object = None,
     alike: bool = False,
     uneven: bool = False,
+    here: bool = True,
 ) -> Started[object]:
     """Start the collective ``name`` for all leaves of the tree ``x``: its tensors, and its values together.
 
@@ -92,6 +93,7 @@ def over_tree(
     tree is refused as a whole, here and for the peers. A ``check`` that refuses all values needs no
     ``of_values``. ``alike`` says that ``check`` depends only on the dtype, device and layout of a tensor;
     then only one tensor of each is checked. ``uneven``: the shape of a leaf may differ between ranks.
+    ``here``: whether this rank has a result.
     """
     leaves, spec = leaves_of(name, x)
     of_each(spec, _one_of_each(leaves) if alike else range(len(leaves)), lambda i: check(leaves[i]))
@@ -103,7 +105,7 @@ def over_tree(
     def whole(parts: list[Any]) -> Any:
         return unflatten(spec, parts[-1]) if out is None else out
 
-    started = together([leaf_results], whole)
+    started = together([leaf_results], whole if here else lambda _: None)
     started.leaves = leaves if outs is None else beside(leaves, outs)
     return started
 

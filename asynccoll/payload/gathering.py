@@ -117,7 +117,7 @@ def gather(
     no_out("gather", out)
     x = as_number(x)
     if is_tree(x):
-        whole = over_tree(
+        return over_tree(
             lane,
             "gather",
             x,
@@ -125,10 +125,8 @@ def gather(
             lambda values: _gather_values(lane, values, dst, index, timeout),
             lambda leaf: _check_gathered(lane, "gather", leaf, dim, uneven),
             uneven=uneven,
+            here=here,
         )
-        if not here:
-            whole.finish = None  # which would make a tree of None
-        return whole
     kind = message_kind("gather", x)
     received = gather_messages(
         lane,

@@ -88,17 +88,15 @@ def reduce(
     if not is_tree(x):
         check_number("reduce", x, op)
         return _reduce_numbers(lane, [x], dst, op, timeout).then(itemgetter(0))
-    whole = over_tree(
+    return over_tree(
         lane,
         "reduce",
         x,
         one_by_one(lambda leaf: _reduce_tensor(lane, leaf, dst, op, None, timeout)),
         lambda values: _reduce_numbers(lane, values, dst, op, timeout),
         lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
+        here=here,
     )
-    if not here:
-        whole.finish = None  # which would make a tree of None
-    return whole
 
 
 def _reduce_tensor(
