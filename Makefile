@@ -202,7 +202,7 @@ INNER     := -m "not slow" $(patsubst %,--ignore=tests/test_%.py,$(PROGRAMS) $(S
 
 quick: export ASYNCCOLL_TEST_PATIENCE = 1
 quick: export ASYNCCOLL_TEST_CASES ?= $(if $(ARGS),all,day)
-quick: ## the inner loop: quick tests, on two ranks and asyncio; four to five minutes (or all of ARGS=tests/test_x.py)
+quick: ## the inner loop: quick tests, on two ranks and asyncio; four to seven minutes (or all of ARGS=tests/test_x.py)
 	@$(TEST) $(if $(ARGS),,env $(TWO_RANKS)) python -m pytest -q $(or $(ARGS),$(AT_ONCE) $(INNER))
 
 lint: ## formatting, lint rules, and import contracts
