@@ -20,6 +20,7 @@ import torch.distributed as dist
 import asynccoll as ac
 from asynccoll.cli import main
 from asynccoll.host.store import Clients
+from asynccoll.launch import engines
 from asynccoll.runtime.process import current
 from asynccoll.testing import simulate
 from asynccoll.trace import spooling
@@ -363,6 +364,36 @@ def test_stragglers_of_a_recording_are_counted_as_in_its_trace(tmp_path, capsys)
     verdict, _, title, *_ = capsys.readouterr().out.splitlines()
     assert verdict.startswith("rank 1 is late: last in 10 of 10 operations, the others waited 4.00 s for it")
     assert title == "who was last, of 10 operations that all their ranks called, without the first step"
+
+
+def test_a_run_that_records_nothing_leaves_earlier_recordings(tmp_path, monkeypatch, capsys):
+    """They were deleted before the launcher had looked at its options: a mistyped one cost them."""
+    out, program = tmp_path / "out", tmp_path / "program.py"
+    (out / "world-2").mkdir(parents=True)
+    program.write_text("")
+    line = ["trace", "run", "-o", str(out), "-n", "1", str(program)]
+    for directory in (out, out / "world-2"):
+        write(directory, [part(rank, [call(0.1, 0.2)]) for rank in range(2)])
+    before = {one: one.read_text() for one in out.rglob("rank-*")}
+
+    def refused(_request):
+        raise ac.InvalidArgumentError("--nnodes 1x: expected a number of hosts, or MIN:MAX")
+
+    for start, code in ((refused, 2), (lambda _: 3, 3)):
+        monkeypatch.setattr(engines, "run", start)
+        assert main(line) == code
+        assert {one: one.read_text() for one in out.rglob("rank-*")} == before
+        assert len(before) == 4
+    assert "--nnodes 1x" in capsys.readouterr().err
+
+    def recorded(_request):
+        write(out, [part(0, [call(0.1, 0.2)], ranks=1)])
+        return 0
+
+    monkeypatch.setattr(engines, "run", recorded)
+    assert main(line) == 0
+    assert [one.name for one in out.rglob("rank-*")] == ["rank-00000.jsonl"]
+    assert len(ac.trace.load(out).parts) == 1
 
 
 def test_chance_makes_no_rank_late():

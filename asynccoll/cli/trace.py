@@ -28,6 +28,8 @@ __all__ = ["add"]
 
 _T = TypeVar("_T")
 
+#: What the names of recordings end in while ranks record in their place.
+_EARLIER = ".earlier"
 _RUN_TEXT = """\
 Start the ranks of a program as `asynccoll run` does, record all of them, and write trace.html (to open in a
 browser) and trace.json (for ui.perfetto.dev).
@@ -148,13 +150,31 @@ def _recording_in(output: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as temporary:
             yield Path(temporary)
         return
+    check_writable(output)
+    with _replacing(output):
+        yield output.resolve()
+
+
+@contextmanager
+def _replacing(output: Path) -> Iterator[None]:
+    """Set earlier recordings in ``output`` aside; after the block delete them if there are new ones.
+
+    Otherwise they are put back: the launcher may have refused its options, or the program may have failed
+    before its ranks met.
+    """
     from asynccoll.trace.spooling import later_worlds, recordings
 
-    check_writable(output)
-    for directory in (output, *later_worlds(output)):
-        for earlier in recordings(directory):
-            earlier.unlink()
-    yield output.resolve()
+    earlier = [one for directory in (output, *later_worlds(output)) for one in recordings(directory)]
+    aside = {one.rename(one.with_suffix(_EARLIER)): one for one in earlier}
+    try:
+        yield
+    finally:
+        replaced = recordings(output)
+        for moved, one in aside.items():
+            if replaced:
+                moved.unlink()
+            else:
+                moved.rename(one)
 
 
 def _written_to(directory: Path) -> tuple[Path, Path]:
