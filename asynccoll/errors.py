@@ -11,7 +11,7 @@
     ├── UnsupportedOpError (NotImplementedError) the backend lacks it; the message names those that have it
     ├── LaneOrderError (RuntimeError)           concurrent tasks share one lane
     ├── LaneLimitError (RuntimeError)           too many lanes in one group
-    ├── SpawnError (RuntimeError)               a rank that ``spawn`` started has failed; ``rank`` says which
+    ├── SpawnError (RuntimeError)               a process that we started has failed; ``rank`` says which
     ├── WorkNotDoneError (RuntimeError)         ``result()`` before the work is done
     └── CollectiveError (RuntimeError)          an operation that was accepted has failed
         ├── CollectiveTimeoutError (TimeoutError)
@@ -118,7 +118,8 @@ class LaneLimitError(AsyncCollError, RuntimeError):
 class SpawnError(AsyncCollError, RuntimeError):
     """A rank that ``spawn`` or ``Parallel`` started has failed; its traceback is in the text.
 
-    ``rank`` is the rank that failed first, -1 if none could tell.
+    ``rank`` is the rank that failed first, -1 if none could tell. Also raised if a process in which
+    ``testing.explore`` tries seeds has died.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:

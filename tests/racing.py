@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from multiprocessing import parent_process
 
 import asynccoll as ac
 
@@ -42,6 +45,16 @@ async def fine(rank: int) -> None:
 async def failing(rank: int) -> None:
     """Raise."""
     raise LookupError(f"of {rank}")
+
+
+tried: list[int] = []
+
+
+async def dying(rank: int) -> None:
+    """Kill the process, if another one has started it, in the third schedule that it tries."""
+    tried.append(rank)
+    if tried.count(0) == 3 and parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def script() -> None:

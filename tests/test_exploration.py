@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -583,6 +584,33 @@ def test_ctrl_c_while_what_was_found_is_shrunk_still_tells_it(asked: Any, tmp_pa
     code, _, errors = asked(f"{path}::main", "--expect", f"{path}::judge", "--jobs", "1", "-n", "2")
     assert code == 130
     assert re.fullmatch(r"interrupted after 1 schedule in \S+ s: seed 0 goes wrong\nas ever\n", errors)
+
+
+@pytest.mark.slow
+def test_of_a_process_that_dies_the_seed_is_told_and_no_other_is_left(asked: Any) -> None:
+    """It was a bare BrokenProcessPool."""
+    code, _, errors = asked("racing.py::dying", "--seeds", "20", "--jobs", "2", "--first", "100", "-n", "2")
+    assert code == 2
+    assert (
+        "error: one of the processes that try seeds (jobs=2) was killed by SIGKILL while it tried seed 102: "
+        "if it ran out of memory, dmesg says so: then pass fewer jobs. Otherwise try that seed by itself, in "
+        "this process: seeds=[...], jobs=1 (--first, --seeds 1, --jobs 1)"
+    ) in errors
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_a_script_whose_processes_would_start_more_is_told_what_to_write(tmp_path: Path) -> None:
+    """Each of them imports the script, which calls ``explore`` again."""
+    (tmp_path / "alone.py").write_text(
+        "from asynccoll.testing import explore\n\n\nasync def main(rank):\n    pass\n\n\n"
+        "explore(main, seeds=range(20), jobs=2).check()\n"
+    )
+    ended = _python(tmp_path, ["alone.py"])
+    assert ended.returncode == 1
+    *_, told = ended.stderr.strip().splitlines()
+    assert told.startswith("asynccoll.errors.SpawnError: one of the processes that try seeds (jobs=2) ended")
+    assert "with exit code 1 before it had tried a seed: it imports the program first, so a script " in told
 
 
 @on_linux

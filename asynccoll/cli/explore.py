@@ -89,7 +89,8 @@ def _explore(given: argparse.Namespace) -> int:
         bar.clear()
         print(f"interrupted after {bar.found}", file=sys.stderr)
         raise
-    bar.clear()
+    finally:
+        bar.clear()
     left = sorted(name for name, state in _files().items() if before.get(name) != state)
     if given.json:
         print_json(

@@ -5,25 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from io import StringIO
 from itertools import islice
-from multiprocessing import get_context, parent_process
-from multiprocessing.synchronize import Event
 from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.endings import leaves
 from asynccoll.host.misfits import check, check_count, check_function, fitting
 from asynccoll.testing.faults import Fault
+from asynccoll.testing.pool import begins, is_over, pool
 from asynccoll.testing.report import Report
 from asynccoll.testing.schedules import PCT, RandomWalk
 from asynccoll.testing.shrinking import Case, Tried, smallest
@@ -131,6 +128,7 @@ def explore(
 
     Raises:
         InvalidArgumentError: as for ``simulate``, or ``main`` cannot be imported by other processes.
+        SpawnError: one of the processes of ``jobs`` has died, for want of memory, say.
     """
     return explore_target(
         of_function(main),
@@ -260,16 +258,8 @@ def _first_by_others(
 ) -> _Bad | None:
     """Return the first of ``seeds`` that goes wrong, tried by ``jobs`` processes."""
     sent = target.sendable()
-    spawning = get_context("spawn")
-    enough = spawning.Event()
-    with ProcessPoolExecutor(jobs, spawning, initializer=_heed, initargs=(enough,)) as pool:
-        try:
-            return _first_of(jobs, lambda some: _submitted(pool, sent, look, some), seeds, told)
-        except BaseException:
-            enough.set()
-            # Waits: a child that is still starting would not find the semaphores of a parent that has ended.
-            pool.shutdown(cancel_futures=True)
-            raise
+    with pool(jobs) as submit:
+        return _first_of(jobs, partial(_submitted, submit, sent, look), seeds, told)
 
 
 def _first_of(
@@ -300,32 +290,11 @@ def _first_of(
     return bad[min(bad)] if bad else None
 
 
-def _submitted(pool: ProcessPoolExecutor, sent: bytes, look: _Looking, seeds: list[int]) -> object:
-    """Submit ``seeds``. Processes that this starts do not get Ctrl-C: this one does, and ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _submitted(submit: Callable[..., Any], sent: bytes, look: _Looking, seeds: list[int]) -> Any:
     try:
-        return pool.submit(_tried_by_another, sent, look, seeds)
+        return submit(_tried_by_another, sent, look, seeds)
     except (AttributeError, TypeError) as error:
         raise InvalidArgumentError(f"jobs= needs faults= and expect= that can be sent: {error}") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-#: In a process that tries seeds for another: the event that tells it to stop.
-_ends_with: list[Event] = []
-
-
-def _heed(enough: Event) -> None:
-    _ends_with.append(enough)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent has ended, however: it would wait for seeds forever."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(128 + signal.SIGKILL)
 
 
 def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[int, _Bad | None, list[Stray]]:
@@ -333,11 +302,12 @@ def _tried_by_another(sent: bytes, look: _Looking, seeds: list[int]) -> tuple[in
     main = Target.found(sent)
     strays: list[Stray] = []
     for count, seed in enumerate(seeds, 1):
+        begins(seed)
         tried = look.at(main, look.case(seed))
         strays = merged([*strays, *tried.strays])
         if tried.wrong is not None:
             return count, (seed, tried.wrong), strays
-        if any(one.is_set() for one in _ends_with):
+        if is_over():
             return count, None, strays
     return len(seeds), None, strays
 
