@@ -21,6 +21,7 @@ import worlds
 from asynccoll.host import actors
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.runtime.process import current
+from asynccoll.testing import simulate
 from asynccoll.transport.progress import progress
 from asynccoll.waiting.work import Work
 from ranks import Rank, raising
@@ -950,3 +951,33 @@ def torn_away(me: Rank, where: str) -> None:
 def test_ctrl_c_in_a_waiter_that_drives_is_heard_and_stops_nobody(pair: World, where: str) -> None:
     """The error is raised where the program is waited for, and the lane keeps working."""
     pair.run(torn_away, where)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+def test_a_call_that_its_lane_does_not_accept_leaves_out_as_it_was(transport: str, name: str) -> None:
+    """The input had been copied there before the lane was asked."""
+    kept: list[bool] = []
+
+    async def main(rank: int) -> None:
+        x, out = torch.ones(50_000), torch.full((50_000,), 7.0)
+        arguments = {"src": 0} if name == "broadcast" else {}
+        issued, over = anyio.Event(), anyio.Event()
+
+        async def owns() -> None:
+            await ac.barrier()
+            issued.set()
+            await over.wait()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(owns)
+            await issued.wait()
+            with pytest.raises(ac.LaneOrderError):
+                getattr(ac, name)(x, out=out, **arguments)
+            kept.append(out.eq(7).all().item())
+            over.set()
+        assert (await getattr(ac, name)(x, out=out, lane="other", **arguments)) is out
+        assert out.ne(7).all()
+
+    simulate(main, world_size=2, transport=transport).check()
+    assert kept == [True, True]

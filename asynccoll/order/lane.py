@@ -251,6 +251,11 @@ class Lane:
             return returned(start(self._connection.opened()))
         return Ready(found) if isinstance(found, CollectiveMismatchError) else None
 
+    def admit(self) -> None:
+        """Raise the error of a collective that this lane would not accept from the caller now, if any."""
+        with self._lock:
+            self._admitted_owner(None)
+
     def _admitted_owner(self, stream: Stream | None) -> Owner:
         """Check that the caller may issue here now, and make it the owner of this order (``ownership``)."""
         if self.broken is not None:

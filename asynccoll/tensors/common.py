@@ -178,6 +178,8 @@ class Call:
         called = host.monotonic()  # before the copy below, which counts as communication
         size_bytes = self.wire.nbytes
         if fill is not None and (size_bytes <= OFFLOAD_BYTES or not (has_memory(self.wire) and in_loop())):
+            if self.value is not self.wire and self.value is not None:  # the user's ``out``, which this fills
+                lane.admit()
             fill()
             fill = None
         if fill is not None or self.program is not None or self.ahead is not None or lane.compares_calls:
