@@ -19,6 +19,7 @@ from asynccoll.runtime.process import current
 from asynccoll.tensors import fusing
 from asynccoll.tensors.bucketing import buckets, fill, pack, unpack
 from asynccoll.tensors.fusing import DIRECT_BYTES
+from asynccoll.testing import simulate
 from ranks import Rank, raising
 from struck import Strike
 from worlds import World
@@ -340,3 +341,18 @@ async def placed_elsewhere(me: Rank) -> None:
 def test_leaves_meet_only_their_like(several: World) -> None:
     """A tensor against a number, or against another dtype: each rank would get another leaf's sum."""
     several.run(placed_elsewhere)
+
+
+def test_a_sparse_tensor_without_a_gradient_is_named_among_those_of_a_tree() -> None:
+    """The error said only that there was one."""
+
+    async def main(rank: int) -> None:
+        tree = [torch.ones(2, requires_grad=True), torch.eye(3).to_sparse()]
+        with pytest.raises(
+            ac.UnsupportedOpError, match=r"sparse tensor \(float32\[3, 3\], tensor 2 of 2\) has"
+        ):
+            ac.all_reduce(tree)
+        with pytest.raises(ac.UnsupportedOpError, match="of a sparse tensor has no gradient here"):
+            ac.all_reduce(tree[1].requires_grad_())
+
+    simulate(main, world_size=2, transport="memory").check()

@@ -20,7 +20,7 @@ import torch
 from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.order.lane import Lane
-from asynccoll.plan.spec import ReduceOp
+from asynccoll.plan.spec import ReduceOp, dtype_name
 from asynccoll.tensors import Call
 from asynccoll.tensors.fusing import Fuse
 from asynccoll.waiting.started import Started
@@ -59,11 +59,13 @@ def records(name: str, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] 
     filled = [out for out in outs or () if isinstance(out, torch.Tensor)]  # other types are refused elsewhere
     if not any_tracked([*xs, *filled] if filled else xs):
         return False
-    if any(x.layout is not torch.strided for x in xs):
-        raise UnsupportedOpError(
-            f"{name} of a sparse tensor has no gradient here, and autograd is recording it: pass "
-            "x.to_dense(), or x.detach() if none is wanted"
-        )
+    for number, x in enumerate(xs, 1):
+        if x.layout is not torch.strided:
+            which = f" ({dtype_name(x.dtype)}{list(x.shape)}, tensor {number} of {len(xs)})"
+            raise UnsupportedOpError(
+                f"{name} of a sparse tensor{which * (len(xs) > 1)} has no gradient here, and autograd is "
+                "recording it: pass x.to_dense(), or x.detach() if none is wanted"
+            )
     if outs is None:
         return True
     raise InvalidArgumentError(
