@@ -26,7 +26,7 @@ from asynccoll.backends.memory import sharing
 from asynccoll.flight import registry
 from asynccoll.host import actors
 from asynccoll.host.store import Exchange
-from asynccoll.runtime.process import current, existing, refresh
+from asynccoll.runtime.process import _renewed, current, existing, refresh, when_joined
 from patience import until
 from ports import free_port
 from ranks import Rank, raising
@@ -207,8 +207,9 @@ def test_local_rank_and_its_siblings(bare: World) -> None:
 
 
 def adopting(me: Rank, port: int) -> None:
-    method = f"tcp://127.0.0.1:{port}"
+    method, joined = f"tcp://127.0.0.1:{port}", list[object]()
     dist.init_process_group("gloo", init_method=method, rank=me.rank, world_size=me.size)
+    when_joined(joined.append)
     try:
         assert ac.is_initialized()
         assert ac.get_rank() == me.rank
@@ -225,8 +226,10 @@ def adopting(me: Rank, port: int) -> None:
         dist.all_reduce(x)
         oracle.same(x, torch.full((1,), 2.0))
         assert ac.all_reduce(1).wait() == 2, "cannot be adopted again"
+        assert joined[1:] == [current()], "recordings and graphs learn of no adopted world"
         ac.finalize()
     finally:
+        _renewed.remove(joined.append)
         dist.destroy_process_group()
 
 

@@ -158,7 +158,15 @@ def _adopt() -> Context:
             raise
         _end_world_of_one()
         _install_exit_hook()
-        return context
+    _tell_joined(context)
+    return context
+
+
+def _tell_joined(context: Context) -> None:
+    """Call what was registered with ``when_joined``, as higher layers do when they are imported."""
+    importlib.import_module("asynccoll.public")
+    for renew in _renewed:
+        renew(context)
 
 
 def _end_world_of_one() -> None:
@@ -263,11 +271,7 @@ def _enter(context: Context) -> None:
         process.left = None
         _end_world_of_one()
         _install_exit_hook()
-    importlib.import_module(
-        "asynccoll.public"
-    )  # higher layers register with ``when_joined`` when they are imported
-    for renew in _renewed:
-        renew(context)
+    _tell_joined(context)
     actors.current()  # recorded now, so that tasks started by this one are known to descend from it
 
 
