@@ -5,6 +5,7 @@ The steps are scripted, and so is what wakes threads; the simulated worlds try b
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 from asynccoll.backends.memory.flight import InFlight
 from asynccoll.backends.memory.layout import ASLEEP, BLOCK_WORDS, CLOSED, STATE, WATCHING
 from asynccoll.backends.memory.moving import Mover
+from asynccoll.backends.memory.watcher import Watcher
 from asynccoll.errors import CollectiveError, PeerLostError
 from asynccoll.memory import unfilled
 from patience import patient
@@ -218,3 +220,29 @@ def test_an_interrupted_thread_wakes_ranks_whose_words_it_may_have_cleared() -> 
     with pytest.raises(KeyboardInterrupt):
         mover.wait(call, 60.0)
     assert {"wake 1", "ring 1"} <= set(bells.noted)
+
+
+def test_the_watcher_outlives_an_error_and_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Its thread ended: nobody was told of any call any more. The log has the same error once."""
+    told = threading.Event()
+
+    class Raising:
+        left = 2
+
+        def attend(self) -> None:
+            if self.left:
+                self.left -= 1
+                raise ZeroDivisionError("a callback's")
+            told.set()
+
+    engine, bell = Raising(), os.eventfd(0, os.EFD_NONBLOCK)
+    watcher = Watcher(bell, {})
+    try:
+        watcher.add(engine)
+        watcher.ring()
+        assert told.wait(patient(10))
+    finally:
+        watcher.stop()
+        os.close(bell)
+    assert "a callback's" in caplog.text
+    assert len(caplog.records) == 1

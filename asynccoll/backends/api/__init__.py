@@ -21,6 +21,7 @@ from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import misfit, mismatch
 from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
+from asynccoll.host.endings import is_new
 from asynccoll.host.handing import received
 from asynccoll.host.helpers import start_once
 from asynccoll.host.store import Clients, Exchange, Waiting, values
@@ -90,6 +91,7 @@ __all__ = [
     "forks",
     "give_way",
     "host",
+    "is_new",
     "locate",
     "make_default_group",
     "may_overlap",

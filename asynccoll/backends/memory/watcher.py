@@ -6,14 +6,22 @@ It sleeps until another rank rings its bell, or another rank's process ends.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from asynccoll.backends.api import is_new
+
 __all__ = ["Watcher"]
+
+_log = logging.getLogger("asynccoll.memory")
+#: How long to rest after an error: the engine that has raised it is attended again, and may raise it again.
+_REST_SECONDS = 0.01
 
 
 class Watcher:
@@ -27,6 +35,7 @@ class Watcher:
         self._ranks = {descriptor: rank for rank, descriptor in processes.items()}
         self._engines: weakref.WeakSet[object] = weakref.WeakSet()
         self._lock = threading.Lock()
+        self._logged: set[object] = set()
         self._stopped = False
         #: the ranks whose processes have ended
         self.gone: set[int] = set()
@@ -62,7 +71,17 @@ class Watcher:
                     poll.unregister(descriptor)
                     self.gone.add(self._ranks[descriptor])
             for engine in self._known():
-                engine.attend()
+                self._attend(engine)
+
+    def _attend(self, engine: Any) -> None:
+        """Call ``engine.attend``; log a new error (a callback's, say): other calls need this thread."""
+        try:
+            engine.attend()
+        except Exception as error:
+            if is_new(error, self._logged):
+                _log.exception("moving calls through memory has failed; it is tried again")
+            time.sleep(_REST_SECONDS)
+            self.ring()  # callbacks behind one that raised have not been called yet
 
     def _known(self) -> Iterable[Any]:
         with self._lock:
