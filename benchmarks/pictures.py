@@ -1,11 +1,10 @@
 """Run the benchmarks and draw their results: ``make pictures``.
 
-    python benchmarks/pictures.py            run fusion, growth and memory, then draw
+    python benchmarks/pictures.py            run fusion and growth, then draw
     python benchmarks/pictures.py --draw     redraw the data of the last run
 
 Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG.
-``memory`` runs `asynccoll bench` in the environment that has MPI, which measures all peers in one run. The
-picture of latency comes from `asynccoll bench --plot`, the timeline from ``examples/train_digits.py``.
+The picture of latency comes from `asynccoll bench --plot`, the timeline from ``examples/train_digits.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from asynccoll.host import words
 from asynccoll.trace.figures import STYLE
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +28,6 @@ IMAGES = ROOT / "docs" / "images"
 
 #: The palette of Okabe and Ito, as in the timeline: ours in blue and green, the peers in other colors.
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#222222")
-MIB = 1 << 20
 
 RUNS = {
     "fusion": [
@@ -47,43 +44,12 @@ RUNS = {
     ],
     "growth": ["benchmarks/growth.py", "--rounds", "5"],
 }
-_SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M"
-_WITH_MPI = [
-    "tools/envs.py",
-    "exec",
-    "mpich",
-    "--",
-    "mpiexec",
-    "-n",
-    "2",
-    "python",
-    "-m",
-    "asynccoll",
-    "bench",
-]
-#: The benchmarks that print their figures instead of writing a file.
-PRINTED = {
-    "memory": [
-        *_WITH_MPI,
-        "--backend",
-        "gloo",
-        "--peers",
-        "asynccoll,torch,mpi4py",
-        "--sizes",
-        _SIZES,
-        "--json",
-    ],
-}
 
 
 def measure(name: str) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
-    data = DATA / f"{name}.json"
-    if name in RUNS:
-        subprocess.run([sys.executable, *RUNS[name], "--data", str(data)], check=True, cwd=ROOT)
-        return
-    with data.open("w") as file:
-        subprocess.run([sys.executable, *PRINTED[name]], check=True, cwd=ROOT, stdout=file)
+    command = [sys.executable, *RUNS[name], "--data", str(DATA / f"{name}.json")]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 # Pictures, each drawn from the data of one benchmark
@@ -138,35 +104,9 @@ def scaling(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def memory(found: dict[str, Any]) -> Figure:
-    """Draw time and bandwidth of an in-place all_reduce over its size: shared memory, gloo and MPI."""
-    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = {"asynccoll": "asynccoll, through memory", "torch": "gloo", "mpi4py": "MPI (MPICH, mpi4py)"}
-    rows = [row for row in found["rows"] if row["way"] == "in-place" and not row["error"]]
-    sizes = sorted({row["size_bytes"] for row in rows})
-    for (peer, name), colour in zip(names.items(), (COLOURS[0], COLOURS[2], COLOURS[6]), strict=True):
-        line = [row for row in rows if row["peer"] == peer]
-        at = [row["size_bytes"] for row in line]
-        look: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "label": name}
-        look["linewidth"] = 2.0 if peer == "asynccoll" else 1.2
-        left.plot(at, [row["median_us"] for row in line], **look)
-        right.plot(at, [row["algbw_gbs"] for row in line], **look)
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(sizes, [words.size(size) for size in sizes], rotation=30, fontsize=8)
-        axes.set_xlabel("size")
-    left.legend()
-    left.set_title(f"all_reduce in place, {found['ranks']} ranks of one host: microseconds")
-    right.set_title("GB/s: size by time")
-    return figure
-
-
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "fusion": fusion,
     "growth": scaling,
-    "memory": memory,
 }
 
 

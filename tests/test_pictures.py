@@ -29,28 +29,11 @@ FOUND: dict[str, Any] = {
         },
         "predicted": {"ring": {"8": {"bucket": 1, "seconds": 0.25}, "64": {"bucket": 2, "seconds": 0.5}}},
     },
-    "memory": {
-        "ranks": 2,
-        "rows": [
-            {
-                "peer": peer,
-                "way": way,
-                "error": "",
-                "size_bytes": size,
-                "median_us": size / 8,
-                "algbw_gbs": 8.0,
-            }
-            for peer in ("asynccoll", "torch", "mpi4py")
-            for way in ("in-place", "out-of-place")
-            for size in (4, 4096)
-        ],
-    },
 }
 #: Text that must be readable in each picture.
 SHOWN = {
     "fusion": ("by hand", "a loop of raw calls"),
     "growth": ("barrier", "ring"),
-    "memory": ("gloo", "4.0 KiB"),
 }
 
 
