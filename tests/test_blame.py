@@ -549,6 +549,75 @@ def test_a_recv_that_nobody_waits_for_any_more_is_named_by_the_one_after_it(tran
 
 
 @pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
+@pytest.mark.parametrize("how", ["stopped", "taken", "cancelled and taken"])
+@pytest.mark.filterwarnings("ignore::asynccoll.UnawaitedWorkWarning")
+def test_a_recv_of_recv_any_is_named_by_a_later_one_only_if_nobody_waits_for_it(
+    transport: str, how: str
+) -> None:
+    """It was named neither way: its done-callback counted as a wait that went on."""
+    heard: list[str] = []
+
+    async def main(rank: int) -> None:
+        x = torch.ones(2)
+        if rank:
+            await anyio.sleep(rank)
+            await ac.send(x, dst=0, tag=3)
+            await ac.barrier()
+            await anyio.sleep(1.5)
+            if rank == 2:
+                await ac.send(x, dst=0, tag=3)
+            await ac.barrier()
+            return
+        arriving = ac.recv_any(x, tag=3)
+        if how == "cancelled and taken":
+            with anyio.move_on_after(0.5):
+                await arriving.__anext__()
+        async for _ in arriving:
+            if how == "stopped":
+                break
+        await ac.barrier()
+        work = ac.recv(x, src=2, tag=3, timeout=1.0)
+        with pytest.raises(ac.CollectiveTimeoutError) as caught:
+            await work
+        heard.append(str(caught.value))
+        await work
+        await ac.barrier()
+
+    simulate(main, world_size=3, transport=transport, operation_timeout=30.0, seed=SEED).check()
+    (told,) = heard
+    assert "pid 1002) has not called send to rank 0 (tag 3)" in told
+    abandoned = r"; this rank's recv at \S*test_blame.py:\d+, which nobody waits for any more, has taken the "
+    assert bool(re.search(abandoned, told)) == (how == "stopped"), told
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_call_is_told_as_a_wait_only_as_long_as_it_is_polled(goes_on: bool) -> None:
+    """One look, even by ``repr``, was told as a wait from then on."""
+    heard: list[str] = []
+
+    async def main(rank: int) -> None:
+        if rank == 0:
+            work = ac.all_reduce(1.0, timeout=5.0)
+            with pytest.raises(ac.CollectiveTimeoutError) as caught:
+                await work
+            heard.append(str(caught.value))
+            await work
+            await ac.wait_all([ac.all_reduce(1.0, lane=name) for name in ("side", "other")])
+            return
+        side, other = (ac.all_reduce(1.0, lane=name) for name in ("side", "other"))
+        assert "in flight" in repr(side)
+        for _ in range(80):
+            assert not (goes_on and side.done())
+            await anyio.sleep(0.1)
+        await ac.wait_all([ac.all_reduce(1.0), side, other])
+
+    simulate(main, world_size=2, seed=SEED).check()
+    (told,) = heard
+    assert "its last call was all_reduce #1 on lane 'other'" in told
+    assert ("; waiting in all_reduce #1 on lane 'side' at " in told) == goes_on, told
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory", "mpi"])
 def test_a_message_with_another_tag_is_told_although_other_calls_came_after_it(transport: str) -> None:
     heard: dict[int, str] = {}
 
@@ -817,7 +886,19 @@ async def completed(work: ac.Work[int]) -> None:
             pass
 
 
-@pytest.mark.parametrize("give_up", [timed_out, cancelled, never_waited_for, completed])
+async def polled(work: ac.Work[int]) -> None:
+    assert not work.done()
+    work.detach()
+
+
+async def polled_and_cancelled(work: ac.Work[int]) -> None:
+    assert not work.done()
+    await cancelled(work)
+
+
+@pytest.mark.parametrize(
+    "give_up", [timed_out, cancelled, never_waited_for, completed, polled, polled_and_cancelled]
+)
 def test_a_call_that_nobody_waits_for_any_more_is_told_as_no_other_wait(give_up: Any, loop: str) -> None:
     """A child task has abandoned it, so it is part of no circle and no chain of waits: the rank computes."""
     heard: dict[int, str] = {}

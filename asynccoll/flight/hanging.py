@@ -363,7 +363,7 @@ def _messages(flights: Mapping[int, Flight], now: Mapping[int, float], *, live: 
             seconds = max(0.0, now[rank] - call.called)
             yield Unfinished(
                 rank, one.missing, _lane(call), 0, call.place, seconds, False, (peer,),
-                started_early=not (call.waited > 0 or call.timed_out), ticket=call.ticket,
+                started_early=not (call.waited > 0 or call.timed_out or call.polled), ticket=call.ticket,
             )  # fmt: skip
 
 

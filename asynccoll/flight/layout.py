@@ -60,7 +60,7 @@ __all__ = [
 #: The memory's name, by which it is found among a process's descriptors.
 NAME = "asynccoll-flight"
 MAGIC = b"acflight"
-VERSION = 4
+VERSION = 5
 HEADER_BYTES = 4096
 #: magic, version, rank, world size, pid, monotonic and wall clock at the beginning.
 HEADER = struct.Struct("=8sIiiidd")
@@ -82,9 +82,9 @@ LANE = struct.Struct("=QH246s")
 LANES_AT = HEADER_BYTES
 
 RECORDS = 1024
-#: ticket, text, place in the order, part, peer, bytes, called, begun, ended, waited for since (if negative:
-#: until then, when the wait timed out), how it failed, ticket. While a record is being written, its two
-#: tickets differ.
+#: ticket, text, place in the order, part, peer, bytes, called, begun, ended (if negative: it was last polled
+#: then, and had not), waited for since (if negative: until then, when the wait timed out), how it failed,
+#: ticket. While a record is being written, its two tickets differ.
 RECORD = struct.Struct("=QQQIiQddddQQ")
 RECORDS_AT = LANES_AT + LANES * LANE.size
 #: The size of a record, and the index of some of its fields, in words of eight bytes.

@@ -99,18 +99,26 @@ def refused_send(
 
 
 def abandoned(
-    flight: Flight, group: str, lane_key: str, operation: str, rank: int, tag: int, ticket: int
+    flight: Flight,
+    group: str,
+    lane_key: str,
+    operation: str,
+    rank: int,
+    tag: int,
+    ticket: int,
+    since: float,
 ) -> Call | None:
     """Return a receive before ``ticket`` that comes first although nobody waits for it any more, or None.
 
-    It has taken the last message from ``rank``, or is the next to take one.
+    It has taken the last message from ``rank``, or is the next to take one. One that was polled at or after
+    ``since`` is waited for.
     """
     if not operation.startswith("recv"):
         return None
     receives = _messages(flight, group, lane_key, operation, rank, tag)
     before = [call for call in receives if call.ticket < ticket and not call.failure]
     latest = next((call for call in reversed(before) if call.ended), None)
-    open_ones = (call for call in before if call.is_open and call.waited <= 0)
+    open_ones = (call for call in before if call.is_open and call.waited <= 0 and call.polled < since)
     return next(open_ones, latest if latest is not None and latest.waited < 0 else None)
 
 

@@ -44,6 +44,8 @@ class Call(NamedTuple):
     ended: float
     waited: float
     failure: str
+    #: when the program last asked whether it was over; 0.0 also if it is over by now
+    polled: float = 0.0
 
     @property
     def state(self) -> str:
@@ -71,8 +73,8 @@ class Call(NamedTuple):
         return -self.waited if ended else 0.0
 
     def is_waited_for(self, since: float) -> bool:
-        """Whether it is waited for, or was until a timeout at or after ``since``."""
-        return self.waited > 0 or 0 < since <= self.timed_out
+        """Whether it is waited for, or was until a timeout or a poll at or after ``since``."""
+        return self.waited > 0 or 0 < since <= max(self.timed_out, self.polled)
 
     def refusal(self, of: str) -> str:
         """Describe the refusal, where ``of`` was expected: ``called it at train.py:12, and it was ...``."""
@@ -236,14 +238,17 @@ def _calls(memory: memoryview | bytes) -> Iterator[Call]:
     tickets = memoryview(records).cast("Q")[:: layout.WORDS].tolist()
     texts: dict[int, list[str]] = {}
     for ticket in sorted({*tickets} - {0}):
-        begun, text, *numbers, outcome, again = RECORD.unpack_from(records, ticket % RECORDS * RECORD.size)
+        begun, text, *numbers, ended, waited, outcome, again = RECORD.unpack_from(
+            records, ticket % RECORDS * RECORD.size
+        )
         if not ticket == begun == again:
             continue
         if text not in texts:
             texts[text] = parts_at(memory, text)
         if len(texts[text]) == len(PARTS):
             failure = text_at(memory, outcome) if outcome else ""
-            yield Call._make((ticket, *texts[text], *numbers, failure))
+            times = max(0.0, ended), waited
+            yield Call._make((ticket, *texts[text], *numbers, *times, failure, max(0.0, -ended)))
 
 
 def text_at(memory: memoryview | bytes, number: int) -> str:

@@ -176,6 +176,11 @@ class Recorder:
         """Record that a waiter waits for the operation."""
         self._stamp(ticket, WAITED, now)
 
+    def polled(self, ticket: int, now: float) -> None:
+        """Record that the program has asked whether the operation is over, and that it is not."""
+        if self._newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + ENDED] <= 0:
+            self._stamp(ticket, ENDED, -now)
+
     def timed_out(self, ticket: int, now: float) -> None:
         """Record that the wait for the operation timed out, while it is still in flight."""
         self._stamp(ticket, WAITED, -now)

@@ -6,6 +6,7 @@ evidence from its flight recorder or its kernel.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ def _missed(awaited: Awaited, account: Account, own: Account) -> list[str]:
         if one.rank == account.rank and one.call.operation.startswith(side)
     ][:1]
     about = awaited.group, awaited.lane_key, awaited.operation, awaited.peer, awaited.tag, awaited.ticket
-    if (before := abandoned(own.flight, *about)) is not None:
+    if (before := abandoned(own.flight, *about, own.now - LATELY_SECONDS)) is not None:
         how = "has taken the last message" if before.ended else "takes a message first"
         told.append(
             f"this rank's {before.operation} at {before.place}, which nobody waits for any more, {how}"
@@ -305,7 +306,9 @@ def last_words(flight: Flight, now: float, since: str = "ago") -> str:
     ago = f", {max(0.0, now - last.called):.1f} s {since}" if now else ""
     why = f": {last.failure}" if last.was_refused else ""
     text = f"its last call was {last.name} at {last.place}{ago}, {last.state}{why}"
-    waits = next((call for call in flight.calls[:-1] if call.is_open and call.waited > 0), None)
+    lately = now - LATELY_SECONDS if now else math.inf
+    open_ones = (call for call in flight.calls[:-1] if call.is_open)
+    waits = next((call for call in open_ones if call.waited > 0 or call.polled >= lately), None)
     return f"{text}; waiting in {waits.name} at {waits.place}" if waits is not None else text
 
 

@@ -88,12 +88,12 @@ class Watch:
         self._asleep = False  # in ``_sleep``, to be woken; else the thread looks once a second by itself
         self._asked = self._compared = host.monotonic()  # when it last looked for refusals, for shifts
 
-    def add(self, operation: Operation) -> None:
-        """Add a waiter of ``operation``; start or wake the thread."""
+    def add(self, operation: Operation, waiters: int = 1) -> None:
+        """Add ``waiters`` of ``operation``, none if it is only polled; start or wake the thread."""
         if not self._world.has_peers:
             return
         with self._wake:
-            self._watched[operation] = self._watched.get(operation, 0) + 1
+            self._watched[operation] = self._watched.get(operation, 0) + waiters
             self._hurry([operation])
             self._start()
 

@@ -114,7 +114,7 @@ class _Around:
         """Return an empty string: nothing is dumped."""
         return ""
 
-    def watch_over(self, operation: Operation) -> None:
+    def watch_over(self, operation: Operation, waiters: int = 1) -> None:
         """Do nothing: there are no peers to check on."""
 
     watch_no_more = watch_over

@@ -61,7 +61,8 @@ class AnySource(Generic[T]):
                 f"a message from rank {source} was already requested, and has not been taken yet"
             )
         work = self._works[source] = self._post(source)
-        work.add_done_callback(partial(self._arrivals.tell, source))
+        for operation in work.operations:  # no done-callback: that would count as a wait until it ends
+            operation.add_waker(partial(self._arrivals.tell, source))
 
     def __aiter__(self) -> AnySource[T]:
         return self
@@ -69,10 +70,10 @@ class AnySource(Generic[T]):
     async def __anext__(self) -> tuple[int, T]:
         while self._works and not self._arrivals.sources:
             signal = Signal()
-            with self._arrivals.waking(signal.set):
+            with self._waiting(signal.set):
                 if not self._arrivals.sources:
                     await signal.wait(self._seconds_left())
-            self._check_deadlines()
+                self._check_deadlines()
         if not self._works:
             raise StopAsyncIteration
         with self._taken() as source:
@@ -84,14 +85,29 @@ class AnySource(Generic[T]):
     def __next__(self) -> tuple[int, T]:
         while self._works and not self._arrivals.sources:
             event = host.Event()
-            with self._arrivals.waking(event.set):
+            with self._waiting(event.set):
                 if not self._arrivals.sources:
                     event.wait(self._seconds_left())
-            self._check_deadlines()
+                self._check_deadlines()
         if not self._works:
             raise StopIteration
         with self._taken() as source:
             return source, self._works[source].wait()
+
+    @contextmanager
+    def _waiting(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Wait for all receives in the block, which ``wake`` ends; afterwards those in flight have no waiter.
+
+        The iteration may be stopped after any message: they then take messages for which nobody waits.
+        """
+        operations = [operation for work in self._works.values() for operation in work.operations]
+        with self._arrivals.waking(wake):
+            try:
+                for operation in operations:
+                    operation.attend()
+                yield
+            finally:
+                host.call_each(one.leave if one.done() else one.give_up for one in operations)
 
     @contextmanager
     def _taken(self) -> Iterator[int]:
@@ -124,7 +140,7 @@ class AnySource(Generic[T]):
         for source, work in self._works.items():
             past = [one for one in work.operations if one.deadline <= now]
             if past and work.done():  # Ctrl-C has kept ``again`` from having it told
-                self._arrivals.tell(source, work)
+                self._arrivals.tell(source)
                 return
             if past:
                 self._let_go()
@@ -145,7 +161,7 @@ class _Arrivals:
         self.sources: deque[int] = deque()
         self._wake: Callable[[], object] | None = None
 
-    def tell(self, source: int, _: object) -> None:
+    def tell(self, source: int) -> None:
         """Record that a message from ``source`` has arrived. Called on the thread that completes it."""
         if source not in self.sources:
             self.sources.append(source)

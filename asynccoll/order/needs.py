@@ -135,8 +135,8 @@ class World(Protocol):
     ) -> None:
         """Tell the peers that this rank does not make a call (``health.refusals``)."""
 
-    def watch_over(self, operation: Any) -> None:
-        """Note that a waiter has begun: check now and then whether the operation can still complete."""
+    def watch_over(self, operation: Any, waiters: int = 1) -> None:
+        """Check now and then whether the operation can still complete. ``waiters``: how many have begun."""
 
     def watch_no_more(self, operation: Any) -> bool:
         """Note that one waiter has stopped waiting; returns whether another one still waits."""

@@ -171,7 +171,10 @@ class Operation:
     def saw_end(self, now: float) -> None:
         """Note that a waiter found the operation over, and call the wakers before that waiter continues."""
         self.over = self.completion.fine and self.failure is None
-        self.lane.world.recorder.ended(self.ticket, now)
+        recorder = self.lane.world.recorder
+        if self._left_alone:
+            recorder.waited(self.ticket, now)  # after all
+        recorder.ended(self.ticket, now)
         if self._wakers:
             self._wake()
 
@@ -180,6 +183,12 @@ class Operation:
         world = self.lane.world
         world.recorder.waited(self.ticket, host.monotonic())
         world.watch_over(self)
+
+    def polled(self) -> None:
+        """Note that the program polls, and so waits, although no call waits: the world checks from now on."""
+        world = self.lane.world
+        world.recorder.polled(self.ticket, host.monotonic())
+        world.watch_over(self, waiters=0)
 
     def leave(self) -> None:
         """End a wait: the world stops checking on the operation for this waiter."""

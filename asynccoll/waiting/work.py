@@ -270,7 +270,7 @@ class Work(NotItsResult, Generic[T]):
             return True
         for operation in self._operations:
             if not operation.done():
-                operation.attend()  # a caller that polls is a waiter too
+                operation.polled()  # a caller that polls is a waiter too
                 return False
         return True
 

@@ -234,9 +234,9 @@ class Context:
         near = {rank: memory for rank, memory in seen.items() if not nodes or nodes[rank] == nodes[self.rank]}
         return Compared(lane, self.rank, self.recorder, near, far)
 
-    def watch_over(self, operation: Operation) -> None:
-        """Add a waiter of ``operation``: check from time to time whether it can still complete."""
-        self.watch.add(operation)
+    def watch_over(self, operation: Operation, waiters: int = 1) -> None:
+        """Add ``waiters`` of ``operation``: check from time to time whether it can still complete."""
+        self.watch.add(operation, waiters)
 
     def watch_no_more(self, operation: Operation) -> bool:
         """Remove a waiter of ``operation``; returns whether another one still waits."""
