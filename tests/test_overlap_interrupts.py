@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable
 
@@ -13,10 +14,12 @@ from torch import nn
 
 import asynccoll as ac
 from asynccoll.overlap.averaging import ParameterAverager
-from asynccoll.overlap.buckets import FlaggedBucket
+from asynccoll.overlap.buckets import Bucket, FlaggedBucket
 from asynccoll.overlap.gradients import GradientReducer
 from asynccoll.overlap.rows import SparseGradient
+from asynccoll.overlap.sharded import ShardedOptimizer
 from asynccoll.overlap.shards import ShardBucket
+from asynccoll.overlap.steps import Resumable
 from asynccoll.testing import simulate
 from ranks import Rank
 from struck import Strike
@@ -186,3 +189,96 @@ def test_a_bucket_is_not_sent_twice_if_ctrl_c_comes_as_it_is_sent(
     assert any("close() this one on every rank" in one for one in told)
     # The others may have had all buckets of the first step, but none of those after it.
     assert told[::2].count("right") == told[1::2].count("right") == others[1::2].count("right")
+
+
+def test_a_gradient_that_is_put_when_ctrl_c_comes_is_scaled_once() -> None:
+    """Regression: one that backward had added to in its bucket was scaled again as the bucket was filled."""
+    for left in itertools.count(1):
+        parameter = torch.zeros(3, requires_grad=True)
+        parameter.grad = torch.ones(3)
+        bucket = Bucket([parameter])
+        bucket.put(0, 1.0)
+        bucket.begin()
+        parameter.grad.fill_(4.0)
+        came = True
+        with contextlib.suppress(KeyboardInterrupt), Strike(left, Bucket.put.__code__, at="opcode"):
+            bucket.put(0, 0.5)
+            came = False
+        bucket.fill(0.5)
+        assert parameter.grad.tolist() == bucket.flat[:3].tolist() == [2.0] * 3, f"struck at {left}"
+        if not came:
+            break
+    assert left > 20
+
+
+def test_a_gradient_of_a_part_that_is_put_when_ctrl_c_comes_counts_as_ours() -> None:
+    """Regression: it was refused as one that the user had changed, on all ranks, if gradients accumulate."""
+    for left in itertools.count(1):
+        parameter = nn.Parameter(torch.zeros(3))
+        bucket = ShardBucket([parameter], rank=0, size=1)
+        parameter.grad = torch.ones(3)
+        bucket.noted(0)
+        bucket.put(0, 1.0)
+        bucket.adopt()
+        bucket.begin()
+        bucket.look(0)
+        parameter.grad.add_(4.0)
+        bucket.noted(0)
+        came = True
+        with contextlib.suppress(KeyboardInterrupt), Strike(left, Bucket.put.__code__, at="opcode"):
+            bucket.fill(0.5)
+            came = False
+        bucket.fill(0.5)
+        assert bucket.flat[:3].tolist() == [2.0] * 3, f"struck at {left}"
+        if not came:
+            break
+    assert left > 20
+
+
+def one_alone() -> tuple[nn.Parameter, ac.overlap.ShardedOptimizer]:
+    """Make an optimizer in a world of one, whose next step subtracts one."""
+    model = nn.ParameterList([torch.zeros(1)])
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model[0].sum().backward()
+    return model[0], optimizer
+
+
+@pytest.mark.parametrize("code", [ShardedOptimizer._step, torch.optim.SGD.step.__wrapped__])  # type: ignore[attr-defined]
+def test_a_step_that_ctrl_c_cuts_off_says_so_from_then_on(code: Callable[..., object]) -> None:
+    """Regression: each wait for it raised KeyboardInterrupt again, as if Ctrl-C had been pressed again."""
+    parameter, optimizer = one_alone()
+    step = optimizer.step()
+    with pytest.raises(KeyboardInterrupt), Strike(1, code.__code__, at="opcode"):
+        step.wait()
+    again = optimizer.step()
+    for wait in (step.wait, again.wait, optimizer.clip_grad_norm_(1.0).wait, optimizer.gather):
+        with pytest.raises(ac.InvalidArgumentError, match=r"Ctrl-C came while step\(\) .* was computing"):
+            wait()
+    with pytest.raises(ac.InvalidArgumentError):
+        parameter.sum().backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "where", [Resumable.called, Resumable.through, Resumable._first, Resumable._drop_ended]
+)
+def test_a_step_begins_and_ends_once_though_ctrl_c_comes(where: Callable[..., object]) -> None:
+    """Regression: another one was made after it, if Ctrl-C came as it was noted."""
+    for left in itertools.count(1):
+        parameter, optimizer = one_alone()
+        step = optimizer.step()
+        came = True
+        with contextlib.suppress(KeyboardInterrupt), Strike(left, where.__code__, at="opcode"):
+            step.wait()
+            came = False
+        step.wait()
+        optimizer.gathered().wait()
+        assert parameter.tolist() == [-1.0], f"struck at {left}"
+        optimizer.zero_grad()
+        parameter.sum().backward()
+        optimizer.step().wait()
+        optimizer.close()
+        assert parameter.tolist() == [-2.0], f"struck at {left}"
+        if not came:
+            break
+    assert left > 5

@@ -109,18 +109,18 @@ class Gradients(ABC):
         Backward adds to it (there was no ``zero_grad``), and each rank has the whole sum: without this the
         sum would count once for every rank.
         """
-        summed, self._summed[index] = self._summed[index], None
-        gradient = self.parameters[index].grad
-        if summed is None or gradient is None:
-            return
-        if gradient is not summed and _is_another(gradient, summed):
-            self._summed[index] = summed
+        summed, gradient = self._summed[index], self.parameters[index].grad
+        if summed is not None and gradient is not None and _is_another(gradient, summed):
             raise InvalidArgumentError(
                 f"the .grad of {self.named(self.parameters[index])} is not the tensor that was summed over "
                 "all ranks (op='sum'), so it is unknown whether to sum it again: change gradients in place "
                 "(grad.mul_(...)), zero them, or use op='avg'"
             )
-        gradient.div_(self.summed_over)
+        self._summed[index] = (
+            None  # without a call in between: Ctrl-C must not have this run again, or not at all
+        )
+        if summed is not None and gradient is not None:
+            gradient.div_(self.summed_over)
 
     def reported(self, index: int) -> None:
         """Exempt the gradient at ``index`` from ``check_unwritten``: an error already reports its change."""
@@ -179,6 +179,8 @@ class Bucket(Gradients):
         self.views: list[torch.Tensor] = self._views()
         self._strides = [parameter.stride() for parameter in parameters]
         self._offsets = [start * self.held.itemsize for start in self.layout.starts]
+        #: the index of the gradient that ``put`` scales, and the version that its view had before
+        self._scaling: tuple[int, int] = -1, 0
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a view for each parameter, in its shape and strides, of a tensor laid out as the bucket."""
@@ -192,18 +194,27 @@ class Bucket(Gradients):
     def put(self, index: int, scale: float) -> None:
         """Put the gradient of the parameter at ``index``, times ``scale``, into the bucket.
 
-        The parameter's ``.grad`` is the view of the bucket afterwards, unless the dtypes differ.
+        The parameter's ``.grad`` is the view of the bucket afterwards, unless the dtypes differ. Run again
+        after Ctrl-C, this scales a gradient that is the view already no second time.
         """
         parameter = self.parameters[index]
         gradient = self.check(index)
         self.divide(index)
         if self.flat.dtype is self.dtype:
-            gradient, view = self._laid_out(index, gradient)
-            torch.mul(gradient, scale, out=view)
-            parameter.grad = view
+            if not self._is_scaled(index):
+                gradient, view = self._laid_out(index, gradient)
+                self._scaling = index, view._version
+                torch.mul(gradient, scale, out=view)
+            parameter.grad = self.views[index]
         else:
             self._laid_out(index, gradient)[1].copy_(gradient).mul_(scale)
         self.took(index)
+        self._scaling = -1, 0
+
+    def _is_scaled(self, index: int) -> bool:
+        """Whether the last ``put`` has scaled that gradient, which is the view, but was cut off by Ctrl-C."""
+        view = self.views[index]
+        return self.parameters[index].grad is view and self._scaling == (index, view._version - 1)
 
     def check(self, index: int) -> torch.Tensor:
         return self.checked(index, self.views[index].shape)
@@ -313,6 +324,8 @@ class FlaggedBucket(Bucket):
 
 def _is_another(gradient: torch.Tensor, summed: torch.Tensor) -> bool:
     """Whether ``gradient`` is not zero, and unrelated to the one that was ``summed``."""
+    if gradient is summed:
+        return False
     if gradient.is_sparse or summed.is_sparse:
         return not gradient.is_sparse or gradient._nnz() > 0
     return not may_overlap(gradient, summed) and bool(gradient.any())

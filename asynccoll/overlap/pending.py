@@ -175,11 +175,13 @@ class Forgotten:
         Its wait was cut short, or goes on in another task. A call does not count in its own code (in its
         closure, say).
         """
-        left = list(self.left)
+        left = [one for one in list(self.left) if not one.over]
         if not left or left[0].is_running:
             return ""
         waiting = (one.called for one in left if one.name[0] not in _SAVING)
-        return next((_UNFINISHED.format(wanted=wanted, called=called) for called in waiting), "")
+        return left[0].cut_off or next(
+            (_UNFINISHED.format(wanted=wanted, called=called) for called in waiting), ""
+        )
 
 
 _UNFINISHED = (

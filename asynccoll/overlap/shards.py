@@ -83,8 +83,10 @@ class ShardBucket(Bucket):
         view = self.views[index]
         if self.parameters[index].grad is not view:
             self._zeroed[index] = True
-        elif not self._zeroed[index] and (
-            view._version != self._versions[index] or self._written_quietly(index)
+        elif (
+            not self._zeroed[index]
+            and not self._is_scaled(index)
+            and (view._version != self._versions[index] or self._written_quietly(index))
         ):
             if not _is_zeroed(view):
                 raise InvalidArgumentError(

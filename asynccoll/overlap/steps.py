@@ -18,6 +18,12 @@ __all__ = ["Resumable", "Sequence", "Steps", "Waitable", "run", "run_blocking"]
 
 T = TypeVar("T")
 
+_CUT_OFF = (
+    "Ctrl-C came while {called} of {whose} was computing, not waiting, so it is unknown what it had changed "
+    "by then, and which of its calls the other ranks can complete: end this rank, or make another one on "
+    "every rank, and go on from a checkpoint"
+)
+
 
 class Waitable(Awaitable[object], Protocol):
     """An object that can be awaited, or waited for without a loop: a ``Work``, or one like it."""
@@ -86,9 +92,13 @@ class Resumable:
         ``name``: a method and its arguments.
         """
         self._check_idle()
-        resumed = self._left and self._left[-1].name == name and self._left_at == self._news()
+        news = self._news()
+        resumed = self._left and self._left[-1].name == name and self._left_at == news
         if not resumed:
-            self._left.append(Sequence(name, begin()))
+            sequence = Sequence(name, begin, self._whose)
+            # Without a call in between: if Ctrl-C comes after both, the next call continues the sequence.
+            self._left_at = news
+            self._left.append(sequence)
         return self._left[-1]
 
     def through(self, sequence: Sequence) -> Steps[Any]:
@@ -97,11 +107,12 @@ class Resumable:
             self._check_idle()
         while not sequence.over:
             yield from self._first()
+        self._drop_ended()
         return sequence.outcome()
 
     def rest(self) -> Steps[None]:
-        """Run the rest of all sequences."""
-        while self._left:
+        """Run the rest of all sequences, except of one that was cut off."""
+        while self._left and not self._left[0].cut_off:
             yield from self._first()
 
     def _first(self) -> Steps[None]:
@@ -110,12 +121,17 @@ class Resumable:
             yield from first.rest()
         finally:
             self._left_at = self._news()
-            if first.over:
-                self._left.popleft()
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        """Drop sequences that are over. Ctrl-C may keep one from being dropped as it ends."""
+        while self._left and self._left[0].over:
+            self._left.popleft()
 
     def check_complete(self, wanted: str) -> None:
         """Refuse ``wanted``, which waits for nothing, while a sequence is not complete."""
         if self._left:
+            self._left[0].check_whole()
             raise InvalidArgumentError(
                 f"{wanted} after a wait of {self._whose} was cut short, while the other ranks complete it: "
                 f"call {self._left[-1].called} again first"
@@ -127,6 +143,8 @@ class Resumable:
         return bool(self._left) and self._left[0].waited_for
 
     def _check_idle(self) -> None:
+        if self._left:
+            self._left[0].check_whole()
         if self.is_waited_for:
             raise InvalidArgumentError(
                 f"another task waits in {self._left[0].called} of {self._whose}: if tasks take turns in "
@@ -136,22 +154,34 @@ class Resumable:
 
 
 class Sequence:
-    """Steps that remember what they wait for if the wait is cut short, and their result or error."""
+    """Steps that remember what they wait for if the wait is cut short, and their result or error.
 
-    def __init__(self, name: tuple[object, ...], steps: Steps[object]) -> None:
+    A wait can be cut short and continued, but not the steps' own code, which Ctrl-C ends for good: then they
+    are *cut off*, and how much of them was done is unknown.
+    """
+
+    def __init__(self, name: tuple[object, ...], begin: Callable[[], Steps[object]], whose: str) -> None:
         self.name: tuple[object, ...] = name
         self.over: bool = False
+        #: if it was cut off, the error text that says so
+        self.cut_off: str = ""
         self.waited_for: bool = False
-        self._steps = steps
+        self._steps = begin()
+        self._whose = whose
         self._pending: Waitable | None = None
         self._result: object = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def outcome(self) -> Any:
         """Return the result of the steps, which are over, or raise their error."""
         if self._error is not None:
             raise self._error
         return self._result
+
+    def check_whole(self) -> None:
+        """Raise an error if it was cut off: it can neither be continued nor run again."""
+        if self.cut_off:
+            raise InvalidArgumentError(self.cut_off)
 
     @property
     def is_running(self) -> bool:
@@ -186,7 +216,10 @@ class Sequence:
     def _next(self, go_on: Callable[[], Waitable]) -> Waitable:
         try:
             return go_on()
-        except BaseException as error:
+        except Exception as error:
             self.over = True
             self._error = None if isinstance(error, StopIteration) else error
+            raise
+        except BaseException:  # Ctrl-C, or the end of the program in a closure
+            self.cut_off = _CUT_OFF.format(called=self.called, whose=self._whose)
             raise
