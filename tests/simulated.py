@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+
+import pytest
 
 import asynccoll as ac
 import compositions_run
@@ -91,11 +91,10 @@ def complaints(
     noticed: list[str] = []
     ours = ("again", "warned")
     given = {name: value for name, value in options.items() if name not in ours} | {"timeout": 200.0}
-    environ = {} if options.get("warned", True) else {stalls.VARIABLE: "0"}
-    with (
-        patch.object(threading, "excepthook", lambda args: noticed.append(_thrown(args))),
-        patch.dict(os.environ, environ),
-    ):
+    with pytest.MonkeyPatch.context() as patched:  # ``patch.dict`` would set the whole environment anew
+        patched.setattr(threading, "excepthook", lambda args: noticed.append(_thrown(args)))
+        if not options.get("warned", True):
+            patched.setenv(stalls.VARIABLE, "0")
         report = simulate(
             blocking if program.loop == "none" else main,
             world_size=program.ranks,
