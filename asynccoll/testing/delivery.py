@@ -6,6 +6,7 @@ This module must not know what the messages are.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 import torch
@@ -86,19 +87,21 @@ class _Card:
         self._scheduler = scheduler
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
+        self._idle = False
 
     def put(self, at: float, act: Callable[[], object]) -> None:
         self._count += 1
         heapq.heappush(self._due, (at, self._count, act))
-        if self.thread is not None:
-            self._scheduler.wake(self.thread)
+        if self._idle and self.thread is not None:
+            self._scheduler.wake_by(self.thread, at)
 
     def run(self) -> None:
         while True:
-            if not self._due:
-                self._scheduler.park()
-            elif self._due[0][0] > self._scheduler.now:
-                self._scheduler.park(self._due[0][0])
+            until = self._due[0][0] if self._due else math.inf
+            if until > self._scheduler.now:
+                self._idle = True
+                self._scheduler.park(until)
+                self._idle = False
             else:
                 with torch.inference_mode():  # native code writes in any mode
                     heapq.heappop(self._due)[2]()

@@ -286,9 +286,8 @@ class Scheduler:
         del self._runnable[me]
         me.runnable = False
         me.timed_out = False
-        me.until = until
-        if until < math.inf:
-            heapq.heappush(self._timers, (until, me.number, me))
+        me.until = math.inf
+        self.wake_by(me, until)
         if self._pass_on(me):
             self._take(me)
         elif me.interrupt is not None:
@@ -309,6 +308,12 @@ class Scheduler:
             thread.runnable = True
             thread.until = math.inf
             self._ready(thread)
+
+    def wake_by(self, thread: SimulatedThread, until: float) -> None:
+        """Have a parked ``thread`` wait no longer than until the time ``until``."""
+        if not thread.runnable and until < thread.until:
+            thread.until = until
+            heapq.heappush(self._timers, (until, thread.number, thread))
 
     def _tick(self, me: SimulatedThread) -> None:
         if self.is_gone(me):

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +51,8 @@ from asynccoll.world.context import Context, Identity
 __all__ = ["Setting", "World"]
 
 _MOST_STEPS = 20_000_000
-#: A full collection takes as long as five simulations; this many leave some 100 MB of garbage.
-_RUNS_UNCOLLECTED = 100
+#: A full collection takes as long as five simulations; this many reports of errors may hold 300 MB.
+_RUNS_UNCOLLECTED = 300
 _runs = count(1)
 #: The advice for a ``main`` that joins the world itself, as scripts do.
 _INSTEAD = (
@@ -324,13 +324,13 @@ def _uncollected() -> Iterator[None]:
     """Turn off the garbage collector and torch's thread pool for the block.
 
     So a finalizer runs only where the last reference is dropped. Objects from before the block are frozen: a
-    fault that collects garbage collects only the simulation's. What a simulation leaves behind counts as old
-    afterwards and would be collected too rarely, so every ``_RUNS_UNCOLLECTED``-th block starts with a full
-    collection.
+    fault that collects garbage collects only the simulation's. Afterwards they count as old, and would be
+    collected too rarely. So what the last simulation has left is collected first, and every
+    ``_RUNS_UNCOLLECTED``-th block starts with a full collection, as its report may still have been in use.
     """
     collected, threads = gc.isenabled(), torch.get_num_threads()
-    if collected and next(_runs) % _RUNS_UNCOLLECTED == 0:
-        gc.collect()
+    if collected:
+        gc.collect(1 if next(_runs) % _RUNS_UNCOLLECTED else 2)
     gc.disable()
     gc.freeze()
     torch.set_num_threads(1)
@@ -367,6 +367,12 @@ def _unheard(scheduler: Scheduler) -> Iterator[None]:
         sys.unraisablehook, warnings.showwarning = before, shown
 
 
+@cache
+def _sched_getcpu() -> Callable[[], int] | None:
+    """Return what says on which core the caller runs, if threads can be pinned to it."""
+    return getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
+
+
 @contextlib.contextmanager
 def _on_one_core() -> Iterator[None]:
     """Pin threads to the current core for the block: one at a time, they hand over twice as fast there.
@@ -374,7 +380,7 @@ def _on_one_core() -> Iterator[None]:
     Under SCHED_BATCH they are twice as fast again: a thread does not preempt the one that wakes it, which
     still holds the GIL.
     """
-    here = getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
+    here = _sched_getcpu()
     if here is None:
         yield
         return
