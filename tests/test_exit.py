@@ -424,3 +424,27 @@ def test_a_script_whose_threads_go_on_when_its_main_thread_has_ended(tmp_path: P
         assert ended.code == 0, ended.err
         assert ended.out.split() == ["trained"], ended.err
         assert "aborted" not in ended.err
+
+
+NO_THREADS = """
+    import threading, torch, asynccoll as ac
+    ac.initialize("gloo")
+    def refuse(*_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    def shut_down():
+        threading.Thread.start = refuse
+    threading._register_atexit(shut_down)  # runs before all that were registered earlier
+    print(ac.all_reduce(ac.get_rank() + 1).wait())
+    if ac.get_rank() in STUCK:
+        stuck = ac.all_reduce(torch.ones(1000))
+        stuck.detach()
+"""
+
+
+@pytest.mark.parametrize("stuck", ["", "0"])
+def test_worlds_are_left_where_no_thread_can_start_any_more(tmp_path: Path, stuck: str) -> None:
+    """As in the exit hooks of Python 3.12."""
+    for ended in scripts.run(tmp_path, NO_THREADS.replace("STUCK", f"[{stuck}]"), ranks=2):
+        assert ended.out.split() == ["3"]
+        assert ended.code == 0, ended.err
+        assert "Traceback" not in ended.err

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook, which joins pools, must be registered before ours
+import contextlib
 import sys
 import threading
 import warnings
@@ -78,8 +79,10 @@ class _Ending(Generic[W]):
             self.died_of = in_a_line(error)
             self.leave()
         elif self._worlds():
-            self._guard = threading.Thread(target=self._watch, name="asynccoll-exit", daemon=True)
-            self._guard.start()
+            guard = threading.Thread(target=self._watch, name="asynccoll-exit", daemon=True)
+            with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
+                guard.start()
+                self._guard = guard
 
     def _watch(self) -> None:
         """Abort each world that has had an operation in flight for ``EXIT_SECONDS`` since the exit began."""

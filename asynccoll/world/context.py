@@ -303,7 +303,8 @@ class Context:
         deadline = host.monotonic() + seconds
         operations = self.outstanding()
         for operation in operations:
-            operation.attend()  # so that it fails if a peer is gone or has refused its side
+            with contextlib.suppress(RuntimeError):  # exit hooks of Python 3.12 can start no thread for this
+                operation.attend()  # so that it fails if a peer is gone or has refused its side
             while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     host.sleep(LAND_POLL_SECONDS)

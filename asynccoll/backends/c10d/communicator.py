@@ -15,7 +15,7 @@ import torch._C._distributed_c10d as _native  # torch.distributed re-exports onl
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp, host, uncast
+from asynccoll.backends.api import Communicator, Completion, ReduceOp, forks, host, uncast
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
 from asynccoll.backends.c10d.unprofiled import Unprofiled
@@ -257,13 +257,16 @@ def _destroy(held: list[Transport]) -> None:
     """Destroy native groups, to which ``held`` has the last references; wait a moment for their threads.
 
     The destructors join the groups' threads, and one of these may never end: if a connection is closed, gloo
-    does not fail a receive that has got its first bytes. So they run in a thread.
+    does not fail a receive that has got its first bytes. So they run in a thread. Where none can start (in
+    the exit hooks of Python 3.12), the groups are left to the end of the process.
     """
     thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
     _destroying.append(thread)  # first: Ctrl-C may end the wait
     try:
         thread.start()
         thread.join(_DESTROY_SECONDS)
+    except RuntimeError:
+        forks.keep(*held)
     finally:
         if not thread.is_alive():
             _destroying.remove(thread)
