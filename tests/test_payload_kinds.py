@@ -443,7 +443,7 @@ def test_refusals_say_what_to_do(world: World) -> None:
     world.run(others)
 
 
-class Shade(enum.StrEnum):
+class Shade(str, enum.Enum):  # StrEnum came with Python 3.11
     """Strings with names."""
 
     DARK = "dark"
@@ -461,7 +461,7 @@ async def texts(me: Rank) -> None:
 
 
 def test_a_text_is_one_whatever_its_class(world: World) -> None:
-    """A ``StrEnum`` member is sent as a str and matches one; NumPy's strings keep trailing zeros."""
+    """An enum's string is sent as a str and matches one; NumPy's strings keep trailing zeros."""
     world.run(texts)
 
 

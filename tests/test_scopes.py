@@ -259,6 +259,7 @@ async def left_by(me: Rank, how: str) -> None:
     assert await works[0] == me.size
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Task.cancelling and asyncio.timeout came with 3.11")
 @pytest.mark.parametrize("how", ["cancel", "twice", "timeout", "wait_for"])
 def test_a_scope_is_not_left_by_cancelling_its_task(pair: worlds.World, how: str) -> None:
     """The scope keeps waiting; then the cancellation, or the timeout that caused it, is raised."""

@@ -413,7 +413,8 @@ def test_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     names["test_training"]()
     for right, wrong in (('op="avg"', 'op="sum"'), ("for work in works:", "for work in works[:1]:")):
         exec(training[: training.index("def as_one")].replace(right, wrong), mistaken := {})  # as above
-        with warnings.catch_warnings(action="ignore"):  # about works that are never awaited
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about works that are never awaited
             found = explore(
                 mistaken["train"], seeds=range(3), world_size=3, expect=names["as_one_process_does"]
             )

@@ -607,7 +607,8 @@ def test_a_file_that_can_be_written_no_more_ends_the_recording_and_not_the_progr
     recorder.begin("lost")
     with pytest.warns(UserWarning, match="cannot be written any more .*: the program goes on"):
         writer.write()
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         writer.write()
         writer.end()
     assert writer._file.closed
