@@ -322,6 +322,43 @@ def test_a_loader_that_draws_ahead_says_what_was_taken():
         other.load_state_dict(state)
 
 
+def test_an_epoch_of_a_sampler_with_a_generator_can_be_resumed() -> None:
+    """The generator is seeded for each epoch, so the order does not depend on the epochs drawn before."""
+
+    def weighted() -> WeightedRandomSampler:
+        return WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(5))
+
+    whole = [ac.DistributedProxySampler(weighted(), num_replicas=2, rank=rank) for rank in (0, 1)]
+    orders = []
+    for epoch in range(3):
+        for one in whole:
+            one.set_epoch(epoch)
+        mine, others = map(list, whole)
+        orders.append([x for pair in zip(mine, others, strict=True) for x in pair])
+    assert orders[0] == list(weighted())  # the seed is that of the generator
+    assert orders[0] != orders[1] != orders[2]
+
+    left = ac.DistributedProxySampler(weighted(), num_replicas=2, rank=0)
+    left.set_epoch(2)
+    first = list(itertools.islice(left, 2))
+    again = ac.DistributedProxySampler(weighted(), num_replicas=1, rank=0)
+    again.load_state_dict(left.state_dict())
+    assert (first, list(again)) == (orders[2][:4:2], orders[2][4:])
+
+
+def test_a_sampler_leaves_the_random_numbers_of_the_loop_alone() -> None:
+    """Or dropout, which ``manual_seed(by_rank=True)`` makes differ, is the same on all ranks."""
+    after = []
+    for rank in (0, 1):
+        torch.manual_seed(7 + rank)
+        expected = torch.rand(1)
+        torch.manual_seed(7 + rank)
+        list(ac.DistributedProxySampler(RandomSampler(DATA), num_replicas=2, rank=rank))
+        after.append(torch.rand(1))
+        assert after[-1] == expected
+    assert after[0] != after[1]
+
+
 @pytest.mark.parametrize(
     "state", [None, {}, {"epoch": 0, "seen": 5, "length": 4}, {"epoch": 0, "seen": -1, "length": 4}]
 )

@@ -198,8 +198,9 @@ class DistributedProxySampler(_Resumable):
     """This rank's share of what another sampler draws; every rank draws the same.
 
     The order of an epoch is what ``sampler`` draws with the epoch's number as the seed (``set_epoch``); if
-    it does not divide evenly, another draw fills it up. This sets torch's global seed, as ignite's sampler
-    does, since samplers draw from it.
+    it does not divide evenly, another draw fills it up. The seed is that of torch's random numbers, whose
+    state is restored afterwards. A sampler with a ``generator``, which must have the same seed on every rank,
+    draws with the sum of that seed and the epoch's number.
 
     An epoch can be resumed in the middle, also on another number of ranks: ``state_dict`` says how far all
     ranks together have got, and after ``load_state_dict`` the next iteration yields what is left. Until that
@@ -226,7 +227,10 @@ class DistributedProxySampler(_Resumable):
         rank = get_rank() if rank is None else rank
         check_count("num_replicas", num_replicas)
         check_count("rank", rank, 0)
-        super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]  # of a dataset it needs the length
+        generator = getattr(sampler, "generator", None)
+        self._generator = generator if isinstance(generator, torch.Generator) else None
+        seed = 0 if self._generator is None else self._generator.initial_seed()
+        super().__init__(sampler, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)  # type: ignore[arg-type]  # of a dataset it needs the length
         self.sampler = sampler
 
     @property
@@ -234,13 +238,19 @@ class DistributedProxySampler(_Resumable):
         return len(self.sampler)
 
     def _order(self, size: int) -> list[Any]:
-        torch.manual_seed(self.epoch)
         drawn: list[Any] = []
-        while len(drawn) < size:
-            before = len(drawn)
-            drawn += list(self.sampler)
-            if len(drawn) == before:
-                raise RuntimeError(f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}")
+        # Restored afterwards: the loop's own random numbers (dropout, seeds of workers) may differ by rank.
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(self.epoch)
+            if self._generator is not None:
+                self._generator.manual_seed((self.seed + self.epoch) % (1 << 64))
+            while len(drawn) < size:
+                before = len(drawn)
+                drawn += list(self.sampler)
+                if len(drawn) == before:
+                    raise RuntimeError(
+                        f"{self.sampler!r} draws nothing, but has a length of {len(self.sampler)}"
+                    )
         return drawn
 
 
