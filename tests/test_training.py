@@ -256,15 +256,51 @@ def other_layouts(me: Rank) -> None:
     conv = nn.Conv2d(2, 3, 2)
     if me.rank:
         conv = conv.to(memory_format=torch.channels_last)
-    with raising(ac.CollectiveMismatchError, "memory format", "[1"):
+    with raising(
+        ac.CollectiveMismatchError,
+        "memory format",
+        "strides [8, 4, 2, 1], requires_grad=True, and rank 1 has tensor weight",
+    ):
         ac.overlap_gradients(conv)
-    with raising(ac.CollectiveMismatchError, "rank 1 has 2 tensors of 8 elements"):
+    differing = (
+        "rank 0 (of the group) has tensor weight of shape [3, 3]",
+        "rank 1 has tensor weight of shape [2, 3]",
+    )
+    with raising(ac.CollectiveMismatchError, *differing):
         ac.overlap_gradients(nn.Linear(3, 2) if me.rank else nn.Linear(3, 3))
+    with raising(
+        ac.CollectiveMismatchError, "rank 0 (of the group) has tensor 1.weight", "rank 1 has no other one"
+    ):
+        ac.overlap_gradients(nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2 - me.rank))))
+
+
+def another_order(me: Rank) -> None:
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("ba" if me.rank else "ab")})
+    with raising(
+        ac.CollectiveMismatchError, "rank 0 (of the group) has tensor a.weight", "rank 1 has tensor b.weight"
+    ):
+        ac.overlap_gradients(model)
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
+    model["b" if me.rank else "a"].requires_grad_(False)
+    with raising(
+        ac.CollectiveMismatchError, "a.weight", "requires_grad=False, and rank 1 has tensor a.weight"
+    ):
+        ac.overlap_gradients(model)
+    model.requires_grad_(True)
+    gradients = ac.overlap_gradients([x for name in "ab" for x in model[name].parameters()])
+    model["a"](torch.ones(1, 3)).sum().backward()
+    gradients.wait()
+    assert model["a"].weight.grad is not None and model["b"].weight.grad is None
 
 
 def test_models_that_differ_are_refused(pair: World) -> None:
     """They may differ in shape or in memory format, which would sum up unrelated elements."""
     pair.run(other_layouts)
+
+
+def test_layers_in_another_order_are_refused(pair: World) -> None:
+    """Layers of one shape, in another order or with others frozen, would be averaged with each other."""
+    pair.run(another_order)
 
 
 async def kept_buffers(me: Rank) -> None:
@@ -524,7 +560,7 @@ async def added_unlike(me: Rank) -> None:
     ):
         with me.case(case):
             model = two((1.0, 1.0), order if case == "order" else "ab")
-            with ac.overlap_gradients(model) as gradients:
+            with ac.overlap_gradients(model, init_sync=case != "order") as gradients:
                 for name in order:
                     model[name].requires_grad_(True).data.fill_(value if name == "b" else 1.0)
                 for _ in range(1 if case == "number" else 2):  # later steps would be wrong

@@ -64,13 +64,14 @@ def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) ->
     The tensors are a module's parameters and buffers, or those given. ``tail``: group, lane and timeout.
 
     Raises:
-        CollectiveMismatchError: on every rank, if the ranks' tensors differ in number, order or layout.
+        CollectiveMismatchError: on every rank, if the ranks' tensors differ in number, order, name or layout,
+            or are frozen on some ranks only; it shows the first that differs.
     """
     if get_world_size(tail.get("group")) == 1:
         return
-    tensors = _tensors(model)
-    _check_layouts(tensors, **tail)
-    _broadcast(tensors, src=first_rank(**tail), **tail).wait()
+    pairs = _pairs(model)
+    _check_layouts(pairs, **tail)
+    _broadcast([x.detach() for _, x in pairs], src=first_rank(**tail), **tail).wait()
 
 
 def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
@@ -78,13 +79,18 @@ def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list
 
     Waits for tensors that a sharded optimizer has sent.
     """
+    pairs = _pairs(model)
+    return [name for name, _ in pairs], [x.detach() for _, x in pairs]
+
+
+def _pairs(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     if isinstance(model, torch.nn.Module):
         pairs = [*model.named_parameters(), *model.named_buffers()]
     else:
         pairs = [(f"number {index}", x) for index, x in enumerate(model)]
     check_whole(x for _, x in pairs)
     wait_for(x for _, x in pairs)
-    return [name for name, _ in pairs], [x.detach() for _, x in pairs]
+    return pairs
 
 
 def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -153,34 +159,40 @@ def tell_apart(error: CollectiveMismatchError, later: Sequence[str]) -> None:
 
 
 def _check_told(of_ranks: list[str]) -> None:
+    if differing := _first_that_differs(of_ranks):
+        raise CollectiveMismatchError(
+            "the parameters that were added or unfrozen since the last await differ between ranks: "
+            f"{differing}. Add the same ones with the same values in the same order on every rank; then "
+            "close() this one and make another"
+        )
+
+
+def _first_that_differs(of_ranks: list[str]) -> str:
+    """Return the first line in which a rank's text differs from that of rank 0, and both; else ""."""
     first, *others = (said.split("\n") for said in of_ranks)
     for rank, said in enumerate(others, 1):
         for here, there in zip_longest(first, said, fillvalue="no other one"):
             if here != there:
-                raise CollectiveMismatchError(
-                    "the parameters that were added or unfrozen since the last await differ between ranks "
-                    f"(of the group): rank 0 has {here}, and rank {rank} has {there}. Add the same ones with "
-                    "the same values in the same order on every rank; then close() this one and make another"
-                )
+                return f"rank 0 (of the group) has {here}, and rank {rank} has {there}"
+    return ""
 
 
-def _check_layouts(tensors: list[torch.Tensor], **tail: Any) -> None:
-    """Refuse tensors whose layouts differ between ranks.
+def _check_layouts(pairs: Sequence[tuple[str, torch.Tensor]], **tail: Any) -> None:
+    """Refuse tensors whose names or layouts differ between ranks, or which are frozen on some ranks only.
 
-    Strides have to agree, not only shapes, since buckets are summed element by element in memory order.
+    Strides have to agree, not only shapes, since buckets are summed element by element in memory order. Names
+    have to, since layers of one shape may be in another order. Digests are compared first: the descriptions
+    are long.
     """
-    layouts = [(list(x.shape), list(x.stride()), str(x.dtype)) for x in tensors]
-    elements = sum(x.numel() for x in tensors)
-    digest = hashlib.sha256(repr(layouts).encode()).hexdigest()
-    of_ranks = all_gather(f"{len(tensors)} {elements} {digest}", **tail).wait()
-    differing = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
-    if differing:
-        told = ", ".join(
-            f"rank {rank} has {{}} tensors of {{}} elements".format(*of_ranks[rank].split()[:2])
-            for rank in (0, differing[0])
-        )
+    told = "\n".join(
+        f"tensor {name} of shape {list(x.shape)}, {x.dtype}, strides {list(x.stride())}, "
+        f"requires_grad={x.requires_grad}"
+        for name, x in pairs
+    )
+    digests = all_gather(hashlib.sha256(told.encode()).hexdigest(), **tail).wait()
+    if len(set(digests)) > 1:
         raise CollectiveMismatchError(
-            "the ranks do not have the same parameters in the same order, shapes, strides and dtypes: "
-            f"{told}; different from rank 0 (of the group): {differing}. Build the same model on every rank, "
-            "in the same memory format"
+            "the ranks do not have the same parameters and buffers in the same order: "
+            f"{_first_that_differs(all_gather(told, **tail).wait())}. Build the same model on every rank, in "
+            "the same memory format, and freeze the same parameters"
         )
