@@ -33,8 +33,9 @@ _OF_BUFFERS = (
     "(broadcast_buffers=True of ac.overlap_gradients): compare model.parameters(), or broadcast them"
 )
 _OF_OTHERS = (
-    "Was a gradient changed before it was reduced, a rank's step skipped, or the model not started from the "
-    "same values (ac.overlap.broadcast_parameters)?"
+    "Was a gradient changed before it was reduced, a rank's step skipped, a checkpoint loaded or a scheduler "
+    "stepped on some ranks only, or the model not started from the same values "
+    "(ac.overlap.broadcast_parameters)?"
 )
 
 
