@@ -5,6 +5,7 @@ Every call sends numbers that encode its place and its rank, so that a result mi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,17 @@ import asynccoll as ac
 import asynccoll.payload.messages
 import oracle
 import worlds
+from asynccoll import host
 from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import enlist, values_of_listed
 from asynccoll.order.cut import Refusal, Verdict
-from asynccoll.order.operation import Estimate
+from asynccoll.order.lane import Lane
+from asynccoll.order.operation import Estimate, Operation
 from asynccoll.runtime import process as runtime
-from asynccoll.testing import simulate
-from asynccoll.transport.completion import READY, Completion, Promise, Ready
+from asynccoll.testing import explore, simulate
+from asynccoll.transport.completion import READY, Completion, Promise, Ready, Transfer
+from asynccoll.waiting.work import Work
 from asynccoll.world.context import Context, Identity
 from patience import patient
 from ranks import Rank, raising
@@ -537,6 +542,96 @@ def test_a_program_that_is_over_at_once_fails_with_what_its_last_call_does() -> 
     operation = lane.run("program", program, awaited_soon=True)
     assert operation.done()
     assert "no room" in str(operation.error())
+
+
+def halted(*completions: Completion) -> tuple[Lane, list[Operation]]:
+    """Return a lane on which a peer has refused a call, and its lost operations, with these completions."""
+    lane = Context(SerialBackend(), Identity(), check="off").world.lane("halted")
+    lost = [lane.issue(Estimate("fills"), lambda _, one=one: one) for one in completions]  # type: ignore[misc]
+    lane.halting.hear(0, Refusal(1, 1, "a peer's"))
+    return lane, lost
+
+
+def test_waiters_of_a_lost_call_hear_of_it_once_nothing_writes_to_its_memory() -> None:
+    """A retry that refilled the memory was refused, as the call might still write to it."""
+    over, writing = Transfer(), Transfer()
+    lane, (queued, first, second) = halted(Promise(), over, writing)
+    woken: list[Operation] = []
+    for one in (queued, first, second):
+        one.add_waker(partial(woken.append, one))
+    assert woken == [queued]
+    over.settle(RuntimeError("connection closed"))
+    assert woken == [queued, first]
+    assert not second.done()
+    lane.halting.tell(late=True)  # the second may write forever
+    assert woken == [queued, first, second]
+    assert all(one.done() and isinstance(one.error(), ac.PeerRefusedError) for one in (queued, first, second))
+    assert "a peer's" in str(first.error())
+
+
+def test_a_lost_call_that_is_over_after_all_has_no_result() -> None:
+    writing = Transfer()
+    _, (lost,) = halted(writing)
+    work = Work((lost,), None)
+    writing.settle()
+    with pytest.raises(ac.PeerRefusedError):
+        work.wait()
+    assert not work.claims
+
+
+def behind_a_late_one(work: Work[Any]) -> Any:
+    """Wait for a call that is late, and for ``work``, which is then not waited for."""
+    lane = Context(SerialBackend(), Identity(), check="off").world.lane("late")
+    with pytest.raises(ac.CollectiveTimeoutError):
+        ac.wait_all([Work((lane.issue(Estimate("late"), lambda _: Promise()),), None), work]).wait(0.01)
+    return work.result()
+
+
+async def awaited(work: Work[Any]) -> Any:
+    return await work
+
+
+async def completed(work: Work[Any]) -> Any:
+    return [one.result() async for one in ac.as_completed([work], timeout=0.01)]
+
+
+WAITS: dict[str, Callable[[Work[Any]], Any]] = {
+    "wait": lambda work: work.wait(timeout=0.01),
+    "await": lambda work: asyncio.run(awaited(work)),
+    "all": behind_a_late_one,
+    "completed": lambda work: asyncio.run(completed(work)),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_ends_early_has_the_error_of_a_lost_call(wait: str) -> None:
+    """Its timeout says less than the refusal, which is known by then."""
+    _, (lost,) = halted(Transfer())
+    lost.deadline = host.monotonic() + 0.01
+    work = Work((lost,), None)
+    work.fills(torch.zeros(1))
+    with pytest.raises(ac.PeerRefusedError, match="a peer's"):
+        WAITS[wait](work)
+    assert work.claims, "native code may still write"
+
+
+async def retries(rank: int) -> None:
+    """Refuse a call on one rank, and make it again with the same memory, filled again."""
+    x, size = torch.zeros(64), ac.get_world_size()
+    for refuses in range(3):
+        for timeout in (-1 if rank == refuses % size else None, None):
+            x.fill_(rank + 1)
+            try:
+                await ac.all_reduce(x, out=x, timeout=timeout)
+            except (ac.PeerRefusedError, ac.InvalidArgumentError) as error:
+                assert "timeout must" in str(error)
+        oracle.same(x, torch.full((64,), size * (size + 1) / 2))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "memory", "xla"])
+def test_a_refused_call_can_be_made_again_with_the_same_memory(transport: str) -> None:
+    explore(retries, seeds=range(12), world_size=2, transport=transport).check()
+    explore(retries, seeds=range(12), world_size=3, transport=transport).check()
 
 
 async def given_up(me: Rank, seen: str) -> bool:

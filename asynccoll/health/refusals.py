@@ -51,6 +51,9 @@ _ABSENT_PAUSE_SECONDS = 0.2
 #: How often the thread that waits for statements checks whether all ranks are still alive.
 _ASK_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
+#: How long waiters of a lost call wait for native code that may still write to its memory. That ends as the
+#: lane leaves the connections, once all ranks have reached the refused call: usually within milliseconds.
+_TELL_SECONDS = 1.0
 _SETTLES = "asynccoll-settle"
 #: The key for the number of refusals on all lanes.
 _COUNT = "asynccoll/refusals"
@@ -221,13 +224,16 @@ class Refusals:
         try:
             while following is not None:
                 cut, following = following, self._see_one_through(lane, following)
+            tells = host.monotonic() + _TELL_SECONDS
+            while lane.halting.tell(late=host.monotonic() >= tells):
+                host.sleep(_FIRST_PAUSE_SECONDS)
         except Exception as error:  # the store is gone, or a rank does not report; else a bug of ours
             self._give_up(lane, cut, error)
 
     def _see_one_through(self, lane: Lane, cut: Cut) -> Cut | None:
         """See ``cut`` through from the refusal to the verdict. Returns the cut of the next epoch, if any."""
         told: Refusal | None = None
-        pace = _Pace(lane)
+        pace, tells = _Pace(lane), host.monotonic() + _TELL_SECONDS
         while True:
             if cut.mine is not told:
                 told = cut.mine
@@ -243,6 +249,7 @@ class Refusals:
             if cut.stated and not lane.has_opened:  # ranks that have yet to open it do not state anything yet
                 self._hear(lane, cut.epoch)
                 pace.wait_for_absent()
+            lane.halting.tell(late=host.monotonic() >= tells)
             pace.pause(for_peers=cut.stated)
 
     def _conclude(self, lane: Lane, cut: Cut) -> bool:

@@ -116,11 +116,16 @@ class Connection:
         self._open(waits=waits)
         return replaced
 
-    def retire(self, communicator: Communicator) -> None:
-        """Close a replaced communicator, in ``close`` at the latest; the next one takes over its messages."""
+    def retire(self, communicator: Communicator) -> bool:
+        """Close a replaced communicator, in ``close`` at the latest; the next one takes over its messages.
+
+        Returns whether it is closed, which soon ends the collectives that were in flight on it.
+        """
         retire = getattr(communicator, "retire", None)
-        if retire is None or not retire():
+        closed = retire is not None and retire()
+        if not closed:
             self._retired.append(communicator)
+        return closed
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the first communicator. Returns whether it is open or given up."""

@@ -13,8 +13,9 @@ native calls in the same order. A refusal ends the epoch, by a *cut* at the refu
 1. *Halted* at place P: this rank has refused P, or has learned that a peer did. From now on, nothing at or
    above P is issued except the parts of P that remain valid; calls accepted there are held. P changes only to
    a lower place, if this rank learns of a lower refusal. Calls below P proceed as before, since every rank
-   makes them. Any other operation already issued at or above P may never be matched by the peers, and fails
-   immediately.
+   makes them. Any other operation already issued at or above P may never be matched by the peers, and fails.
+   If native code may still write to its memory, its waiters get the error only once that has ended: when the
+   connections are left (*Settled*), or after a second.
 2. *Stated*: all calls below P and the valid parts of P have been accepted and issued, and are over. This rank
    states once for this epoch how far it went: the highest place that it issued (``issued``), the higher of
    that and the place that it refused itself (``reached``), and its own refusal, if it made one. It does

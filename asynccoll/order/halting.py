@@ -45,11 +45,12 @@ class Halting:
         queue: Queue,
         outstanding: Outstanding,
         records: Records,
-        restart: Callable[[bool], Callable[[], object] | None],
+        restart: Callable[[bool], Callable[[], bool] | None],
     ) -> None:
         """``restart(in_step)`` begins the next epoch, and opens another communicator unless ``in_step``.
 
-        It is called with the lock held, and returns a function to be called after the release, or None.
+        It is called with the lock held, and returns a function to be called after the release, or None. That
+        returns whether the operations in flight on the old communicator will end.
         """
         self.lock: host.Lock = lock
         self._lane = lane
@@ -168,9 +169,21 @@ class Halting:
             following = self._epochs.unsettled
         self._queue.request(len(jobs))
         self._fail_all(lost)
-        if rest is not None:
-            rest()
+        if rest is not None and not rest():
+            host.call_each(one.tell for one, _ in lost)
         return following
+
+    def tell(self, *, late: bool) -> bool:
+        """End the waits for lost operations to whose memory nothing writes any more; all if it is ``late``.
+
+        Returns whether others are left.
+        """
+        with self.lock:
+            known = list(self._outstanding)
+        lost = [one for one in known if one.failure is not None and not one.done()]
+        due = [one for one in lost if late or not one.completion.writing()]
+        host.call_each(one.tell for one in due)
+        return len(due) < len(lost)
 
     # Called with the lock held
 
@@ -220,5 +233,5 @@ class Halting:
     # Called without the lock
 
     def _fail_all(self, lost: list[Lost]) -> None:
-        """Fail the lost operations, then issue what the queue may issue now."""
-        host.call_each([*(partial(one.fail, error) for one, error in lost), self._queue.drive])
+        """Have the lost operations fail, then issue what the queue may issue now."""
+        host.call_each([*(partial(one.lose, error) for one, error in lost), self._queue.drive])

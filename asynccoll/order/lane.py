@@ -381,10 +381,11 @@ class Lane:
         else:
             self.break_off(failure)
 
-    def _restart(self, in_step: bool) -> Callable[[], object] | None:
+    def _restart(self, in_step: bool) -> Callable[[], bool] | None:
         """Begin the next epoch, on another communicator unless ``in_step``. Called with the lock held.
 
-        Returns a function to be called after the lock is released, or None.
+        Returns a function to be called after the lock is released, or None. The function returns whether the
+        operations in flight on the old communicator will end.
         """
         self.announcing.restart(self.epoch)
         if in_step:

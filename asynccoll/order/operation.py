@@ -104,6 +104,7 @@ class Operation:
         "started",
         "tag",
         "ticket",
+        "told",
     )
 
     def __init__(
@@ -130,6 +131,8 @@ class Operation:
         #: whether a waiter has seen it end without an error
         self.over: bool = False
         self.failure: AsyncCollError | None = None
+        #: whether waiting is over because of ``failure``, although the native operation may be in flight
+        self.told: bool = False
         self.part: int = 1  # which part of the call at its place in the order it is, from 1 (``cut``)
         self.peer: int = -1  # for a message: the other rank's index in the group
         self.tag: int = 0  # for a message: its tag
@@ -161,12 +164,12 @@ class Operation:
         return f"{self.title} on {self.lane} from {self.place}"
 
     def done(self) -> bool:
-        """Whether waiting is over: the native operation is done, or is known to never complete."""
-        return self.over or self.failure is not None or self.completion.done()
+        """Whether waiting is over: the native operation is done, or was lost and waiters were told so."""
+        return self.over or self.told or self.completion.done()
 
     def landed(self) -> bool:
         """Whether its memory is no longer in use: it is ``done()``, and the device has run it too."""
-        return self.over or self.failure is not None or self.completion.landed()
+        return self.over or self.told or self.completion.landed()
 
     def saw_end(self, now: float) -> None:
         """Note that a waiter found the operation over, and call the wakers before that waiter continues."""
@@ -265,10 +268,28 @@ class Operation:
 
     def fail(self, error: CollectiveError) -> None:
         """Fail all waiters with ``error``, although the native operation may still be in flight."""
+        self.lose(error)
+        self.tell()
+
+    def lose(self, error: CollectiveError) -> None:
+        """Have the operation fail with ``error``: its waiters get that once nothing writes to its memory.
+
+        A waiter may use the memory again, for another try. So unless the native operation ends, which then
+        ends the waits, ``tell`` has to be called soon.
+        """
         if self.failure is None and not self.completion.done():
             self._fails(error)
-            self.completion.abandon()
-            self._wake()
+        if not self.completion.writing():
+            self.tell()
+
+    def tell(self) -> bool:
+        """End all waits for it if it is lost, although native code may still write. Returns whether it is."""
+        if self.failure is None:
+            return False
+        self.told = True
+        self.completion.abandon()
+        self._wake()
+        return True
 
     def refused(self, why: str) -> None:
         """Record that this rank refuses the message that this operation stands for."""

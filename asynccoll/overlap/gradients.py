@@ -101,9 +101,6 @@ _CUT_OFF = (
     "on another lane"
 )
 
-#: how long a step that failed waits for native operations that may still write to its buckets
-_CUT_SECONDS = 2.0
-
 _log = logging.getLogger("asynccoll.shift")
 
 #: The reducers in use. Two must not share a lane (their buckets could cross between ranks) or a parameter.
@@ -314,7 +311,6 @@ class GradientReducer(Companion):
         except Exception as error:
             if still_pending(error):
                 raise
-            _await_memory(works)
             self._end_step(works)
             if isinstance(error, PeerLostError):
                 self._calls.add_cure(error)
@@ -716,17 +712,6 @@ def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) ->
                 f"{other!r} already reduces the gradients of some of these parameters: close() it first"
             )
     return None
-
-
-def _await_memory(works: Iterable[Work[Any]]) -> None:
-    """Wait until the native operations of failed works are over: the next step's gradients need their memory.
-
-    They end when the lane has left the connections on which they were lost: soon, but in another thread.
-    """
-    deadline = host.monotonic() + _CUT_SECONDS
-    native = [operation.completion for work in works for operation in work.operations]
-    while any(one.writing() for one in native) and host.monotonic() < deadline:
-        host.sleep(0.001)
 
 
 def _hook(

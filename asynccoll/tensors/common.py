@@ -28,7 +28,7 @@ from asynccoll.plan.spec import Op, Plan, ReduceOp, TensorSpec, Wire, dtype_name
 from asynccoll.plan.texts import shown
 from asynccoll.tensors.encoding import decode, encode
 from asynccoll.transport.communicator import Communicator
-from asynccoll.transport.completion import Completion, Promise
+from asynccoll.transport.completion import Completion, Promise, Transfer
 from asynccoll.transport.streams import carried
 from asynccoll.transport.waiters import Waiters
 from asynccoll.waiting.started import Started
@@ -262,18 +262,9 @@ def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, s
     return filled
 
 
-class _InThread(Promise):
-    """The promise of a job that may write to memory for as long as it runs."""
-
-    __slots__ = ()
-
-    def writing(self) -> bool:
-        return not self.done()
-
-
 def in_thread(job: Callable[[], object]) -> Promise:
     """Run ``job`` in another thread. The promise is settled when that ends, with its error if it raises."""
-    promise = _InThread()
+    promise = Transfer()
     job = carried(as_called(job))
 
     def run() -> None:

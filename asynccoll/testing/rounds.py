@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from asynccoll.backends.api import Promise
+from asynccoll.backends.api import Promise, Transfer
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.testing.delivery import CLOSED, Delivery
 
@@ -42,7 +42,7 @@ class Call:
     #: how many bytes it sends to each of the others
     size_bytes: float
     finish: Callable[[list[list[torch.Tensor]]], object]
-    promise: Promise = field(default_factory=Promise)
+    promise: Promise = field(default_factory=Transfer)
     at: float = -math.inf  # when all that it needs will have arrived
     came: set[int] = field(default_factory=set)
     _read: list[torch.Tensor] | None = None

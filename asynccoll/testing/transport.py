@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Backend, Capabilities, Completion, Op, Opening, Promise, ReduceOp
+from asynccoll.backends.api import Backend, Capabilities, Completion, Op, Opening, Promise, ReduceOp, Transfer
 from asynccoll.testing.delivery import Delivery
 from asynccoll.testing.device import Device
 from asynccoll.testing.messages import Letter, Mailbox
@@ -224,7 +224,7 @@ class _Communicator:
     def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
         of = self._wire.ranks[src]
         self._delivery.called(self._rank, f"recv from {of} on {self._name}")
-        box, promise = self._box(of, self._rank, tag), Promise()
+        box, promise = self._box(of, self._rank, tag), Transfer()
         spoil(x)
         box.readers.append((x, promise, self._rank))
         box.match(self._delivery)

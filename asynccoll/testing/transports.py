@@ -20,6 +20,7 @@ from asynccoll.backends.api import (
     Capabilities,
     Completion,
     Promise,
+    Transfer,
     Waiters,
     progress,
 )
@@ -158,7 +159,7 @@ def _waited_for(device: Device) -> Over:
     waiters = Waiters("asynccoll-simulated")
 
     def over(promise: Promise, name: str) -> Completion:
-        outer = Promise()
+        outer = Transfer()
 
         def job() -> Any:
             promise.wait(math.inf)

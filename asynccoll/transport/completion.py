@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from asynccoll import host
 from asynccoll.host.forks import renew
 
-__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready"]
+__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready", "Transfer"]
 
 Callback = Callable[[], object]
 _NONE: Iterator[Callback] = iter(())
@@ -189,6 +189,15 @@ class Promise(Completion):
             self.settle(completion.error())
         else:
             completion.add_callback(lambda: self.settle(completion.error()))
+
+
+class Transfer(Promise):
+    """The promise of a call that may write to memory until the promise is settled."""
+
+    __slots__ = ()
+
+    def writing(self) -> bool:
+        return not self._done
 
 
 class AllOf(Completion):

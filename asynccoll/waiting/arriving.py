@@ -130,7 +130,9 @@ class _Arrivals(Generic[T]):
                 continue
             self._due = self._deadline()  # the operation with the earliest deadline may have ended since
             if host.monotonic() >= min(deadline, self._due) and (out := list(self._out())):
-                _give_up(out)
+                lost = [one for one in out if one.tell()]  # their works are done now, and are yielded first
+                if not lost:
+                    _give_up(out)
         return self._arrived.popleft()
 
     def _take(self) -> bool:

@@ -82,10 +82,11 @@ def block(operation: Operation, seconds: float | None) -> None:
     try:
         while not operation.done():
             left = deadline - host.monotonic()
-            if left <= 0:
+            if left > 0:
+                completion.wait(min(left, _SLICE_SECONDS))
+            elif not operation.tell():
                 loop = here()
                 raise late(operation, _HELD if loop is not None and loop.others_ready() else "")
-            completion.wait(min(left, _SLICE_SECONDS))
         operation.saw_end(host.monotonic())
     except BaseException:
         operation.give_up()
@@ -119,7 +120,7 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
             )
         return
     yield from loop.give_turn()
-    if operation.failure is not None or _inline(operation, loop, host.monotonic()):
+    if operation.told or _inline(operation, loop, host.monotonic()):
         return
     operation.attend()
     try:
@@ -129,7 +130,7 @@ def suspend(operation: Operation) -> Generator[object, object, None]:
         operation.give_up()
         raise
     operation.leave()
-    if not operation.done():
+    if not operation.done() and not operation.tell():
         raise late(operation)
     now = host.monotonic()
     operation.estimate.took(now - operation.started)
@@ -143,7 +144,7 @@ def attend(operation: Operation) -> Generator[object, object, bool]:
     """
     loop = _required()
     yield from loop.give_turn()
-    return operation.failure is not None or _inline(operation, loop, host.monotonic())
+    return operation.told or _inline(operation, loop, host.monotonic())
 
 
 def pause() -> Generator[object, object, None]:

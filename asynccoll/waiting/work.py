@@ -577,7 +577,8 @@ class Work(NotItsResult, Generic[T]):
         A wait for several works asks the other ranks only once why they are late: for the first late work.
         """
         now = host.monotonic()
-        late = [one for one in self._operations if not one.done() and min(until, one.deadline) <= now]
+        due = [one for one in self._operations if not one.done() and min(until, one.deadline) <= now]
+        late = [one for one in due if not one.tell()]
         for operation in late:
             operation.extend()
         if late:

@@ -35,7 +35,7 @@ from asynccoll.plan.texts import at_line, shown, unlike
 from asynccoll.plan.trees import flatten
 from asynccoll.transport.backend import Backend
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
-from asynccoll.transport.completion import READY, AllOf, Callback, Completion, Promise, Ready
+from asynccoll.transport.completion import READY, AllOf, Callback, Completion, Promise, Ready, Transfer
 from asynccoll.transport.polled import Polled
 from asynccoll.transport.progress import (
     GRACE_SECONDS,
@@ -77,6 +77,7 @@ __all__ = [
     "Request",
     "Signal",
     "Training",
+    "Transfer",
     "Waiters",
     "Waiting",
     "agree_on_store",

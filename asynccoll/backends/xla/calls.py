@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from asynccoll.backends.api import Promise, mismatch
+from asynccoll.backends.api import Promise, Transfer, mismatch
 from asynccoll.backends.xla.collectives import Collective, Matrix
 from asynccoll.errors import AsyncCollError, CollectiveError, CollectiveMismatchError
 
@@ -31,15 +31,6 @@ class Replica(Protocol):
 
     xla: Device
     progress: Progress
-
-
-class _Ending(Promise):
-    """Settled once a call no longer writes. Until then a launch may write, even if no thread waits for it."""
-
-    __slots__ = ()
-
-    def writing(self) -> bool:
-        return not self.done()
 
 
 class Call:
@@ -86,7 +77,7 @@ class Call:
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None  # the failure to compute the input
         self.failed_alone: Callable[[BaseException], object] = failed_alone
-        self.promise: Promise = _Ending()
+        self.promise: Promise = Transfer()  # a launch may write even if no thread waits for it
         # The memory for the result was made in the same mode, and can be written to only in it (``modes``).
         self.inferring: bool = torch.is_inference_mode_enabled()
 
