@@ -606,13 +606,16 @@ WAITS: dict[str, Callable[[Work[Any]], Any]] = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_that_ends_early_has_the_error_of_a_lost_call(wait: str) -> None:
     """Its timeout says less than the refusal, which is known by then."""
-    _, (lost,) = halted(Transfer())
+    native = Transfer()
+    _, (lost,) = halted(native)
     lost.deadline = host.monotonic() + 0.01
     work = Work((lost,), None)
     work.fills(torch.zeros(1))
     with pytest.raises(ac.PeerRefusedError, match="a peer's"):
         WAITS[wait](work)
     assert work.claims, "native code may still write"
+    native.settle()
+    assert not work.claims
 
 
 async def retries(rank: int) -> None:

@@ -187,7 +187,7 @@ def test_a_message_that_was_requested_as_ctrl_c_came_is_found_at_its_deadline(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ac.Work, "add_done_callback", struck)
+        patch.setattr(operation.Operation, "add_waker", struck)
         with pytest.raises(KeyboardInterrupt):
             messages.again(5)
     if loop:
