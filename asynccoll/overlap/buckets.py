@@ -116,9 +116,8 @@ class Gradients(ABC):
                 "all ranks (op='sum'), so it is unknown whether to sum it again: change gradients in place "
                 "(grad.mul_(...)), zero them, or use op='avg'"
             )
-        self._summed[index] = (
-            None  # without a call in between: Ctrl-C must not have this run again, or not at all
-        )
+        # Without a call in between: Ctrl-C must not have this run again, or not at all.
+        self._summed[index] = None
         if summed is not None and gradient is not None:
             gradient.div_(self.summed_over)
 
