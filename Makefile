@@ -240,8 +240,8 @@ overlap: ## measure what overlap hides, compared with DDP and Horovod; as root a
 drawings: ## draw the pictures of docs/concepts.md into docs/images
 	@$(TEST) python $(CURDIR)/tools/drawings.py
 
-pictures: drawings ## the same, and run and draw the benchmarks of latency, fusion and growth (ARGS="--only growth")
-	@$(TEST) python -m asynccoll bench --sizes 4,4K,64K,1M,16M --plot docs/images/latency.svg
+pictures: drawings ## the same, and run and draw the benchmarks of latency, fusion, growth and memory (ARGS="--only memory")
+	@$(TEST) env ASYNCCOLL_MEMORY=0 python -m asynccoll bench --sizes 4,4K,64K,1M,16M --plot docs/images/latency.svg
 	@$(TEST) python benchmarks/pictures.py $(ARGS)
 
 lock: ## resolve the newest versions of all tools into tools/requirements/constraints.txt

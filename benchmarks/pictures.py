@@ -1,10 +1,11 @@
 """Run the benchmarks and draw their results: ``make pictures``.
 
-    python benchmarks/pictures.py            run fusion and growth, then draw
+    python benchmarks/pictures.py            run fusion, growth and memory, then draw
     python benchmarks/pictures.py --draw     redraw the data of the last run
 
 Each benchmark writes its figures to ``build/bench/NAME.json``; the pictures go to ``docs/images`` as SVG.
-The picture of latency comes from `asynccoll bench --plot`, the timeline from ``examples/train_digits.py``.
+``memory`` runs `asynccoll bench` in the environment that has MPI, which measures all peers in one run. The
+picture of latency comes from `asynccoll bench --plot`, the timeline from ``examples/train_digits.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from asynccoll.bench import picture
 from asynccoll.trace.figures import STYLE
 
 ROOT = Path(__file__).parents[1]
@@ -44,12 +46,22 @@ RUNS = {
     ],
     "growth": ["benchmarks/growth.py", "--rounds", "5"],
 }
+_SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M"
+#: Prints its figures instead of writing a file, and is drawn as `asynccoll bench --plot` draws.
+BENCH = (
+    "tools/envs.py exec mpich -- mpiexec -n 2 python -m asynccoll bench "
+    f"--backend gloo --peers asynccoll,torch,mpi4py --sizes {_SIZES} --json"
+).split()
 
 
 def measure(name: str) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, *RUNS[name], "--data", str(DATA / f"{name}.json")]
-    subprocess.run(command, check=True, cwd=ROOT)
+    data = DATA / f"{name}.json"
+    if name in RUNS:
+        subprocess.run([sys.executable, *RUNS[name], "--data", str(data)], check=True, cwd=ROOT)
+        return
+    with data.open("w") as file:
+        subprocess.run([sys.executable, *BENCH], check=True, cwd=ROOT, stdout=file)
 
 
 # Pictures, each drawn from the data of one benchmark
@@ -108,13 +120,16 @@ PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "fusion": fusion,
     "growth": scaling,
 }
+NAMES = [*PICTURES, "memory"]
 
 
 def draw(name: str, data: Path, images: Path) -> Path:
     """Draw the figures that benchmark ``name`` wrote to ``data``; the same figures give the same file."""
+    path, found = images / f"{name}.svg", json.loads((data / f"{name}.json").read_text())
+    if name == "memory":
+        return picture.draw(found, found["rows"], path)
     mpl.rcParams.update({**STYLE, "svg.hashsalt": name})
-    path = images / f"{name}.svg"
-    PICTURES[name](json.loads((data / f"{name}.json").read_text())).savefig(path, metadata={"Date": None})
+    PICTURES[name](found).savefig(path, metadata={"Date": None})
     return path
 
 
@@ -122,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--draw", action="store_true", help="draw again, without running anything")
     parser.add_argument("--data", type=Path, default=DATA, help="where to draw from (default: build/bench)")
     given = parser.parse_args()

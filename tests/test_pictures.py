@@ -29,11 +29,30 @@ FOUND: dict[str, Any] = {
         },
         "predicted": {"ring": {"8": {"bucket": 1, "seconds": 0.25}, "64": {"bucket": 2, "seconds": 0.5}}},
     },
+    "memory": {
+        "backend": "gloo",
+        "memory": True,
+        "ranks": 2,
+        "rows": [
+            {
+                "operation": "all_reduce",
+                "peer": peer,
+                "way": "in-place",
+                "size_bytes": size,
+                "median_us": 5.0,
+                "busbw_gbs": 0.5,
+                "error": "",
+            }
+            for peer in ("asynccoll", "torch", "mpi4py")
+            for size in (4, 1 << 20)
+        ],
+    },
 }
 #: Text that must be readable in each picture.
 SHOWN = {
     "fusion": ("by hand", "a loop of raw calls"),
     "growth": ("barrier", "ring"),
+    "memory": ("asynccoll in-place", "mpi4py in-place"),
 }
 
 
