@@ -84,13 +84,13 @@ def _explore(given: argparse.Namespace) -> int:
     bar = _Progress(given.seeds, Exploration())
     before = _files()
     try:
-        found = _explored(given, bar.show)
+        try:
+            found = _explored(given, bar.show)
+        finally:
+            bar.clear()
     except KeyboardInterrupt:
-        bar.clear()
         print(f"interrupted after {bar.found}", file=sys.stderr)
         raise
-    finally:
-        bar.clear()
     left = sorted(name for name, state in _files().items() if before.get(name) != state)
     if given.json:
         print_json(
