@@ -15,7 +15,7 @@ import jobs
 from asynccoll import flight
 from asynccoll.host import endings, handing, shared_memory
 from asynccoll.launch import child, report
-from asynccoll.launch.naming import naming
+from asynccoll.launch.ranks import naming
 from asynccoll.launch.witness import Witness
 from patience import patient
 

@@ -20,7 +20,7 @@ import asynccoll as ac
 import needs
 import spawned
 from asynccoll.launch import horovodrun
-from asynccoll.launch.place import without_place
+from asynccoll.launch.ranks import without_place
 from patience import outlive, patient
 from worlds import rank_environment
 

@@ -41,7 +41,7 @@ from asynccoll.launch import (
 )
 from asynccoll.launch.job import Job
 from asynccoll.launch.mpiexec import Mpiexec
-from asynccoll.launch.place import without_place
+from asynccoll.launch.ranks import without_place
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 from asynccoll.runtime import process
@@ -384,7 +384,7 @@ def test_torchruns_variables_count_for_mpiexec_too(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ac.InvalidArgumentError, match=said):
-        libraries.run_mpi(RunRequest("train.py"))
+        libraries.run(RunRequest("train.py"), "mpiexec")
 
 
 def test_each_launcher_says_which_process_it_is(

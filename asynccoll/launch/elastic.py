@@ -35,8 +35,7 @@ from asynccoll.environment.info import LAST_PORT
 from asynccoll.errors import AsyncCollError, InvalidArgumentError
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, loopback, passing, processes
-from asynccoll.launch.counting import number_of_ranks
-from asynccoll.launch.naming import naming
+from asynccoll.launch.ranks import naming, number_of_ranks
 from asynccoll.launch.report import Failure, exit_code, first_failure, read_failure, report
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness

@@ -21,11 +21,9 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import Flight
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, horovodrun, mpiexec, passing, processes
-from asynccoll.launch.counting import number_of_ranks
+from asynccoll.launch.ranks import naming, number_of_ranks, without_place
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
-from asynccoll.launch.naming import naming
-from asynccoll.launch.place import without_place
 from asynccoll.launch.report import (
     Failure,
     exit_code,
@@ -38,7 +36,7 @@ from asynccoll.launch.report import (
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
-__all__ = ["run_horovod", "run_mpi"]
+__all__ = ["run"]
 
 #: The options that apply here; torchrun's others are about torch elastic.
 _TAKEN = {"--nproc-per-node", "--nnodes", "--standalone", "--no-python"}
@@ -54,21 +52,16 @@ class _Engine:
     several_hosts: str
 
 
-_MPIEXEC = _Engine("mpi", "mpiexec", mpiexec.find, "mpiexec -n 4 --hostfile hosts")
-_HOROVODRUN = _Engine("horovod", "horovodrun", horovodrun.find, "horovodrun -np 4 -H host1:2,host2:2")
+#: By how ``backends.table`` says that a backend's ranks are started.
+_ENGINES = {
+    "mpiexec": _Engine("mpi", "mpiexec", mpiexec.find, "mpiexec -n 4 --hostfile hosts"),
+    "horovod": _Engine("horovod", "horovodrun", horovodrun.find, "horovodrun -np 4 -H host1:2,host2:2"),
+}
 
 
-def run_mpi(request: RunRequest) -> int:
-    """Start the ranks with mpiexec, wait for them, and return the exit code."""
-    return _run(request, _MPIEXEC)
-
-
-def run_horovod(request: RunRequest) -> int:
-    """Start the ranks with horovodrun, wait for them, and return the exit code."""
-    return _run(request, _HOROVODRUN)
-
-
-def _run(request: RunRequest, engine: _Engine) -> int:
+def run(request: RunRequest, how: str) -> int:
+    """Start the ranks with mpiexec or horovodrun, wait for them, and return the exit code."""
+    engine = _ENGINES[how]
     options = {**_of_variables(os.environ), **request.options}
     _refuse(options, engine)
     ranks = number_of_ranks(options.get("--nproc-per-node", "1"))

@@ -17,5 +17,5 @@ class RunRequest:
     module: bool = False
     backend: str | None = None
     options: Mapping[str, str | bool] = field(default_factory=dict)
-    #: one of ``engines.ENGINES``, if not the backend's own
+    #: how the ranks are started, as ``backends.table.starting`` says it, if not as the backend's
     engine: str | None = None
