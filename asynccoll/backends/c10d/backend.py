@@ -184,8 +184,10 @@ class C10dBackend(Backend):
         with self._opening:
             clients.meet(name, rank, size, opening.meeting, opening.given_up)
             if native != "gloo":  # such a group may use the store at any time, so it keeps a client
-                create = _CREATE.get(native, _create_other(native))
-                return create(self, dist.PrefixStore(name, clients.take()), rank, size)
+                store = dist.PrefixStore(name, clients.take())
+                if native == "nccl":
+                    return self.create_nccl(store, rank, size)
+                return self.create_other(native, store, rank, size)
             exchange = Exchange(clients, opening.timeout, opening.given_up, size)
             made = self.create_gloo(dist.PrefixStore(name, exchange), rank, size)
             with clients.borrow() as client:
@@ -291,16 +293,6 @@ def _transport(native: str, group: object) -> Transport:
         StreamCompletion if native == "nccl" else HostCompletion,
         GLOO.exchange_bytes if native == "gloo" else 0,
     )
-
-
-def _create_other(native: str) -> Callable[[C10dBackend, dist.Store, int, int], object]:
-    return lambda backend, store, rank, size: backend.create_other(native, store, rank, size)
-
-
-_CREATE: dict[str, Callable[[C10dBackend, dist.Store, int, int], object]] = {
-    "gloo": C10dBackend.create_gloo,
-    "nccl": C10dBackend.create_nccl,
-}
 
 
 #: What the native backends support; others are assumed to support what gloo does.

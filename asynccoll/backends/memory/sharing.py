@@ -72,9 +72,6 @@ class Sharing(Backend):
     def _shares(self, ranks: Sequence[int]) -> bool:
         return len(ranks) > 1 and self.why_not(ranks) is None
 
-    def capabilities(self, device: str) -> Capabilities:
-        return self._inner.capabilities(device)
-
     def _share_by_host(self, ranks: Sequence[int]) -> bool:
         """Whether the ranks are on several nodes, none of which has failed to set up shared memory."""
         nodes = {self._node_of[rank] for rank in ranks}
@@ -188,35 +185,24 @@ class Sharing(Backend):
             self._hub.disown()
         self._inner.disown()
 
-    def native_group(self, opening: Opening, communicator: Communicator | None) -> object:
-        return self._inner.native_group(opening, communicator)
 
-    def prepare_group(self, opening: Opening) -> None:
-        self._inner.prepare_group(opening)
-
-    def unprepared(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return self._inner.unprepared(ranks)
-
-    def orphaned(self) -> bool:
-        return self._inner.orphaned()
-
-    def serves_this_thread(self) -> bool:
-        return self._inner.serves_this_thread()
-
-    async def on_host(self, value: object) -> None:
-        await self._inner.on_host(value)
-
-
-#: The attributes of ``Backend`` that ``Sharing`` takes over from its inner one.
+#: The attributes and methods of ``Backend`` that ``Sharing`` takes over from its inner one.
 _TAKEN_OVER = (
     "ad_hoc_groups",
+    "capabilities",
     "ends_alone",
     "joins",
+    "native_group",
+    "on_host",
     "open_waits",
     "opens_early",
     "orders_lanes",
+    "orphaned",
+    "prepare_group",
+    "serves_this_thread",
     "survives_fork",
     "training",
+    "unprepared",
 )
 
 

@@ -24,13 +24,13 @@ from asynccoll.backends.api import (
     Opening,
     ReduceOp,
     Request,
+    Training,
     agree_on_store,
     make_default_group,
     own_device,
     usable_cores,
 )
 from asynccoll.backends.mpi.library import Library, load
-from asynccoll.backends.mpi.training import MpiTraining
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
@@ -101,6 +101,12 @@ _ROWS = {
 #: The numbers of worlds, which keep the names of their communicators apart. All ranks use rank 0's number:
 #: after an ``initialize`` that failed halfway, ranks may have begun different numbers of worlds.
 _worlds = count(1)
+
+
+class MpiTraining(Training):
+    """The defaults, but without torch's DDP, which does not support MPI."""
+
+    ddp = False
 
 
 class MpiBackend(Backend):
