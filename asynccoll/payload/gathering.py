@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,7 @@ from asynccoll.payload.common import (
     over_tree,
     values_of,
 )
-from asynccoll.payload.messages import (
-    all_gather_messages,
-    gather_messages,
-)
+from asynccoll.payload.messages import gather_messages
 from asynccoll.payload.values import as_number, to_message, values_message
 from asynccoll.plan.spec import Op
 from asynccoll.plan.trees import is_tree
@@ -45,41 +43,18 @@ def all_gather(
     if isinstance(x, torch.Tensor):
         x = plain_tensor("all_gather", x)
         check_filled("all_gather", out)
-    if isinstance(x, torch.Tensor) and not uneven:
-        return _all_gather_tensor(lane, x, dim, out, timeout)
+        if not uneven:
+            return _all_gather_tensor(lane, x, dim, out, timeout)
     no_out("all_gather", out)
-    x = as_number(x)
-    if is_tree(x):
-        return over_tree(
-            lane,
-            "all_gather",
-            x,
-            one_by_one(lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout)),
-            lambda values: _all_gather_values(lane, values, timeout),
-            lambda leaf: _check_gathered(lane, "all_gather", leaf, dim, uneven),
-            uneven=uneven,
-        )
-    kind = message_kind("all_gather", x)
-    started = all_gather_messages(
+    return _gather_messages(
         lane,
         "all_gather",
-        to_message(x),
+        x,
+        None,
+        dim,
+        uneven,
         timeout,
-        then=lambda found: values_of(lane, found),
-        device=_device_of(x),
-        detail=kind,
-    )
-    return no_gradient(started, x, "all_gather(uneven=True)", "all_gather of tensors of one shape")
-
-
-def _all_gather_values(lane: Lane, values: list[object], timeout: float | None) -> Started[list[Any]]:
-    return all_gather_messages(
-        lane,
-        "all_gather",
-        values_message(values),
-        timeout,
-        then=lambda found: columns(values_of(lane, found)),
-        detail=message_kinds("all_gather", values),
+        lambda leaf: all_gather(lane, leaf, dim, uneven, None, timeout),
     )
 
 
@@ -107,53 +82,77 @@ def gather(
     timeout: float | None,
 ) -> Started[object]:
     index = lane.group.index(dst, "dst")
-    here = lane.group.rank == index
     if isinstance(x, torch.Tensor):
         x = plain_tensor("gather", x)
         check_filled("gather", out)
-    if isinstance(x, torch.Tensor) and not uneven:
-        started = _gather_tensor(lane, x, index, dim, out, timeout)
-        return no_gradient(started, x, "gather", "all_gather")
+        if not uneven:
+            started = _gather_tensor(lane, x, index, dim, out, timeout)
+            return no_gradient(started, x, "gather", "all_gather")
     no_out("gather", out)
+    return _gather_messages(
+        lane,
+        "gather",
+        x,
+        dst,
+        dim,
+        uneven,
+        timeout,
+        lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout),
+    )
+
+
+def _gather_messages(
+    lane: Lane,
+    name: str,
+    x: object,
+    dst: int | None,
+    dim: int,
+    uneven: bool,
+    timeout: float | None,
+    each: Callable[[torch.Tensor], Started[object]],
+) -> Started[Any]:
+    """Gather a value, or a tensor of any shape, in messages; and a tree, ``each`` of its tensors by a call.
+
+    The result is on ``dst``, or on every rank if that is None.
+    """
+    index = None if dst is None else lane.group.index(dst, "dst")
+    here, whose = index in (None, lane.group.rank), "" if dst is None else f" dst={dst}"
+
+    def of_values(values: list[Any]) -> Started[list[Any]]:
+        return gather_messages(
+            lane,
+            name,
+            values_message(values),
+            index,
+            timeout,
+            then=lambda found: columns(values_of(lane, found)) if here else [None] * len(values),
+            detail=f"{message_kinds(name, values)}{whose}",
+        )
+
     x = as_number(x)
     if is_tree(x):
         return over_tree(
             lane,
-            "gather",
+            name,
             x,
-            one_by_one(lambda leaf: gather(lane, leaf, dst, dim, uneven, None, timeout)),
-            lambda values: _gather_values(lane, values, dst, index, timeout),
-            lambda leaf: _check_gathered(lane, "gather", leaf, dim, uneven),
+            one_by_one(each),
+            of_values,
+            lambda leaf: _check_gathered(lane, name, leaf, dim, uneven),
             uneven=uneven,
             here=here,
         )
-    kind = message_kind("gather", x)
-    received = gather_messages(
+    kind = message_kind(name, x)
+    started = gather_messages(
         lane,
-        "gather",
+        name,
         to_message(x),
         index,
         timeout,
         then=lambda found: values_of(lane, found) if here else None,
-        device=_device_of(x),
-        detail=f"{kind} dst={dst}",
+        device=x.device if isinstance(x, torch.Tensor) else torch.device("cpu"),
+        detail=f"{kind}{whose}",
     )
-    return no_gradient(received, x, "gather(uneven=True)", "all_gather of tensors of one shape")
-
-
-def _gather_values(
-    lane: Lane, values: list[object], dst: int, index: int, timeout: float | None
-) -> Started[list[Any]]:
-    here = lane.group.rank == index
-    return gather_messages(
-        lane,
-        "gather",
-        values_message(values),
-        index,
-        timeout,
-        then=lambda found: columns(values_of(lane, found)) if here else [None] * len(values),
-        detail=f"{message_kinds('gather', values)} dst={dst}",
-    )
+    return no_gradient(started, x, f"{name}(uneven=True)", "all_gather of tensors of one shape")
 
 
 def _gather_tensor(
@@ -189,11 +188,6 @@ def _check_gathered(lane: Lane, name: str, x: object, dim: int, uneven: bool) ->
     check_sendable(lane, Op.parse(name), x)
     if isinstance(x, torch.Tensor) and not uneven:
         _gathered_shape(name, lane, x, dim)
-
-
-def _device_of(x: object) -> torch.device:
-    """Return the device from which the body of a message is sent: that of a tensor, else the CPU."""
-    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 
 
 def join_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:

@@ -27,7 +27,6 @@ from asynccoll.waiting.started import Started
 
 __all__ = [
     "Message",
-    "all_gather_messages",
     "all_gather_rows",
     "broadcast_message",
     "gather_messages",
@@ -174,23 +173,6 @@ def _refuse_missing(lane: Lane, calls: Sequence[Op]) -> None:
         refuse_missing(op, known)
 
 
-def all_gather_messages(
-    lane: Lane,
-    name: str,
-    message: Message,
-    timeout: float | None,
-    *,
-    then: Callable[[list[Message]], T],
-    device: torch.device = torch.device("cpu"),
-    detail: str = "",
-) -> Started[T]:
-    """Gather every rank's message on every rank; the result is ``then`` of them, in rank order.
-
-    Bodies are sent from, and received on, ``device``.
-    """
-    return _gather(lane, name, message, None, timeout, then, device, detail)
-
-
 def all_gather_rows(
     lane: Lane,
     name: str,
@@ -226,30 +208,18 @@ def gather_messages(
     lane: Lane,
     name: str,
     message: Message,
-    dst: int,
+    dst: int | None,
     timeout: float | None,
     *,
     then: Callable[[list[Message]], T],
     device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
-    """Gather every rank's message on the member with index ``dst``.
+    """Gather every rank's message on the member with index ``dst``; on every rank if that is None.
 
-    The result is ``then`` of the messages there, and ``then`` of an empty list on the other ranks.
+    The result is ``then`` of the messages there, in rank order, and ``then`` of an empty list on the other
+    ranks. Bodies are sent from, and received on, ``device``.
     """
-    return _gather(lane, name, message, dst, timeout, then, device, detail)
-
-
-def _gather(
-    lane: Lane,
-    name: str,
-    message: Message,
-    dst: int | None,
-    timeout: float | None,
-    then: Callable[[list[Message]], T],
-    device: torch.device,
-    detail: str,
-) -> Started[T]:
     size = lane.group.size
     slots = _Slots.empty(size)
     bodies: list[torch.Tensor] = []

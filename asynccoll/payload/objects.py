@@ -8,7 +8,6 @@ from asynccoll.payload.codecs import Codec, get_codec
 from asynccoll.payload.exchanging import check_tag, peer_of
 from asynccoll.payload.messages import (
     Message,
-    all_gather_messages,
     broadcast_message,
     gather_messages,
     recv_message,
@@ -24,10 +23,11 @@ def all_gather_object(
 ) -> Started[list[object]]:
     chosen = get_codec(codec)
     message = to_message(obj, chosen)
-    return all_gather_messages(
+    return gather_messages(
         lane,
         "all_gather_object",
         message,
+        None,
         timeout,
         then=lambda found: [_decode(lane, row, chosen) for row in found],
     )

@@ -17,7 +17,6 @@ from asynccoll.payload.common import (
     check_filled,
     check_number,
     check_reducible,
-    columns,
     message_kinds,
     no_gradient,
     no_out,
@@ -25,11 +24,10 @@ from asynccoll.payload.common import (
     one_by_one,
     over_tree,
     require_tensor,
-    values_of,
 )
 from asynccoll.payload.kinds import number_row, numbers_of
-from asynccoll.payload.messages import Message, all_gather_rows, gather_messages
-from asynccoll.payload.values import as_number, reduce_numbers, values_message
+from asynccoll.payload.messages import all_gather_rows
+from asynccoll.payload.values import as_number, reduce_numbers
 from asynccoll.plan.spec import Op, ReduceOp, ReduceOpLike, dtype_name, reduce_op
 from asynccoll.plan.trees import is_tree
 from asynccoll.tensors import autograd
@@ -49,27 +47,34 @@ def all_reduce(lane: Lane, x: object, op: ReduceOpLike, out: Any, timeout: float
             "all_reduce",
             x,
             lambda xs, outs: autograd.fused(lane, tensors.all_reduce_fuse(lane, op), xs, outs, timeout),
-            lambda values: _all_reduce_numbers(lane, values, op, timeout),
+            lambda values: _reduce_numbers(lane, "all_reduce", values, None, op, timeout),
             lambda leaf: check_reducible(lane, "all_reduce", Op.ALL_REDUCE, leaf, op),
             out=out,
             alike=True,
         )
     no_out("all_reduce", out)
     check_number("all_reduce", x, op)
-    return _all_reduce_numbers(lane, [x], op, timeout).then(itemgetter(0))
+    return _reduce_numbers(lane, "all_reduce", [x], None, op, timeout).then(itemgetter(0))
 
 
-def _all_reduce_numbers(
-    lane: Lane, xs: Sequence[Any], op: ReduceOp, timeout: float | None
+def _reduce_numbers(
+    lane: Lane, name: str, xs: Sequence[Any], dst: int | None, op: ReduceOp, timeout: float | None
 ) -> Started[list[Any]]:
-    """Reduce each of ``xs``, which were checked; all of them take one native call."""
+    """Reduce each of ``xs``, which were checked; all of them take one native call.
+
+    If there is a ``dst``, the others get None for each.
+    """
+    here = dst in (None, lane.group.rank)
+    whose = "" if dst is None else f" dst={dst}"
     return all_gather_rows(
         lane,
-        "all_reduce",
+        name,
         b"".join(map(number_row, xs)),
         timeout,
-        then=lambda rows: [reduce_numbers(numbers_of(rows, i, len(xs)), op) for i in range(len(xs))],
-        detail=f"{op.value} {message_kinds('all_reduce', xs)}",
+        then=lambda rows: [
+            reduce_numbers(numbers_of(rows, i, len(xs)), op) if here else None for i in range(len(xs))
+        ],
+        detail=f"{op.value} {message_kinds(name, xs)}{whose}",
     )
 
 
@@ -78,7 +83,6 @@ def reduce(
 ) -> Started[object]:
     op = reduce_op(op)
     dst = lane.group.index(dst, "dst")
-    here = lane.group.rank == dst
     if isinstance(x, torch.Tensor):
         x = plain_tensor("reduce", x)
         check_filled("reduce", out, x)
@@ -87,15 +91,15 @@ def reduce(
     x = as_number(x)
     if not is_tree(x):
         check_number("reduce", x, op)
-        return _reduce_numbers(lane, [x], dst, op, timeout).then(itemgetter(0))
+        return _reduce_numbers(lane, "reduce", [x], dst, op, timeout).then(itemgetter(0))
     return over_tree(
         lane,
         "reduce",
         x,
         one_by_one(lambda leaf: _reduce_tensor(lane, leaf, dst, op, None, timeout)),
-        lambda values: _reduce_numbers(lane, values, dst, op, timeout),
+        lambda values: _reduce_numbers(lane, "reduce", values, dst, op, timeout),
         lambda leaf: check_reducible(lane, "reduce", Op.REDUCE, leaf, op),
-        here=here,
+        here=lane.group.rank == dst,
     )
 
 
@@ -111,28 +115,6 @@ def _reduce_tensor(
         autograd.records("reduce", (x,), (out,))
     call = tensors.reduce_call(lane, x, dst, op, out)
     return no_gradient(call.begin(lane, timeout), x, "reduce", "all_reduce")
-
-
-def _reduce_numbers(
-    lane: Lane, xs: Sequence[object], dst: int, op: ReduceOp, timeout: float | None
-) -> Started[list[Any]]:
-    """Reduce each of ``xs``, which were checked, on ``dst``; the others get None for each."""
-    here = lane.group.rank == dst
-
-    def reduced(found: list[Message]) -> list[Any]:
-        if not here:
-            return [None] * len(xs)
-        return [reduce_numbers(column, op) for column in columns(values_of(lane, found))]
-
-    return gather_messages(
-        lane,
-        "reduce",
-        values_message(xs),
-        dst,
-        timeout,
-        then=reduced,
-        detail=f"{op.value} {message_kinds('reduce', xs)} dst={dst}",
-    )
 
 
 def reduce_scatter(
