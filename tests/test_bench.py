@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.bench import operations, picture, sizes, starting
+from asynccoll.bench import operations, picture, starting
 from asynccoll.bench.request import BenchRequest, Row
 from asynccoll.bench.sidebyside import Series
 from asynccoll.cli import main
@@ -35,26 +35,26 @@ def case(name, *, rank=0, ranks=3, size_bytes=4 * 3 * 7, dtype="float", reductio
     ("written", "size_bytes"), [("4", 4), ("4K", 4096), ("4 KiB", 4096), ("16m", 16 << 20), ("1GB", 1 << 30)]
 )
 def test_sizes_as_people_write_them(written, size_bytes):
-    assert sizes.parse(written) == size_bytes
+    assert operations.parse_size(written) == size_bytes
 
 
 @pytest.mark.parametrize("written", ["", "K", "4.5K", "-4", "4T"])
 def test_what_is_no_size(written):
     with pytest.raises(ac.InvalidArgumentError, match="expected a number of bytes"):
-        sizes.parse(written)
+        operations.parse_size(written)
 
 
 def test_no_bytes_are_no_size():
     """One element would be measured in its place, and reported with its own size."""
     with pytest.raises(ac.InvalidArgumentError, match="size '0K' is not possible; expected at least 1 byte"):
-        sizes.parse("0K")
+        operations.parse_size("0K")
 
 
 def test_the_sizes_of_a_run():
-    assert list(sizes.ramp(4, 100, 5)) == [4, 20, 100]
+    assert list(operations.sizes_between(4, 100, 5)) == [4, 20, 100]
     for wrong in ((0, 4, 2), (8, 4, 2), (4, 8, 1)):
         with pytest.raises(ac.InvalidArgumentError, match="factor of at least 2"):
-            list(sizes.ramp(*wrong))
+            list(operations.sizes_between(*wrong))
 
 
 #: name: elements that each of 3 ranks sends and receives of a total of 21, and the bus factor; as nccl-tests

@@ -10,7 +10,8 @@ What a rank sends is a function of its rank and the index, so that every rank kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,8 @@ __all__ = [
     "Operation",
     "check_known",
     "make_case",
+    "parse_size",
+    "sizes_between",
     "wrong_elements",
 ]
 
@@ -84,6 +87,10 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+
+#: How people and nccl-tests write sizes: ``4K``, ``16M``.
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_WRITTEN = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
@@ -201,6 +208,40 @@ def make_case(
     elements = size_bytes // kind.itemsize
     count = max(1, elements // ranks if operation.is_shared_out else elements)
     return Case(operation, kind, reduction, count, rank, ranks, device)
+
+
+def parse_size(written: str) -> int:
+    """Return the size in bytes: ``"4K"``, ``"4 KiB"`` and ``"4096"`` are 4096.
+
+    Raises:
+        InvalidArgumentError: it is not of that form, or 0.
+    """
+    found = _WRITTEN.fullmatch(written.strip())
+    if found is None:
+        raise InvalidArgumentError(
+            f"size {written!r} cannot be read; expected a number of bytes such as 4K or 16M"
+        )
+    size = int(found[1]) * _UNITS[found[2].upper()]
+    if not size:  # one element would be measured, and reported with its own size
+        raise InvalidArgumentError(f"size {written!r} is not possible; expected at least 1 byte")
+    return size
+
+
+def sizes_between(first: int, last: int, factor: int) -> Iterator[int]:
+    """Yield sizes from ``first`` to ``last`` bytes, each ``factor`` times the one before.
+
+    Raises:
+        InvalidArgumentError: there would be none, or the sizes would never end.
+    """
+    if first < 1 or last < first or factor < 2:
+        raise InvalidArgumentError(
+            f"sizes from {first} to {last} bytes by a factor of {factor} are not possible; expected at least "
+            "1 byte, an end that is no smaller, and a factor of at least 2"
+        )
+    size = first
+    while size <= last:
+        yield size
+        size *= factor
 
 
 def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:

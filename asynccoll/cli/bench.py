@@ -108,19 +108,27 @@ def _draw(shown: _Shown, path: Path) -> None:
 
 def _request(given: argparse.Namespace) -> BenchRequest:
     from asynccoll.backends.table import usable, usual_backend
-    from asynccoll.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, check_known
+    from asynccoll.bench.operations import (
+        DTYPES,
+        OPERATIONS,
+        REDUCTIONS,
+        check_known,
+        parse_size,
+        sizes_between,
+    )
     from asynccoll.bench.peers import ALL
     from asynccoll.bench.request import BenchRequest
-    from asynccoll.bench.sizes import parse, ramp
     from asynccoll.environment.detection import detect
     from asynccoll.environment.slurm import expand_with_scontrol
 
     asked = given.operations or ["all_reduce"]
     operations = tuple(OPERATIONS) if "all" in asked else tuple(dict.fromkeys(asked))
     if given.sizes:
-        sizes = tuple(map(parse, given.sizes.split(",")))
+        sizes = tuple(map(parse_size, given.sizes.split(",")))
     else:
-        sizes = tuple(ramp(parse(given.minbytes), parse(given.maxbytes), given.stepfactor))
+        sizes = tuple(
+            sizes_between(parse_size(given.minbytes), parse_size(given.maxbytes), given.stepfactor)
+        )
     peers = tuple(name for name in (given.peers or "").split(",") if name)
     check_known("operation", operations, OPERATIONS)
     check_known("type", (given.datatype,), DTYPES)
