@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from asynccoll import host
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, still_pending
 from asynccoll.host.misfits import check, check_count, check_function, fitting
+from asynccoll.overlap.steps import Steps, run, run_blocking
 from asynccoll.plan.trees import flatten
 from asynccoll.waiting.work import Work
 
@@ -66,11 +67,7 @@ class InFlight:
         self._claim(_caller())
         _check_function(function)
         size = size_bytes(x)
-        for work in self._in_the_way(size):
-            try:
-                await work
-            except Exception as error:
-                self._failed(error)
+        await run(self._make_room(size))
         return self._add(function(x, **call), size)
 
     def start_blocking(
@@ -84,11 +81,7 @@ class InFlight:
     def start_by_anyone(self, function: Callable[..., Work[Any]], x: object, /, **call: object) -> Work[Any]:
         """Do what ``start_blocking`` does, in any thread: callers keep one order, as backward does."""
         size = size_bytes(x)
-        for work in self._in_the_way(size):
-            try:
-                work.wait()
-            except Exception as error:
-                self._failed(error)
+        run_blocking(self._make_room(size))
         return self._add(function(x, **call), size)
 
     def _claim(self, caller: object) -> None:
@@ -101,14 +94,19 @@ class InFlight:
             )
         self._owner = caller
 
-    def _in_the_way(self, size: int) -> Iterator[Work[object]]:
-        """Yield the works to wait for until ``size`` more bytes fit.
+    def _make_room(self, size: int) -> Steps[None]:
+        """Wait until ``size`` more bytes fit. A work whose wait was cut short stays on the list.
 
-        Resuming the generator takes the work off the list; if the wait was cut short, it stays.
+        The first error is kept for ``_raise``.
         """
         while self._out and self._bytes + size > self.max_in_flight_bytes:
             work, own = self._out[0]
-            yield work
+            try:
+                yield work
+            except Exception as error:
+                if still_pending(error):
+                    raise
+                self._error = self._error or error
             self._out.popleft()
             self._bytes -= own
 
@@ -118,29 +116,16 @@ class InFlight:
         self._bytes += size
         return work
 
-    def _failed(self, error: Exception) -> None:
-        if still_pending(error):
-            raise error
-        self._error = self._error or error
-
     # Leaving
 
     async def drain(self) -> None:
         """Wait for all operations in flight, then raise the first error of any operation so far."""
-        for work in self._in_the_way(self.max_in_flight_bytes + 1):
-            try:
-                await work
-            except Exception as error:
-                self._failed(error)
+        await run(self._make_room(self.max_in_flight_bytes + 1))
         self._raise()
 
     def wait(self) -> None:
         """Do what ``drain`` does, without an event loop."""
-        for work in self._in_the_way(self.max_in_flight_bytes + 1):
-            try:
-                work.wait()
-            except Exception as error:
-                self._failed(error)
+        run_blocking(self._make_room(self.max_in_flight_bytes + 1))
         self._raise()
 
     def _raise(self) -> None:
