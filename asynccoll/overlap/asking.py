@@ -5,8 +5,6 @@ For optimizers whose step is awaited (``ac.async_optim``). The question is sent 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,13 +56,11 @@ class AskingReducer(GradientReducer):
         yield self  # sends the other buckets, for which the other ranks wait, and raises the error again
         raise AssertionError("a question that failed fails again")
 
-    @contextmanager
-    def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
-        with super()._step() as works:
-            try:
-                yield works
-            except CollectiveMismatchError as error:
-                if is_of_told(error) or any(error is one.exception() for one in self._compared):
-                    raise  # it says which parameters differ
-                self.rounds = 0
-                raise CollectiveMismatchError(f"{_OUT_OF_STEP}. {error}") from error
+    def _all_in_flight(self, works: list[Work[torch.Tensor]]) -> Steps[None]:
+        try:
+            yield from super()._all_in_flight(works)
+        except CollectiveMismatchError as error:
+            if is_of_told(error) or any(error is one.exception() for one in self._compared):
+                raise  # it says which parameters differ
+            self.rounds = 0
+            raise CollectiveMismatchError(f"{_OUT_OF_STEP}. {error}") from error

@@ -17,7 +17,7 @@ Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; wi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ from asynccoll.overlap.accepted import (
     told_to_peers,
     unique,
 )
-from asynccoll.overlap.companion import Companion
+from asynccoll.overlap.companion import EachStep
 from asynccoll.overlap.pending import Methods, Pending
-from asynccoll.overlap.steps import Steps, run, run_blocking
+from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
@@ -47,7 +47,7 @@ __all__ = ["ParameterAverager", "average_parameters"]
 _FINISH = 0
 
 
-class ParameterAverager(Companion):
+class ParameterAverager(EachStep):
     """Averages parameters every few steps; made by ``average_parameters``, and awaited once per step.
 
     A round copies the parameters and starts to average the copies. ``delay`` steps later, every parameter
@@ -103,30 +103,13 @@ class ParameterAverager(Companion):
 
     # Once per step
 
-    def __await__(self) -> Generator[object, object, None]:
-        return self._stepped().__await__()
-
-    async def _stepped(self) -> None:
-        self._check_not_finishing()
-        await run(self._step())
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Do what ``await`` does, without an event loop.
-
-        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
-        """
-        self._check_not_finishing()
-        run_blocking(self._step(), timeout)
-
-    def _check_not_finishing(self) -> None:
+    def _step(self) -> Steps[None]:
+        """Do this step's part of the rounds; yields the works to wait for."""
         if self._last is not None:
             raise InvalidArgumentError(
                 "a step of the averager before finish() was complete: its wait was cut short (cancelled or "
                 "timed out), and the other ranks complete it; await finish() again first"
             )
-
-    def _step(self) -> Steps[None]:
-        """Do this step's part of the rounds; yields the works to wait for."""
         if not self._midway:  # else its await was cut short: continue it
             self._steps += 1
             self._midway = True

@@ -1,19 +1,22 @@
-"""The base of objects that work on a model without wrapping it: errors if they are used as the model itself.
+"""The bases of objects that work on a model without wrapping it: errors if they are used as the model itself.
 
 Other libraries return the model in a wrapper, so users may write ``model = ac.overlap_gradients(model)``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 from asynccoll.errors import InvalidCallError
+from asynccoll.host.timeouts import check_patience
 from asynccoll.host.uncopied import Uncopied
+from asynccoll.overlap.steps import Steps, run, run_blocking
 
-__all__ = ["Companion"]
+__all__ = ["Companion", "EachStep"]
 
 #: The attributes of a model or an optimizer; only instances have ``training`` and ``param_groups``.
 _THEIRS = frozenset({*dir(nn.Module), *dir(Optimizer), "training", "param_groups"})
@@ -40,3 +43,22 @@ class Companion(Uncopied):
                 raise AttributeError(told, name=name, obj=self)
             told += f": model and optimizer are not wrapped, so use their own; {self._use}"
             raise AttributeError(told, name=name)
+
+
+class EachStep(Companion):
+    """Base of companions that are awaited once per step, or waited for without an event loop."""
+
+    def _step(self) -> Steps[None]:
+        """Do this step's part, and yield what to wait for. A wait that was cut short is continued."""
+        raise NotImplementedError
+
+    def __await__(self) -> Generator[object, object, None]:
+        return run(self._step()).__await__()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Do what ``await`` does, without an event loop.
+
+        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
+        """
+        check_patience(timeout)
+        run_blocking(self._step(), timeout)

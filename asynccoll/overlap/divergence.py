@@ -11,7 +11,7 @@ Built on the public operations alone.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from asynccoll.errors import CollectiveMismatchError, still_pending
 from asynccoll.host.misfits import check_count, fitting
 from asynccoll.ops.collectives import all_gather
 from asynccoll.overlap.accepted import tensors_of
-from asynccoll.overlap.companion import Companion
+from asynccoll.overlap.companion import EachStep
 from asynccoll.overlap.parameters import named_tensors
+from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
@@ -39,7 +40,7 @@ _OF_OTHERS = (
 )
 
 
-class ParameterChecker(Companion):
+class ParameterChecker(EachStep):
     """Compares parameters over all ranks; made by ``check_parameters``.
 
     Use ``await checking`` once per step, or ``checking.wait()`` without an event loop. Every ``every``-th
@@ -62,47 +63,20 @@ class ParameterChecker(Companion):
     def __repr__(self) -> str:
         return f"<ParameterChecker, every {self._every} steps: step {self._steps}>"
 
-    def __await__(self) -> Generator[object, object, None]:
-        return self._stepped().__await__()
-
-    async def _stepped(self) -> None:
-        work = self._step()
-        if work is not None:
-            try:
-                await work
-            except Exception as error:
-                self._over(error)
-                raise
-            self._over()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Do what ``await`` does, without an event loop.
-
-        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
-        """
-        work = self._step()
-        if work is not None:
-            try:
-                work.wait(timeout)
-            except Exception as error:
-                self._over(error)
-                raise
-            self._over()
-
-    def _step(self) -> Work[None] | None:
-        """Return the comparison that this await waits for, or None.
-
-        Counts the await, and begins a comparison if one is due, unless an earlier await was cut short.
-        """
+    def _step(self) -> Steps[None]:
+        """Count the await, and compare if that is due, unless an earlier await was cut short."""
         if self._work is None:
             self._steps += 1
-            if self._steps % self._every == 0:
-                self._work = _compared(self._given, self._call)
-        return self._work
-
-    def _over(self, error: Exception | None = None) -> None:
-        if not still_pending(error):
-            self._work = None
+            if self._steps % self._every:
+                return
+            self._work = _compared(self._given, self._call)
+        try:
+            yield self._work
+        except Exception as error:
+            if not still_pending(error):
+                self._work = None
+            raise
+        self._work = None
 
 
 @fitting

@@ -23,7 +23,7 @@ import gc
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ from asynccoll.overlap.accepted import (
     told_to_peers,
 )
 from asynccoll.overlap.buckets import FlaggedBucket, Gradients, assign
-from asynccoll.overlap.companion import Companion
+from asynccoll.overlap.companion import EachStep
 from asynccoll.overlap.divergence import checksum
 from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, is_returned, remove_all
@@ -70,6 +70,7 @@ from asynccoll.overlap.parameters import first_rank, start_alike, tell_apart, to
 from asynccoll.overlap.pending import Forgotten
 from asynccoll.overlap.rows import SparseGradient, sparse_of
 from asynccoll.overlap.scaling import before_scaling
+from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.unawaited import BY_REDUCER, Calls
 from asynccoll.overlap.window import InFlight
 from asynccoll.runtime.process import get_rank
@@ -107,7 +108,7 @@ _log = logging.getLogger("asynccoll.shift")
 _live: weakref.WeakKeyDictionary[GradientReducer, None] = host.per_process(weakref.WeakKeyDictionary)
 
 
-class GradientReducer(Companion):
+class GradientReducer(EachStep):
     """Reduces the gradients of a model bucket by bucket, as backward computes them.
 
     ``overlap_gradients`` makes one. Await it once per step, like a ``Work``: ``await gradients``, or
@@ -283,31 +284,15 @@ class GradientReducer(Companion):
 
     # Once per step
 
-    def __await__(self) -> Generator[object, object, None]:
-        return self._reduced().__await__()
+    def _all_in_flight(self, works: list[Work[torch.Tensor]]) -> Steps[None]:
+        """Wait for all works of a step; if several fail, the error of the first is raised."""
+        yield wait_all([*self._compared, *works, *self._buffer_works])
 
-    async def _reduced(self) -> None:
-        with self._step() as works:
-            await wait_all(self._in_flight(works))
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait without an event loop until every ``.grad`` is the reduction over all ranks.
-
-        After ``timeout`` seconds ``CollectiveTimeoutError`` is raised; the next wait continues the step.
-        """
-        with self._step() as works:
-            wait_all(self._in_flight(works)).wait(timeout)
-
-    def _in_flight(self, works: list[Work[torch.Tensor]]) -> list[Work[Any]]:
-        """Return all works that a step waits for; if several fail, the error of the first is raised."""
-        return [*self._compared, *works, *self._buffer_works]
-
-    @contextmanager
-    def _step(self) -> Iterator[list[Work[torch.Tensor]]]:
-        """Send the remaining buckets, have the block wait for the works, and prepare for the next step."""
+    def _step(self) -> Steps[None]:
+        """Send the remaining buckets, wait until every ``.grad`` is reduced, and prepare for the next step."""
         works = self._send_all()
         try:
-            yield works
+            yield from self._all_in_flight(works)
         except Exception as error:
             if still_pending(error):
                 raise
