@@ -90,34 +90,27 @@ class Communicator(Protocol):
         Where the capabilities' ``keeps_input`` lists it, there is also ``all_reduce_into(out, x, op)``,
         which leaves ``x`` unchanged.
         """
-        ...
 
     def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place on ``dst``; elsewhere its content is undefined afterwards.
 
         Where the capabilities' ``keeps_input`` lists it, ``x`` is unchanged there instead.
         """
-        ...
 
     def broadcast(self, x: torch.Tensor, src: int) -> Completion:
         """Overwrite ``x`` with the ``x`` of ``src``."""
-        ...
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         """Fill the flat ``out`` with every rank's flat ``x`` in rank order."""
-        ...
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         """Fill ``out`` (given on ``dst``) with every rank's ``x``."""
-        ...
 
     def scatter(self, out: torch.Tensor, x: Sequence[torch.Tensor] | None, src: int) -> Completion:
         """Fill ``out`` with this rank's part of ``x`` (given on ``src``)."""
-        ...
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Fill ``out`` with this rank's part of the reduction of the flat ``x``."""
-        ...
 
     def all_to_all(
         self,
@@ -127,7 +120,6 @@ class Communicator(Protocol):
         in_splits: Sequence[int],
     ) -> Completion:
         """Exchange parts of dim 0; the splits count its rows."""
-        ...
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion: ...
 
@@ -135,7 +127,6 @@ class Communicator(Protocol):
 
     def refuse(self, dst: int, tag: int, why: str) -> None:
         """End the ``recv`` on ``dst`` although this rank does not ``send``, if the backend can."""
-        ...
 
     def barrier(self) -> Completion: ...
 
@@ -145,19 +136,15 @@ class Communicator(Protocol):
         By now, every collective that can end has ended on every rank. Messages stay in flight: the next
         communicator takes them over by ``inherit``.
         """
-        ...
 
     def inherit(self, previous: Any) -> None:
         """Take over the messages of ``previous``, a communicator of this lane that was or will be retired."""
-        ...
 
     def close(self) -> None:
         """Release the communicator. No operations are in flight."""
-        ...
 
     def abort(self) -> None:
         """Make every operation in flight fail soon, on this rank and on the peers that it is connected to."""
-        ...
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

@@ -56,17 +56,14 @@ class Pollable(Protocol):
     @property
     def finished(self) -> bool:
         """Whether the thread can stop polling it: it is known to be over, or something else drives it."""
-        ...
 
     @property
     def attended(self) -> bool:
         """Whether a waiter is polling it in place."""
-        ...
 
     @property
     def urgent(self) -> bool:
         """Whether the thread should poll it without a grace period."""
-        ...
 
     @property
     def lateness(self) -> float | None:
@@ -74,15 +71,12 @@ class Pollable(Protocol):
 
         None: the thread should notice the end as early as it can, at the price of polling often.
         """
-        ...
 
     def expected(self) -> float:
         """Return for how many seconds from now polling without naps is worthwhile."""
-        ...
 
     def poll(self) -> bool:
         """Poll the operation. Returns whether it is over; if so, its callbacks have been called."""
-        ...
 
 
 class _Watched:

@@ -17,7 +17,6 @@ class Carrier(Protocol):
 
     def wait(self, call: InFlight, seconds: float) -> bool:
         """Move calls until ``call`` is over or the time has passed; return whether it is over."""
-        ...
 
     def listen(self, call: InFlight, callback: Callback) -> None:
         """Call ``callback`` when ``call`` is over."""

@@ -34,7 +34,6 @@ class Lane(Protocol):
 
     def died(self) -> Sequence[int]:
         """Return the ranks that have ended without leaving the lane."""
-        ...
 
 
 class Messages:
