@@ -22,7 +22,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from asynccoll.bench import picture
-from asynccoll.trace.figures import STYLE
+from asynccoll.trace.plot import STYLE
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "build" / "bench"

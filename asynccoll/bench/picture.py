@@ -8,7 +8,7 @@ from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host import words
-from asynccoll.trace.figures import STYLE, figure_type
+from asynccoll.trace.plot import STYLE, figure_type
 
 __all__ = ["check_drawable", "draw"]
 

@@ -126,9 +126,7 @@ def _request(given: argparse.Namespace) -> BenchRequest:
     if given.sizes:
         sizes = tuple(map(parse_size, given.sizes.split(",")))
     else:
-        sizes = tuple(
-            sizes_between(parse_size(given.minbytes), parse_size(given.maxbytes), given.stepfactor)
-        )
+        sizes = tuple(sizes_between(parse_size(given.minbytes), parse_size(given.maxbytes), given.stepfactor))
     peers = tuple(name for name in (given.peers or "").split(",") if name)
     check_known("operation", operations, OPERATIONS)
     check_known("type", (given.datatype,), DTYPES)

@@ -21,9 +21,9 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import Flight
 from asynccoll.host.cores import usable_cores
 from asynccoll.launch import child, horovodrun, mpiexec, passing, processes
-from asynccoll.launch.ranks import naming, number_of_ranks, without_place
 from asynccoll.launch.horovodrun import Horovodrun
 from asynccoll.launch.mpiexec import Mpiexec
+from asynccoll.launch.ranks import naming, number_of_ranks, without_place
 from asynccoll.launch.report import (
     Failure,
     exit_code,

@@ -36,8 +36,8 @@ from asynccoll.host.misfits import check, fitting
 from asynccoll.launch import child, mpiexec, passing, planned_rank, xla_rank
 from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.job import Job, failed, portable
-from asynccoll.launch.ranks import naming, without_place
 from asynccoll.launch.processes import end
+from asynccoll.launch.ranks import naming, without_place
 from asynccoll.launch.witness import Witness
 from asynccoll.runtime.process import finalize, initialize
 

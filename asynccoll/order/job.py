@@ -1,9 +1,15 @@
-"""What a lane queues: one native call, or a program of several native calls that depend on each other."""
+"""What a lane queues: one native call, or a program of several native calls that depend on each other.
+
+Whichever thread runs the steps of a program, they are in the inference mode that was on when it was called.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.host.call_site import NOWHERE, Spot
@@ -13,11 +19,9 @@ from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
 
 if TYPE_CHECKING:
-    import torch
-
     from asynccoll.order.operation import Operation
 
-__all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "returned"]
+__all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "program_as_called", "returned"]
 
 #: One native call, given the communicator.
 Start = Callable[[Communicator], Completion]
@@ -112,3 +116,28 @@ class Job:
         """Drop the job's references: its promise refers to the job, and others may keep the promise."""
         self.program = self.generator = None
         self.promise = _SETTLED
+
+
+def program_as_called(program: Program) -> Program:
+    """Return ``program`` with each of its steps run in the current inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return program
+
+    def inside(communicator: Communicator) -> Generator[Completion, None, Completion]:
+        steps = program(communicator)
+        step: Callable[[], Completion] = partial(next, steps)
+        while True:
+            with torch.inference_mode():
+                try:
+                    completion = step()
+                except StopIteration as stop:
+                    last: Completion = stop.value
+                    return last
+            try:
+                yield completion
+            except Exception as error:
+                step = partial(steps.throw, error)
+            else:
+                step = partial(next, steps)
+
+    return inside

@@ -35,12 +35,11 @@ from asynccoll.order.connection import Connection
 from asynccoll.order.cut import Epochs, Refusal
 from asynccoll.order.failing import Failing
 from asynccoll.order.halting import Halting
-from asynccoll.order.job import Job, Program, Start, What, returned
+from asynccoll.order.job import Job, Program, Start, What, program_as_called, returned
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.order.outstanding import Outstanding
 from asynccoll.order.ownership import Owner, Owners, Stream
 from asynccoll.order.places import Places
-from asynccoll.order.programs import program_as_called
 from asynccoll.order.queue import Queue
 from asynccoll.order.records import Records
 from asynccoll.order.stepping import Stepping, waiting

@@ -289,7 +289,7 @@ class GradientReducer(EachStep):
         yield wait_all([*self._compared, *works, *self._buffer_works])
 
     def _step(self) -> Steps[None]:
-        """Send the remaining buckets, wait until every ``.grad`` is reduced, and prepare for the next step."""
+        """Send the remaining buckets, wait for all of them, and prepare for the next step."""
         works = self._send_all()
         try:
             yield from self._all_in_flight(works)

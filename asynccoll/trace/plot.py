@@ -1,8 +1,7 @@
 """Draw a timeline: rows of bars in matplotlib, compute above, communication below.
 
 The colors are those of Okabe and Ito, which stay distinct for color-blind readers and in gray;
-communication that is waited for is hatched as well. Only ``Timeline.plot`` imports this module, so that
-matplotlib loads only when needed.
+communication that is waited for is hatched as well. matplotlib loads when something is drawn.
 """
 
 from __future__ import annotations
@@ -11,15 +10,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asynccoll.errors import BackendNotFoundError
 from asynccoll.host import words
-from asynccoll.trace.figures import STYLE, figure_type
 from asynccoll.trace.spans import Span, covered, intersection, stack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["STYLE", "draw", "figure_type"]
+
+#: Settings for ``matplotlib.rc_context``: a title on the left, a pale grid behind the data, no frame.
+STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
+
+
+def figure_type(what: str, otherwise: str) -> Any:
+    """Import matplotlib, and return its ``Figure``.
+
+    Raises:
+        BackendNotFoundError: it is not installed; the text says that ``what`` needs it, how to install it,
+        and ``otherwise``.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendNotFoundError(
+            f"{what} needs matplotlib, which is not installed: pip install 'matplotlib>=3.8' ({otherwise})"
+        ) from error
+    return Figure
+
 
 COMPUTE = ("#56B4E9", "#0072B2", "#009E73", "#CC79A7", "#F0E442")
 HIDDEN = "#E69F00"

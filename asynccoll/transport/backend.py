@@ -1,4 +1,4 @@
-"""The interface of a backend: flags, capabilities, and how to open communicators.
+"""The interface of a backend: flags, capabilities, how to open communicators, how models are trained.
 
 Where backends differ, the layers above read an attribute of this class, named for what it means to them.
 They never test the backend's name.
@@ -6,19 +6,48 @@ They never test the backend's name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asynccoll.transport.training import Training
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import logging
 
     import torch
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
     from asynccoll.plan.spec import Capabilities
     from asynccoll.transport.communicator import Communicator, Opening
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Training"]
+
+
+class Training:
+    """What training on a backend needs in addition to collectives; the ``auto`` helpers read it.
+
+    The defaults suit backends on which torch's ``DistributedDataParallel`` works and averages gradients.
+    """
+
+    #: torch's DDP averages the gradients; if False, ``auto_optim`` averages them when backward returns.
+    ddp = True
+    #: Batches may be put into pinned memory, which a GPU reads while the host continues.
+    pins_memory = True
+    #: With several ranks, ``loader`` wraps the loader in one that prefetches batches for the training loop.
+    wraps_loader = False
+
+    def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
+        """Return what the training loop iterates over: ``loader``, or a wrapper that feeds ``device``.
+
+        If the sampler has ``counting``, a wrapper iterates through it, so that the batches taken are counted.
+        """
+        return loader
+
+    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:
+        """Wrap ``optimizer`` in the native library's own, if it has one that takes ``options``; else None."""
+        return None
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Prepare ``optimizer`` for steps whose gradients have already been averaged."""
 
 
 class Backend:

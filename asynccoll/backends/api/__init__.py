@@ -33,7 +33,7 @@ from asynccoll.modes.unseen import unseen
 from asynccoll.plan.spec import DTYPES_BY_NAME, Capabilities, Op, ReduceOp, dtype_name
 from asynccoll.plan.texts import at_line, shown, unlike
 from asynccoll.plan.trees import flatten
-from asynccoll.transport.backend import Backend
+from asynccoll.transport.backend import Backend, Training
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
 from asynccoll.transport.completion import READY, AllOf, Callback, Completion, Promise, Ready, Transfer
 from asynccoll.transport.polled import Polled
@@ -43,7 +43,6 @@ from asynccoll.transport.progress import (
     SHORTEST_NAP_SECONDS,
     progress,
 )
-from asynccoll.transport.training import Training
 from asynccoll.transport.waiters import InProgress, Waiters
 from asynccoll.waiting.suspending import Signal
 from asynccoll.world.context import Context, Identity

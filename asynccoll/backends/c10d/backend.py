@@ -31,9 +31,11 @@ from asynccoll.backends.api import (
     Context,
     Exchange,
     InProgress,
+    LaunchInfo,
     Opening,
     Request,
     Waiting,
+    detect,
     host,
     locate,
     meet,
@@ -41,13 +43,12 @@ from asynccoll.backends.api import (
     of_torch,
     own_device,
 )
-from asynccoll.backends.c10d.adopted import matching_launch, own_part
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.communicator import C10dCommunicator, Transport, end_all
 from asynccoll.backends.c10d.completion import NEVER, HostCompletion, StreamCompletion
 from asynccoll.backends.c10d.published import publish, withdraw
 from asynccoll.backends.c10d.tables import GLOO, NCCL, OTHER
-from asynccoll.errors import BackendNotFoundError, InvalidArgumentError, PeerLostError
+from asynccoll.errors import BackendNotFoundError, InvalidArgumentError, LaunchEnvironmentError, PeerLostError
 
 __all__ = ["C10dBackend"]
 
@@ -416,6 +417,24 @@ def adopt(
         default_group=_default_group_ref(),
     )
     return Context(backend, identity, store=store and own_part(store, rank), timeout=timeout, check=check)
+
+
+def own_part(store: dist.Store, rank: int) -> dist.Store:
+    """Return a part of the store of the user's group that no earlier world of ours on this group has used.
+
+    No rank waits for another: each counts the worlds that it has begun, and all ranks begin the same ones.
+    """
+    life = store.add(f"asynccoll/lives/{rank}", 1)
+    return dist.PrefixStore(f"asynccoll/{life}", store)
+
+
+def matching_launch(rank: int, world_size: int) -> LaunchInfo | None:
+    """Return what the launcher says, or None if its rank and size are not those of the user's group."""
+    try:
+        launch = detect(os.environ)
+    except LaunchEnvironmentError:
+        return None
+    return launch if (launch.rank, launch.world_size) == (rank, world_size) else None
 
 
 def parse_backend(name: str) -> dict[str, str]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as _native  # torch.distributed re-exports only half of the options
 import torch.distributed as dist
+from torch._C._autograd import _enable_record_function
 from torch.autograd import profiler
 
 from asynccoll.backends.api import Communicator, Completion, ReduceOp, forks, host, uncast
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
-from asynccoll.backends.c10d.unprofiled import Unprofiled
 
 __all__ = ["C10dCommunicator", "Transport", "end_all"]
 
@@ -63,6 +63,30 @@ _BARRIER = _options(_native.BarrierOptions)
 @cache
 def _broadcast_from(root: int) -> object:
     return _options(_native.BroadcastOptions, rootRank=root)
+
+
+class Unprofiled:
+    """A stand-in for a native group while a profiler is running: torch.profiler does not record calls on it.
+
+    gloo's thread records the end of a profiled call, after the call's future has completed. By then the
+    profiler may have been stopped and its memory freed, and torch writes to that memory all the same (2.13).
+    So the profiler sees only the range that the lane records for an operation, which ends in time.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._native, name)
+
+        def call(*args: object) -> Any:
+            _enable_record_function(False)
+            try:
+                return method(*args)
+            finally:
+                _enable_record_function(True)
+
+        return call
 
 
 class Transport:

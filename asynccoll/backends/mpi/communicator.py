@@ -24,8 +24,8 @@ from asynccoll.backends.mpi.completion import (
     Many,
     MpiCompletion,
     never_ending,
+    typed,
 )
-from asynccoll.backends.mpi.errors import typed
 from asynccoll.backends.mpi.library import Library
 from asynccoll.backends.mpi.messages import Received, header, refusal, room
 from asynccoll.backends.mpi.types import (

@@ -27,8 +27,7 @@ from asynccoll.backends.api import (
     give_way,
     progress,
 )
-from asynccoll.backends.mpi.errors import typed
-from asynccoll.errors import CollectiveError
+from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
 
 __all__ = [
     "BURST",
@@ -40,6 +39,7 @@ __all__ = [
     "Many",
     "MpiCompletion",
     "never_ending",
+    "typed",
 ]
 
 #: How long an operation is expected to take beyond the grace period, per byte.
@@ -301,3 +301,26 @@ class Guarded:
     def Test(self) -> bool:  # noqa: N802  # spelled as mpi4py's
         with self._gate:
             return bool(self._request.Test())
+
+
+#: MPI's error classes, by what they mean to a user; the others become plain ``CollectiveError``s.
+_LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
+_CLASSES: dict[int, Callable[[str], CollectiveError]] = {
+    MPI.ERR_TRUNCATE: lambda text: CollectiveMismatchError(
+        f"{text}: a rank sent more than another expects; pass the same shapes and dtypes on every rank "
+        "(check='full' tells which differ)"
+    ),
+    **{
+        getattr(MPI, name): PeerLostError
+        for name in _LOST
+        if getattr(MPI, name, MPI.ERR_UNKNOWN) != MPI.ERR_UNKNOWN
+    },
+}
+
+
+def typed(error: MPI.Exception) -> CollectiveError:
+    """Return our error for one that MPI raised."""
+    text = f"MPI reports {error.Get_error_string().split(',')[0].strip()}"
+    ours = _CLASSES.get(error.Get_error_class(), CollectiveError)(text)
+    ours.__cause__ = error
+    return ours
