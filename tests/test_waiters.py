@@ -120,8 +120,13 @@ def test_the_watch_goes_on_after_an_error(
             raise error
         asked_again.set()
 
-    parts = {"has_peers": True, "loss": loss, "store_answers": lambda: False}
-    context = cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0))
+    parts = {
+        "has_peers": True,
+        "loss": loss,
+        "store_answers": lambda: False,
+        "backend": SimpleNamespace(ends_alone=False),
+    }
+    context = cast("Any", SimpleNamespace(**parts, stall_seconds=0.0))
     lane = SimpleNamespace(group=SimpleNamespace(ranks=(0, 1)))
 
     class InFlight:
@@ -146,8 +151,13 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
     """A rank that waits again and again for a moment at a time must still hear of a refusal."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     asked = threading.Event()
-    parts = {"has_peers": True, "loss": lambda lane: asked.set(), "store_answers": lambda: False}
-    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0)))
+    parts = {
+        "has_peers": True,
+        "loss": lambda lane: asked.set(),
+        "store_answers": lambda: False,
+        "backend": SimpleNamespace(ends_alone=False),
+    }
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, stall_seconds=0.0)))
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
 
     class InFlight:
@@ -175,8 +185,13 @@ def test_the_watch_looks_for_refusals_also_while_this_rank_waits_for_a_moment_at
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(watch, "IDLE_SECONDS", 0.0)
     looked = threading.Event()
-    parts = {"has_peers": True, "store_answers": lambda: True, "look_for_refusals": looked.set}
-    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=True, stall_seconds=0.0)))
+    parts = {
+        "has_peers": True,
+        "store_answers": lambda: True,
+        "look_for_refusals": looked.set,
+        "backend": SimpleNamespace(ends_alone=True),
+    }
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, stall_seconds=0.0)))
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
     just_started = time.monotonic() + 1000
     looks.add(cast("Any", SimpleIdentity(started=just_started, part=1, lane=lane, done=lambda: False)))
@@ -192,8 +207,13 @@ def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_
     """Otherwise the waiters of each lane would hear of it only after a second of their own waiting."""
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 1000.0)
     asked: queue.Queue[object] = queue.Queue()
-    parts = {"has_peers": True, "loss": asked.put, "store_answers": lambda: False}
-    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0)))
+    parts = {
+        "has_peers": True,
+        "loss": asked.put,
+        "store_answers": lambda: False,
+        "backend": SimpleNamespace(ends_alone=False),
+    }
+    looks = watch.Watch(cast("Any", SimpleNamespace(**parts, stall_seconds=0.0)))
 
     def in_flight(*ranks: int) -> Any:
         lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=ranks)))

@@ -24,6 +24,7 @@ from asynccoll.host.helpers import start_once
 if TYPE_CHECKING:
     from asynccoll.errors import PeerLostError
     from asynccoll.order.operation import Operation, Order
+    from asynccoll.transport.backend import Backend
 
 __all__ = ["Watch"]
 
@@ -44,14 +45,11 @@ class Watched(Protocol):
     def has_peers(self) -> bool:
         """Whether there are other ranks, and a store to learn of them."""
 
+    backend: Backend
     stall_seconds: float  # the seconds of waiting after which to warn; 0.0 is never
 
     def tell_of_stall(self, operation: Any) -> None:
         """Warn that ``operation`` has been waited for that long."""
-
-    @property
-    def ends_alone(self) -> bool:
-        """Whether a call may be over on one rank before its peers have made theirs."""
 
     def look_for_ends(self, parts: Sequence[Any]) -> None:
         """Refuse those ``parts`` that another rank's call does not have."""
@@ -112,7 +110,7 @@ class Watch:
 
     def begin(self) -> None:
         """Start the thread, now that the world has formed, if it is to look also while nothing waits."""
-        if (self._world.ends_alone or self._world.stall_seconds) and self._world.has_peers:
+        if (self._world.backend.ends_alone or self._world.stall_seconds) and self._world.has_peers:
             with self._wake:
                 self._start()
 
@@ -174,7 +172,7 @@ class Watch:
 
     def _is_due(self) -> bool:
         """Whether it is time to look for refusals although nothing waits here, or only for moments."""
-        return self._world.ends_alone and self._asked + IDLE_SECONDS <= host.monotonic()
+        return self._world.backend.ends_alone and self._asked + IDLE_SECONDS <= host.monotonic()
 
     def _look_for_shifts(self) -> None:
         now = host.monotonic()
@@ -200,7 +198,7 @@ class Watch:
     def _sleep(self) -> bool:
         """Sleep until something waits here, or until the next look; return whether something waits."""
         self._asleep = True
-        alone = IDLE_SECONDS if self._world.ends_alone else None
+        alone = IDLE_SECONDS if self._world.backend.ends_alone else None
         seconds = SHIFT_SECONDS if self._world.stall_seconds else alone
         woken = self._wake.wait_for(lambda: self._watched or self._lately or self._stopped, seconds)
         self._asleep = False

@@ -104,7 +104,7 @@ class _Around:
         self.timeout = context.timeout
         self.device = context.device
         self.recorder = context.recorder
-        self.computed = context.computed
+        self.backend = context.backend
 
     def blame(self, operation: Operation) -> Blame:
         """Return a ``Blame`` without ranks: it is not known what the operation waits for."""

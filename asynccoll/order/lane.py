@@ -181,7 +181,7 @@ class Lane:
             direct = (program is None or program.driven) and self.queue.is_free(stream)
             upcoming = _, place, part, _ = places.next(what)
             if not direct:
-                self._connection.open(waits=self.world.open_waits)
+                self._connection.open(waits=self.world.backend.open_waits)
             # Recorded before the native call, since that may block or end the process.
             ticket = self.records.note(
                 estimate, line, size_bytes, of, place, part, stream, called, begun=direct
@@ -363,7 +363,7 @@ class Lane:
             PeerLostError: a rank was lost while this one waited.
         """
         with self._lock:
-            self._connection.open(waits=self.world.open_waits)
+            self._connection.open(waits=self.world.backend.open_waits)
         while not self._connection.wait(_ASK_SECONDS):
             lost = self.world.loss(self)
             if lost is not None:
@@ -391,7 +391,7 @@ class Lane:
             return None
         self.cost = None  # it is unknown whether all ranks had agreed on it
         # The old communicator has operations that only some ranks have issued.
-        retired = self._connection.replace(self.epoch, waits=self.world.open_waits)
+        retired = self._connection.replace(self.epoch, waits=self.world.backend.open_waits)
         return None if retired is None else partial(self._connection.retire, retired)
 
     def next_child(self, error: BaseException | None) -> None:

@@ -112,13 +112,6 @@ class World(Protocol):
     def device(self) -> torch.device:
         """The device of this rank's tensors, where numbers are put too."""
 
-    @property
-    def open_waits(self) -> bool:
-        """Whether ``open`` waits for the other members."""
-
-    async def computed(self, value: object) -> None:
-        """Wait until ``value`` is computed, if the backend defers computation."""
-
     def open(self, lane: Any, epoch: int) -> Communicator:
         """Open a communicator of the lane's members, for one epoch."""
 

@@ -195,7 +195,7 @@ class Work(NotItsResult, Generic[T]):
         if self._operations:
             last = self._operations[-1]
             world = last.lane.world
-            await world.computed(value)
+            await world.backend.on_host(value)
             if self._streamed and (left := synchronized(self._operations, world.device)) is not None:
                 try:
                     await Work((left,), None)

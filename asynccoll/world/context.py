@@ -177,16 +177,6 @@ class Context:
         return self.backend.device
 
     @property
-    def open_waits(self) -> bool:
-        """Whether opening a communicator waits for its other members."""
-        return self.backend.open_waits
-
-    @property
-    def ends_alone(self) -> bool:
-        """Whether a call may complete on one rank before its peers have made theirs."""
-        return self.backend.ends_alone
-
-    @property
     def has_peers(self) -> bool:
         """Whether there are other ranks, and a store to learn of them."""
         return self.store is not None
@@ -198,7 +188,7 @@ class Context:
         assert isinstance(group, Group)
         # Refused from the first part on: all parts of that call are lost, including those in flight.
         disagreed = lambda place, error: self.refuse(lane, error, place, part=1)  # noqa: E731  # as given_up
-        if self.open_waits:
+        if self.backend.open_waits:
             self.refusals.before_open(lane)
         try:
             opened = self.backend.open(group.opening(lane.key, epoch, given_up, disagreed))
@@ -209,7 +199,7 @@ class Context:
         # If opening has waited for all members, the addresses of all beacons are in the store by now. Read
         # them here, so that a lost rank can be named even when the store is gone with it.
         self.liveness.learn(group.ranks)
-        if self.open_waits:
+        if self.backend.open_waits:
             self.refusals.after_open(lane)
         if lane.announcing.compared is None:
             lane.announcing.compared = self._compared(lane, by_itself=hasattr(opened, "announce"))
@@ -375,10 +365,6 @@ class Context:
         self.recorder.disown()
         self.backend.disown()
         return [completion for group in self.groups.values() for completion in group.disown(error)]
-
-    async def computed(self, value: object) -> None:
-        """Wait until ``value`` is computed, if the backend defers computation."""
-        await self.backend.on_host(value)
 
     # Failures
 
