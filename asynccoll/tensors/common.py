@@ -265,18 +265,7 @@ def _after(operations: Sequence[Operation], fill: Callable[[], object] | None, s
 def in_thread(job: Callable[[], object]) -> Promise:
     """Run ``job`` in another thread. The promise is settled when that ends, with its error if it raises."""
     promise = Transfer()
-    job = carried(as_called(job))
-
-    def run() -> None:
-        try:
-            job()
-        except BaseException as error:
-            promise.settle(error)
-        else:
-            promise.settle()
-
-    _copiers.submit(promise, run)
-    return promise
+    return _copiers.run(promise, carried(as_called(job)), promise)
 
 
 def physical(x: torch.Tensor) -> torch.Tensor:

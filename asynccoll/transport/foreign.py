@@ -66,18 +66,7 @@ def _of_work(work: dist.Work) -> Foreign:
     try:
         return _told(work.get_future()), result
     except RuntimeError:  # gloo's point-to-point works have no future: a thread waits for them
-        promise = Promise()
-
-        def wait() -> None:
-            try:
-                work.wait()
-            except BaseException as error:
-                promise.settle(error)
-            else:
-                promise.settle()
-
-        _waiters.submit(id(work), wait)
-        return promise, lambda: None
+        return _waiters.run(id(work), work.wait, Promise()), lambda: None
 
 
 def _of_request(request: Any) -> Foreign:
@@ -93,7 +82,7 @@ def _of_request(request: Any) -> Foreign:
     return Polled(test), lambda: found[0]
 
 
-class Polled(Completion):
+class Polled(Promise):
     """A completion that the progress thread polls until it is over."""
 
     attended = False
@@ -101,37 +90,25 @@ class Polled(Completion):
     lateness: float | None = 0.01
 
     def __init__(self, ask: Callable[[], bool]) -> None:
+        super().__init__()
         self._ask = ask
-        self._promise = Promise()
         progress.watch(self)
 
     @property
     def finished(self) -> bool:
         """Whether a poll has found it over."""
-        return self._promise.done()
+        return self.done()
 
     def expected(self) -> float:
         """Return 0: how long it takes is unknown."""
         return 0.0
 
     def poll(self) -> bool:
-        """Ask whether it is over, and if so settle the promise. Returns whether it is over."""
-        if not self._promise.done():
+        """Ask whether it is over, and if so complete. Returns whether it is over."""
+        if not self.done():
             try:
                 if self._ask():
-                    self._promise.settle()
+                    self.settle()
             except BaseException as error:  # raised by the other library: the waiter gets it
-                self._promise.settle(error)
-        return self._promise.done()
-
-    def done(self) -> bool:
-        return self._promise.done()
-
-    def wait(self, seconds: float) -> bool:
-        return self._promise.wait(seconds)
-
-    def add_callback(self, callback: Callable[[], object]) -> None:
-        self._promise.add_callback(callback)
-
-    def error(self) -> BaseException | None:
-        return self._promise.error()
+                self.settle(error)
+        return self.done()

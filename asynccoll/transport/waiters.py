@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from weakref import WeakKeyDictionary
 
 from asynccoll import host
+from asynccoll.transport.completion import Promise
 
 __all__ = ["InProgress", "Waiters"]
 
@@ -51,6 +52,20 @@ class Waiters:
                 host.Thread(target=self._serve, name=self._name, daemon=True).start()
             # Last, and by a single store, so that an interrupt (Ctrl-C) cannot leave a job without a thread.
             self._ready[key] = deque([job])
+
+    def run(self, key: Hashable, job: Callable[[], object], promise: Promise) -> Promise:
+        """Submit ``job``; return ``promise``, which ends with the job: with its error if it raises."""
+
+        def completing() -> None:
+            try:
+                job()
+            except BaseException as error:
+                promise.settle(error)
+            else:
+                promise.settle()
+
+        self.submit(key, completing)
+        return promise
 
     def _serve(self) -> None:
         while (key := self._next_key()) is not None:

@@ -7,7 +7,7 @@ ends if a peer is lost whose data a kernel would otherwise wait for forever.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,15 +38,7 @@ def synchronized(operations: Sequence[Operation], device: torch.device) -> Opera
     except RuntimeError as error:  # from an earlier kernel: CUDA reports its errors in a later call
         done.settle(error)
     else:
-        _waiters.submit(event, lambda: _wait(event, done))  # a key for each event: waits run concurrently
+        # A key for each event: waits run concurrently. Waiting for a blocking event sleeps in the driver,
+        # without spinning and with the GIL released.
+        _waiters.run(event, event.synchronize, done)
     return operations[-1].lane.follow_up(operations[-1], "on_host", done)
-
-
-def _wait(event: Any, done: Promise) -> None:
-    # Waiting for a blocking event sleeps in the driver, without spinning and with the GIL released.
-    try:
-        event.synchronize()
-    except RuntimeError as error:  # from a kernel, as above
-        done.settle(error)
-    else:
-        done.settle()

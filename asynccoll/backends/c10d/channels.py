@@ -67,21 +67,14 @@ class Channels:
     def _start(
         self, stream: tuple[str, int, int], peer: int, exchange: Callable[[object, int], None]
     ) -> Completion:
-        promise = Promise()
         index = int(peer > self._rank)  # the peer's index in the pair, in which the lower rank is 0
 
         def run() -> None:
-            try:
-                # Opening a pair waits for the peer, so it is done in this thread, not in the caller's.
-                with self._exchanging:
-                    exchange(self._pair(peer), index)
-            except BaseException as error:
-                promise.settle(error)
-            else:
-                promise.settle()
+            # Opening a pair waits for the peer, so it is done in this thread, not in the caller's.
+            with self._exchanging:
+                exchange(self._pair(peer), index)
 
-        self._waiters.submit(stream, run)
-        return promise
+        return self._waiters.run(stream, run, Promise())
 
     def _pair(self, peer: int) -> object:
         with self._opening[peer]:  # a send and a receive may both be the first, but a pair is opened once
