@@ -286,7 +286,8 @@ class GradientReducer(EachStep):
 
     def _all_in_flight(self, works: list[Work[torch.Tensor]]) -> Steps[None]:
         """Wait for all works of a step; if several fail, the error of the first is raised."""
-        yield wait_all([*self._compared, *works, *self._buffer_works])
+        every: list[Work[Any]] = [*self._compared, *works, *self._buffer_works]
+        yield wait_all(every)
 
     def _step(self) -> Steps[None]:
         """Send the remaining buckets, wait for all of them, and prepare for the next step."""

@@ -36,15 +36,16 @@ def _steps(count: int, per_step: int) -> int:
 
 
 class _Whole(Exchange):
-    """A call in which a rank puts one tensor of ``count`` elements, a slot's worth at each step."""
+    """A call in which a rank puts one tensor ``x``, a slot's worth at each step."""
 
-    __slots__ = ("_count", "_dtype", "_per_step", "_region")
+    __slots__ = ("_count", "_dtype", "_per_step", "_region", "_x")
 
-    def __init__(self, engine: Engine, call: Call, dtype: torch.dtype, count: int) -> None:
+    def __init__(self, engine: Engine, call: Call, x: torch.Tensor) -> None:
         self._region = engine.region
-        self._dtype = dtype
-        self._count = count
-        self._per_step = per_step = self._region.per_slot[dtype]
+        self._x = x
+        self._dtype = x.dtype
+        self._count = count = x.numel()
+        self._per_step = per_step = self._region.per_slot[x.dtype]
         super().__init__(engine, call, 1 if count <= per_step else -(-count // per_step))
 
     def _here(self, step: int) -> int:
@@ -60,43 +61,33 @@ class _Whole(Exchange):
         count = self._count if self.steps == 1 else self._here(step)
         return self._region.views(slot, self._dtype, count)
 
-    def _put(self, x: torch.Tensor, step: int, slot: int) -> None:
-        region = self._region
-        self._slots(step, slot)[region.index].copy_(x if self.steps == 1 else self._part(x, step))
+    def put(self, step: int, slot: int) -> None:
+        x = self._x
+        self._slots(step, slot)[self._region.index].copy_(x if self.steps == 1 else self._part(x, step))
 
 
 class AllReduce(_Whole):
     """Reduce all ranks' ``x`` into ``out``, which may be the same memory: every rank reduces all elements."""
 
-    __slots__ = ("_op", "_out", "_x")
+    __slots__ = ("_op", "_out")
 
     def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
-        super().__init__(engine, call, x.dtype, x.numel())
-        self._x, self._out, self._op = x, out, op
-
-    def put(self, step: int, slot: int) -> None:
-        self._put(self._x, step, slot)
+        super().__init__(engine, call, x)
+        self._out, self._op = out, op
 
     def take(self, step: int, slot: int) -> None:
         reduce_chunks(self._slots(step, slot), self._op, self._part(self._out, step))
 
 
-class AllReduceByParts(_Whole):
+class AllReduceByParts(AllReduce):
     """As ``AllReduce``, but every rank reduces one part of each step, and takes the others' parts from them.
 
     A rank writes its reduced part to its own slot.
     """
 
-    __slots__ = ("_op", "_out", "_x")
+    __slots__ = ()
 
     combines = True
-
-    def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> None:
-        super().__init__(engine, call, x.dtype, x.numel())
-        self._x, self._out, self._op = x, out, op
-
-    def put(self, step: int, slot: int) -> None:
-        self._put(self._x, step, slot)
 
     def _bounds(self, step: int, rank: int) -> tuple[int, int]:
         """Return where a rank's part of that step begins, and how many elements it has."""
@@ -129,14 +120,11 @@ class AllReduceByParts(_Whole):
 class Reduce(_Whole):
     """Reduce all ranks' ``x`` into ``x`` of the rank ``dst``."""
 
-    __slots__ = ("_dst", "_op", "_x")
+    __slots__ = ("_dst", "_op")
 
     def __init__(self, engine: Engine, call: Call, x: torch.Tensor, dst: int, op: ReduceOp) -> None:
-        super().__init__(engine, call, x.dtype, x.numel())
-        self._x, self._dst, self._op = x, dst, op
-
-    def put(self, step: int, slot: int) -> None:
-        self._put(self._x, step, slot)
+        super().__init__(engine, call, x)
+        self._dst, self._op = dst, op
 
     def take(self, step: int, slot: int) -> None:
         if self._region.index == self._dst:
@@ -146,15 +134,15 @@ class Reduce(_Whole):
 class Broadcast(_Whole):
     """Copy ``x`` of the rank ``src`` to ``x`` of all others."""
 
-    __slots__ = ("_src", "_x")
+    __slots__ = ("_src",)
 
     def __init__(self, engine: Engine, call: Call, x: torch.Tensor, src: int) -> None:
-        super().__init__(engine, call, x.dtype, x.numel())
-        self._x, self._src = x, src
+        super().__init__(engine, call, x)
+        self._src = src
 
     def put(self, step: int, slot: int) -> None:
         if self._region.index == self._src:
-            self._put(self._x, step, slot)
+            super().put(step, slot)
 
     def take(self, step: int, slot: int) -> None:
         if self._region.index != self._src:
@@ -164,16 +152,13 @@ class Broadcast(_Whole):
 class Gather(_Whole):
     """Copy all ranks' ``x`` into ``rows``, which only the receiving rank has."""
 
-    __slots__ = ("_rows", "_x")
+    __slots__ = ("_rows",)
 
     def __init__(
         self, engine: Engine, call: Call, rows: Sequence[torch.Tensor] | None, x: torch.Tensor
     ) -> None:
-        super().__init__(engine, call, x.dtype, x.numel())
-        self._x, self._rows = x, rows
-
-    def put(self, step: int, slot: int) -> None:
-        self._put(self._x, step, slot)
+        super().__init__(engine, call, x)
+        self._rows = rows
 
     def take(self, step: int, slot: int) -> None:
         if self._rows is not None:
@@ -181,14 +166,14 @@ class Gather(_Whole):
                 self._part(row, step).copy_(sent)
 
 
-class AllGather(Gather):
+class AllGather(_Whole):
     """Copy all ranks' ``x``, in rank order, into the flat ``out`` of every rank."""
 
     __slots__ = ("_out",)
 
     def __init__(self, engine: Engine, call: Call, out: torch.Tensor, x: torch.Tensor) -> None:
+        super().__init__(engine, call, x)
         self._out = out
-        super().__init__(engine, call, None, x)
 
     def take(self, step: int, slot: int) -> None:
         slots = self._slots(step, slot)
