@@ -233,30 +233,28 @@ def _bytes(of: _Decoder) -> bytes:
     return found
 
 
-def _bytearray(of: _Decoder) -> bytearray:
-    found = bytearray(of.memory())
-    of.remember(found)
-    return found
+def _filled(
+    make: Callable[[], Any], fill: Callable[[Any, Any], object], members: Callable[[_Decoder], object]
+) -> Callable[[_Decoder], object]:
+    """Return what reads a container that is numbered before its members: one of them may refer to it."""
 
-
-def _list(of: _Decoder) -> list[object]:
-    made: list[object] = []
-    of.remember(made)
-    made += of.items()
-    return made
-
-
-def _tuple(of: _Decoder) -> tuple[object, ...]:
-    made = tuple(of.items())
-    of.remember(made)
-    return made
-
-
-def _mapping(kind: Callable[[], dict[object, Any]]) -> Callable[[_Decoder], object]:
-    def read(of: _Decoder) -> dict[object, object]:
-        made = kind()
+    def read(of: _Decoder) -> object:
+        made = make()
         of.remember(made)
-        dict.update(made, of.mapping()) if kind is not collections.OrderedDict else made.update(of.mapping())
+        fill(made, members(of))
+        return made
+
+    return read
+
+
+def _built(
+    make: Callable[[Any], object], members: Callable[[_Decoder], object]
+) -> Callable[[_Decoder], object]:
+    """Return what reads a value that is made of its members."""
+
+    def read(of: _Decoder) -> object:
+        made = make(members(of))
+        of.remember(made)
         return made
 
     return read
@@ -285,19 +283,6 @@ def _deque(of: _Decoder) -> collections.deque[object]:
     made: collections.deque[object] = collections.deque(maxlen=maxlen)
     of.remember(made)
     made.extend(of.items())
-    return made
-
-
-def _set(of: _Decoder) -> set[object]:
-    made: set[object] = set()
-    of.remember(made)
-    made.update(of.keys())
-    return made
-
-
-def _frozenset(of: _Decoder) -> frozenset[object]:
-    made = frozenset(of.keys())
-    of.remember(made)
     return made
 
 
@@ -386,14 +371,14 @@ _BY_TAG: dict[int, Callable[[_Decoder], object]] = {
     tags.TEXT: _text,
     tags.BYTES: _bytes,
     tags.AGAIN: _Decoder.again,
-    tags.LIST: _list,
-    tags.TUPLE: _tuple,
-    tags.DICT: _mapping(dict),
-    tags.SET: _set,
-    tags.FROZENSET: _frozenset,
-    tags.BYTEARRAY: _bytearray,
-    tags.ORDERED: _mapping(collections.OrderedDict),
-    tags.COUNTER: _mapping(collections.Counter),
+    tags.LIST: _filled(list, list.extend, _Decoder.items),
+    tags.TUPLE: _built(tuple, _Decoder.items),
+    tags.DICT: _filled(dict, dict.update, _Decoder.mapping),
+    tags.SET: _filled(set, set.update, _Decoder.keys),
+    tags.FROZENSET: _built(frozenset, _Decoder.keys),
+    tags.BYTEARRAY: _built(bytearray, _Decoder.memory),
+    tags.ORDERED: _filled(collections.OrderedDict, collections.OrderedDict.update, _Decoder.mapping),
+    tags.COUNTER: _filled(collections.Counter, dict.update, _Decoder.mapping),
     tags.DEQUE: _deque,
     tags.DEFAULTDICT: _defaultdict,
     tags.NAMESPACE: _namespace,

@@ -269,87 +269,42 @@ def _bytes(to: _Encoder, x: bytes) -> None:
         to.remember(x)
 
 
-def _bytearray(to: _Encoder, x: bytearray) -> None:
-    if not to.again(x):
-        to.parts.append(_BYTE[tags.BYTEARRAY])
-        to.memory(x, len(x))
-        to.remember(x)
+def _container(
+    tag: int, write: Callable[[_Encoder, Any], object], *, first: bool = True
+) -> Callable[[_Encoder, Any], None]:
+    """Return what writes values of one kind, each once: ``tag``, then its members by ``write``.
 
+    ``first``: it is numbered before its members, as one of them may refer to it.
+    """
 
-def _list(to: _Encoder, x: list[object]) -> None:
-    if not to.again(x):
-        to.remember(x)  # before its members: one of them may refer to it
-        to.parts.append(_BYTE[tags.LIST])
-        to.items(x)
+    def write_once(to: _Encoder, x: object) -> None:
+        if not to.again(x):
+            if first:
+                to.remember(x)
+            to.parts.append(_BYTE[tag])
+            write(to, x)
+            if not first:
+                to.remember(x)
 
-
-def _tuple(to: _Encoder, x: tuple[object, ...]) -> None:
-    if not to.again(x):
-        to.parts.append(_BYTE[tags.TUPLE])
-        to.items(x)
-        to.remember(x)
-
-
-def _dict(to: _Encoder, x: dict[object, object]) -> None:
-    if not to.again(x):
-        to.remember(x)
-        to.parts.append(_BYTE[tags.DICT])
-        to.mapping(x)
-
-
-def _ordered(to: _Encoder, x: collections.OrderedDict[object, object]) -> None:
-    if not to.again(x):
-        to.remember(x)
-        to.parts.append(_BYTE[tags.ORDERED])
-        to.mapping(x)
-
-
-def _counter(to: _Encoder, x: collections.Counter[object]) -> None:
-    if not to.again(x):
-        to.remember(x)
-        to.parts.append(_BYTE[tags.COUNTER])
-        to.mapping(x)
+    return write_once
 
 
 def _defaultdict(to: _Encoder, x: collections.defaultdict[object, object]) -> None:
-    if not to.again(x):
-        if x.default_factory not in FACTORIES:
-            known = ", ".join(kind.__name__ for kind in FACTORIES if kind is not None)
-            raise _refused(type(x), f"its default_factory is none of {known}; send dict(x)")
-        to.remember(x)
-        to.parts.append(_BYTE[tags.DEFAULTDICT])
-        to.size(FACTORIES.index(x.default_factory))
-        to.mapping(x)
+    if x.default_factory not in FACTORIES:
+        known = ", ".join(kind.__name__ for kind in FACTORIES if kind is not None)
+        raise _refused(type(x), f"its default_factory is none of {known}; send dict(x)")
+    to.size(FACTORIES.index(x.default_factory))
+    to.mapping(x)
 
 
 def _namespace(to: _Encoder, x: argparse.Namespace) -> None:
-    if not to.again(x):
-        check_attributes(vars(x))
-        to.remember(x)
-        to.parts.append(_BYTE[tags.NAMESPACE])
-        to.mapping(vars(x))  # type: ignore[arg-type]  # keys are of any type for a mapping
+    check_attributes(vars(x))
+    to.mapping(vars(x))  # type: ignore[arg-type]  # keys are of any type for a mapping
 
 
 def _deque(to: _Encoder, x: collections.deque[object]) -> None:
-    if not to.again(x):
-        to.remember(x)
-        to.parts.append(_BYTE[tags.DEQUE])
-        to.value(x.maxlen)
-        to.items(list(x))
-
-
-def _set(to: _Encoder, x: set[object]) -> None:
-    if not to.again(x):
-        to.remember(x)
-        to.parts.append(_BYTE[tags.SET])
-        to.keys(x)
-
-
-def _frozenset(to: _Encoder, x: frozenset[object]) -> None:
-    if not to.again(x):
-        to.parts.append(_BYTE[tags.FROZENSET])
-        to.keys(x)
-        to.remember(x)
+    to.value(x.maxlen)
+    to.items(list(x))
 
 
 def _parts(number: int, parts: Parts) -> Callable[[_Encoder, object], None]:
@@ -428,17 +383,17 @@ _WRITE: dict[type, Callable[[_Encoder, Any], None]] = {
     float: _float,
     str: _text,
     bytes: _bytes,
-    bytearray: _bytearray,
-    list: _list,
-    tuple: _tuple,
-    dict: _dict,
-    collections.OrderedDict: _ordered,
-    collections.Counter: _counter,
-    collections.defaultdict: _defaultdict,
-    argparse.Namespace: _namespace,
-    collections.deque: _deque,
-    set: _set,
-    frozenset: _frozenset,
+    bytearray: _container(tags.BYTEARRAY, lambda to, x: to.memory(x, len(x))),
+    list: _container(tags.LIST, _Encoder.items),
+    tuple: _container(tags.TUPLE, _Encoder.items, first=False),
+    dict: _container(tags.DICT, _Encoder.mapping),
+    collections.OrderedDict: _container(tags.ORDERED, _Encoder.mapping),
+    collections.Counter: _container(tags.COUNTER, _Encoder.mapping),
+    collections.defaultdict: _container(tags.DEFAULTDICT, _defaultdict),
+    argparse.Namespace: _container(tags.NAMESPACE, _namespace),
+    collections.deque: _container(tags.DEQUE, _deque),
+    set: _container(tags.SET, _Encoder.keys),
+    frozenset: _container(tags.FROZENSET, _Encoder.keys, first=False),
     **{parts.kind: _parts(number, parts) for number, parts in PARTS.items()},
 }
 
