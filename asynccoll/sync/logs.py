@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    _Handler = logging.StreamHandler[Any]
-else:  # subscriptable from 3.11 on
-    _Handler = logging.StreamHandler
 
 __all__ = ["setup_logger"]
 
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
-class _ToStandardError(_Handler):
+class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]  # subscriptable from 3.11 on
     """A handler that looks up ``sys.stderr`` for each record, since programs replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
