@@ -273,7 +273,7 @@ def test_ranks_that_are_started_within_another_have_no_mark_of_its_launcher(mark
 
 def test_errors_are_recorded_for_the_launcher_of_this_rank(environ: dict[str, str], tmp_path: Path) -> None:
     """`asynccoll run` in a rank that mpiexec has started reads torch elastic's error file."""
-    environ |= {"ASYNCCOLL_ERROR_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
+    environ |= {"ASYNCCOLL_JOB_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
     elastic._set_environment(Namespace(standalone=True, nnodes="1", nproc_per_node="1"), None, tmp_path)
     environ["TORCHELASTIC_ERROR_FILE"] = "inner.json"
     assert child._error_file() == "inner.json"

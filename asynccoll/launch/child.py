@@ -44,8 +44,9 @@ NOT_FOR_RANKS = "ASYNCCOLL_NOT_FOR_RANKS"
 _PR_SET_PDEATHSIG = 1
 _CANNOT_EXECUTE = 126
 
-#: Names the directory where each rank under such a launcher leaves its pid and how it failed.
-ERROR_DIRECTORY = "ASYNCCOLL_ERROR_DIRECTORY"
+#: Names the job's directory, as in ``flight.registry``, which cannot be imported here. Ranks of
+#: launchers that name no error file leave their pid there, and how they failed.
+JOB_DIRECTORY = "ASYNCCOLL_JOB_DIRECTORY"
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
 _HERE = str(Path(__file__).parent)
@@ -194,9 +195,9 @@ def _error_file() -> str | None:
 
     torch elastic names a file for each rank; other launchers can only give all ranks one directory.
     """
-    directory = os.environ.get(ERROR_DIRECTORY)
+    directory = os.environ.get(JOB_DIRECTORY)
     rank = next(filter(None, map(os.environ.get, _RANKS)), None)
-    if not directory or not rank:
+    if not directory or not rank or "TORCHELASTIC_ERROR_FILE" in os.environ:
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
     Path(directory, f"{rank}.pid").write_text(str(os.getpid()))
     return str(Path(directory, f"{rank}.json"))

@@ -282,7 +282,6 @@ def _set_environment(given: argparse.Namespace, backend: str | None, job: Path) 
     """Set what the ranks inherit; whatever the user has set is kept."""
     alone = given.standalone or _one_host(given)
     os.environ.update({**naming(job, alone=alone), **child.launching()})
-    os.environ.pop(child.ERROR_DIRECTORY, None)  # set by a launcher that started this one as a rank
     if backend:
         os.environ["ASYNCCOLL_BACKEND"] = backend
     ranks = number_of_ranks(given.nproc_per_node)

@@ -109,7 +109,6 @@ def _environment(backend: str, ranks: int, errors: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **without_place(os.environ),
         "ASYNCCOLL_BACKEND": backend,
-        child.ERROR_DIRECTORY: errors,
         **naming(errors),
     }
 
