@@ -124,8 +124,6 @@ async def _measure(request: BenchRequest, case: Case, libraries: list[Library], 
         for way, call in library.ways[case.operation.name](case).items()
     }
     wrong, failed = await _tried(case, ways)
-    if not request.check:
-        wrong = {}
     for tensor in case.made:
         tensor.zero_()
     able = {" ".join(key): call for key, call in ways.items() if key not in failed}
@@ -138,7 +136,7 @@ async def _measure(request: BenchRequest, case: Case, libraries: list[Library], 
         after_round=lambda: report("step", {}),
     )
     await _average(list(series.values()))
-    return [_row(request, case, key, series, wrong.get(key), failed.get(key, "")) for key in ways]
+    return [_row(request, case, key, series, wrong[key], failed.get(key, "")) for key in ways]
 
 
 async def _tried(
@@ -176,7 +174,7 @@ def _row(
     case: Case,
     key: tuple[str, str],
     series: dict[str, Series],
-    wrong: int | None,
+    wrong: int,
     error: str,
 ) -> Row:
     operation, (peer, way) = case.operation, key

@@ -26,7 +26,6 @@ class BenchRequest:
     iterations: int = 0
     warmup: int = 2
     rounds: int = 15
-    check: bool = True
     #: empty for all that are available
     peers: Sequence[str] = ()
     backend: str | None = None
@@ -44,8 +43,8 @@ class Row:
     """One peer, one way, one size. Times are means over ranks, and over rounds as the names say.
 
     ``over_torch`` is the median over rounds of this time over that of ``torch.distributed`` in the same
-    round; None without it. ``wrong`` counts wrong elements on all ranks; None if they were not checked.
-    ``error`` is why a peer cannot do this, and then there are no times.
+    round; None without it. ``wrong`` counts wrong elements on all ranks.
+    ``error`` is why a peer cannot do this, and then there is nothing else.
     """
 
     operation: str

@@ -59,7 +59,6 @@ def add(commands: Commands) -> None:
         help="calls of each peer in each round, default 30, above 64 KiB 8, above 1 MiB 2",
     )  # fmt: skip
     parser.add_argument("-w", "--warmup-iters", type=at_least(0), default=2, metavar="N", help="default 2")
-    parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check results, default 1")
     parser.add_argument("-d", "--datatype", default="float", metavar="NAME", help="default float")
     parser.add_argument(
         "-o", "--op", default="sum", metavar="NAME", help="sum, prod, min, max, avg; default sum"
@@ -145,7 +144,6 @@ def _request(given: argparse.Namespace) -> BenchRequest:
         iterations=given.iters,
         warmup=given.warmup_iters,
         rounds=given.rounds,
-        check=bool(given.check),
         peers=peers,
         backend=backend,
     )
@@ -249,7 +247,7 @@ def _table(operation: str, rows: list[dict[str, object]]) -> Table:
 def _line(row: dict[str, Any]) -> list[str]:
     from asynccoll.host.words import size
 
-    ratio, wrong = row["over_torch"], row["wrong"]
+    ratio = row["over_torch"]
     line = [
         size(row["size_bytes"]),
         str(row["count"]),
@@ -266,7 +264,7 @@ def _line(row: dict[str, Any]) -> list[str]:
         f"{row['median_us']:.1f}",
         f"{row['algbw_gbs']:.3f}",
         f"{row['busbw_gbs']:.3f}",
-        "N/A" if wrong is None else str(wrong),
+        str(row["wrong"]),
         "" if ratio is None else f"{ratio:.2f}",
     ]
 
