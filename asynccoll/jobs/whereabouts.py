@@ -115,15 +115,15 @@ class Job:
         }
 
 
-def find_jobs(what: str | None, secret: str | None = None) -> list[Job]:
+def find_jobs(what: str | None) -> list[Job]:
     """Return the jobs named by ``what``: a job's directory, a process, ``host:port``; None: all of this host.
 
-    ``secret``: the job's; by default what ``ASYNCCOLL_SECRET`` says.
+    Ranks of other hosts are asked with the secret of the job, which ``ASYNCCOLL_SECRET`` may say.
 
     Raises:
         InvalidArgumentError: ``what`` is none of these, or a process that does not exist.
     """
-    known = os.environ.get(SECRET_VARIABLE, "") if secret is None else secret
+    known = os.environ.get(SECRET_VARIABLE, "")
     if what is not None and _is_directory(what):
         return _of_directory(Path(what), known)
     flights: Iterable[Flight]

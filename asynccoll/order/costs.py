@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,7 @@ from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
 if TYPE_CHECKING:
-    from asynccoll.order.needs import Members
+    from asynccoll.order.lane import Lane
 
 __all__ = ["agreed"]
 
@@ -30,14 +30,7 @@ _SMALL_BYTES, _LARGE_BYTES = 16 << 10, 2 << 20
 _REPEATS = 3
 
 
-class Costed(Protocol):
-    """A lane that knows its own cost figures and its group's."""
-
-    group: Members
-    cost: Cost | None
-
-
-def agreed(lane: Costed, communicator: Communicator) -> Generator[Completion, None, Cost | None]:
+def agreed(lane: Lane, communicator: Communicator) -> Generator[Completion, None, Cost | None]:
     """Run the steps of a program after which all ranks of the lane have the same ``Cost``.
 
     Returns that cost; None in a group of one rank.

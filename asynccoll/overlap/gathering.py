@@ -23,6 +23,7 @@ from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
 from asynccoll.host.call_site import Spot, on_behalf_of
 from asynccoll.memory.aligned import Layout
 from asynccoll.ops.collectives import all_gather, reduce_scatter
+from asynccoll.overlap.hooks import is_returned_at
 from asynccoll.overlap.turns import Standing, Turn, Turns
 from asynccoll.overlap.unsaved import Unsaved
 from asynccoll.waiting.work import Work
@@ -389,20 +390,11 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: object) -> object:
         with on_behalf_of(ctx.scattering.spot):
             # With create_graph=True, or in torch.autograd.grad: the gradient is needed immediately.
-            if torch.is_grad_enabled() or _is_returned(ctx.next_functions[0][0]):
+            if torch.is_grad_enabled() or is_returned_at(ctx.next_functions[0][0]):
                 ctx.loop.turn.is_over = True
                 return ctx.scattering.now(ctx.shard, ctx.loop, grads[0]), None, None, None, None
             ctx.scattering.send(ctx.shard, ctx.loop, grads[0])
         return None, None, None, None, None
-
-
-def _is_returned(leaf: Any) -> bool:
-    """Whether the gradient that reaches ``leaf`` is returned by ``torch.autograd.grad``, not accumulated."""
-    try:
-        torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # raised by torch for a leaf whose gradient is returned
-        return True
-    return False
 
 
 class Pass:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.hooks import unserializable_hook
 
-__all__ = ["after_accumulation", "before_accumulation", "is_returned", "remove_all"]
+__all__ = ["after_accumulation", "before_accumulation", "is_returned", "is_returned_at", "remove_all"]
 
 
 def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> object:
@@ -31,10 +32,13 @@ def is_returned(parameter: torch.Tensor) -> bool:
     with torch.enable_grad():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None
-    node = view.grad_fn.next_functions[0][0]
-    assert node is not None
+    return is_returned_at(view.grad_fn.next_functions[0][0])
+
+
+def is_returned_at(leaf: Any) -> bool:
+    """Whether the gradient that reaches ``leaf``, a node of the running backward, is returned."""
     try:
-        torch._C._will_engine_execute_node(node)
+        torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # raised by torch for a leaf whose gradient is returned
         return True
     return False
