@@ -45,9 +45,11 @@ class Headers:
         self._met: dict[int, tuple[memoryview, int]] = {}
         self._rings: list[tuple[int, memoryview]] = []
         self._latest = (0, 0)
-        self._running = 0
+        #: a checksum of the latest call that was written and of all calls before it
+        self.running: int = 0
         self._since = 0  # added to numbers, so that those of headers from before a ``restart`` do not match
-        self._count = 0
+        #: how many calls were written since all ranks were in step
+        self.count: int = 0
         # A memory fence: taking a lock keeps this processor from reading other headers before its own is
         # written.
         self._fence = host.Lock()
@@ -55,19 +57,9 @@ class Headers:
     def restart(self, epoch: int) -> None:
         """Restart the count at the next call: all ranks are in step again, whatever they called before."""
         # Hashed, as epochs count up from 1 and rounds in steps of 1 << 30: few of their low bits differ.
-        self._running = self._since = zlib.crc32(epoch.to_bytes(8, "little"))
-        self._count = 0
+        self.running = self._since = zlib.crc32(epoch.to_bytes(8, "little"))
+        self.count = 0
         self._latest = (0, 0)
-
-    @property
-    def running(self) -> int:
-        """A checksum of the latest call that was written and of all calls before it."""
-        return self._running
-
-    @property
-    def count(self) -> int:
-        """How many calls were written since all ranks were in step."""
-        return self._count
 
     def write(self, checksum: int, text: int, place: int, part: int) -> dict[int, tuple[int, int]] | None:
         """Write the header of a call that is about to be made, and compare it with the other ranks'.
@@ -80,14 +72,14 @@ class Headers:
         if (place, part) == before:
             return None
         self._latest = place, part
-        self._count += 1
+        self.count += 1
         which = _which(place, part)
-        running = self._running = ((self._running ^ checksum) * _MIX + which + place // CHILD) & _LOW
+        running = self.running = ((self.running ^ checksum) * _MIX + which + place // CHILD) & _LOW
         word = which << 32 | running
-        at = (self._count & _MASK) * _WORDS
+        at = (self.count & _MASK) * _WORDS
         mine = self._apart or self._recorder.headers
         mine[self._base + at] = 0  # invalidate the header of the previous lap before its number changes
-        number = self._count + self._since & _LOW
+        number = self.count + self._since & _LOW
         mine[self._base + at + 1] = number << 32 | text
         mine[self._base + at] = word
         with self._fence:
@@ -127,7 +119,7 @@ class Headers:
     def text(self, rank: int) -> str:
         """Return the text of ``rank`` for the latest call that was written here; "" if it cannot be read."""
         memory, number = self._met[rank]
-        text = _ring(memory, number)[(self._count & _MASK) * _WORDS + 1] & _LOW
+        text = _ring(memory, number)[(self.count & _MASK) * _WORDS + 1] & _LOW
         return text_at(memory, text)
 
     def _meet(self) -> None:

@@ -50,7 +50,8 @@ class Recorder:
         self._memory = shared_memory.Memory(layout.SIZE_BYTES, layout.NAME)
         self._use(self._memory.buffer)
         self._tickets = count(1).__next__
-        self._newest = 0
+        #: the ticket of the latest operation
+        self.newest: int = 0
         #: The numbers of the texts already written, by the key of their kind of operation.
         self.texts: dict[Hashable, int] = {}
         self._pinned: list[object] = []
@@ -79,11 +80,6 @@ class Recorder:
     def descriptor(self) -> int:
         """The file descriptor by which other processes of this host open the memory; -1 if they cannot."""
         return self._memory.descriptor
-
-    @property
-    def newest(self) -> int:
-        """The ticket of the latest operation."""
-        return self._newest
 
     @property
     def buffer(self) -> memoryview:
@@ -147,7 +143,7 @@ class Recorder:
 
         ``text`` is the number of its kind's text, from ``texts`` or ``learn``; ``begun`` is 0.0 if queued.
         """
-        ticket = self._newest = self._tickets()
+        ticket = self.newest = self._tickets()
         _pack(
             self._buffer, RECORDS_AT + (ticket & _MASK) * _SLOT,
             ticket, text, place, part, peer, size_bytes, called, begun, 0.0, 0.0, 0, ticket,
@@ -158,7 +154,7 @@ class Recorder:
 
     def withdraw(self, ticket: int, lane: int, place: int) -> None:
         """Delete the record of an operation that was not accepted; ``place`` is its lane's latest again."""
-        if self._newest - ticket < RECORDS:
+        if self.newest - ticket < RECORDS:
             self._numbers[(ticket & _MASK) * WORDS] = 0
         if lane >= 0:
             self._places[lane * _LANE_WORDS] = place
@@ -169,7 +165,7 @@ class Recorder:
 
     def ended(self, ticket: int, now: float) -> None:
         """Record that the operation was seen to end."""
-        if self._newest - ticket < RECORDS:
+        if self.newest - ticket < RECORDS:
             self._seconds[(ticket & _MASK) * WORDS + ENDED] = now
 
     def waited(self, ticket: int, now: float) -> None:
@@ -178,7 +174,7 @@ class Recorder:
 
     def polled(self, ticket: int, now: float) -> None:
         """Record that the program has asked whether the operation is over, and that it is not."""
-        if self._newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + ENDED] <= 0:
+        if self.newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + ENDED] <= 0:
             self._stamp(ticket, ENDED, -now)
 
     def timed_out(self, ticket: int, now: float) -> None:
@@ -187,12 +183,12 @@ class Recorder:
 
     def given_up(self, ticket: int) -> None:
         """Record that the waiter was cancelled, unless the wait timed out before, which says more."""
-        if self._newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + WAITED] > 0:
+        if self.newest - ticket < RECORDS and self._seconds[(ticket & _MASK) * WORDS + WAITED] > 0:
             self._stamp(ticket, WAITED, GIVEN_UP)
 
     def failed(self, ticket: int, why: str, now: float) -> None:
         """Record that the operation has failed, and why."""
-        if self._newest - ticket < RECORDS:
+        if self.newest - ticket < RECORDS:
             said = shortened(why, layout.TEXT_BYTES).encode(errors="replace")
             self._numbers[(ticket & _MASK) * WORDS + OUTCOME] = self._write(said[: layout.TEXT_BYTES])
         self._stamp(ticket, ENDED, now)
@@ -203,7 +199,7 @@ class Recorder:
         self.failed(ticket, why.partition("\n")[0], now)
 
     def _stamp(self, ticket: int, word: int, now: float) -> None:
-        if self._newest - ticket < RECORDS:
+        if self.newest - ticket < RECORDS:
             self._seconds[(ticket & _MASK) * WORDS + word] = now
 
     # Texts
