@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_EVERY_SECONDS = 0.2
 #: How many files are named, and how many entries of a directory are looked at.
 _MOST_FILES, _MOST_ENTRIES = 3, 1000
 
@@ -81,15 +79,21 @@ def add(commands: Commands) -> None:
 def _explore(given: argparse.Namespace) -> int:
     from asynccoll.testing.exploration import Exploration
 
-    bar = _Progress(given.seeds, Exploration())
-    before = _files()
+    found, bar, before = Exploration(), Bar(given.seeds), _files()
+
+    def progress(now: Exploration) -> None:
+        nonlocal found
+        found = now
+        pace = now.schedules / max(now.seconds, 1e-9)
+        bar.show(now.schedules, f"{now.schedules:,} of {given.seeds:,}, {pace:.0f}/s")
+
     try:
         try:
-            found = _explored(given, bar.show)
+            found = _explored(given, progress)
         finally:
             bar.clear()
     except KeyboardInterrupt:
-        print(f"interrupted after {bar.found}", file=sys.stderr)
+        print(f"interrupted after {found}", file=sys.stderr)
         raise
     left = sorted(name for name, state in _files().items() if before.get(name) != state)
     if given.json:
@@ -168,53 +172,27 @@ def _tell(found: Exploration, left: Sequence[str]) -> None:
 
 
 def _explored(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
-    from asynccoll.testing.processes import exchanged
-
-    # A script that reads its arguments gets none, not those of this command; also in the processes of --jobs.
-    with exchanged(sys, ("argv",), SimpleNamespace(argv=[given.target.partition("::")[0]])):
-        return _explored_alone(given, progress)
-
-
-def _explored_alone(given: argparse.Namespace, progress: Callable[[Exploration], None]) -> Exploration:
     from asynccoll.testing.drawn import drawn_faults
     from asynccoll.testing.exploration import explore_target
+    from asynccoll.testing.processes import exchanged
     from asynccoll.testing.targets import of_path
 
     kinds = tuple(kind for kind in given.faults.split(",") if kind)
-    return explore_target(
-        of_path(given.target),
-        seeds=range(given.first, given.first + given.seeds),
-        jobs=given.jobs,
-        faults=drawn_faults(*kinds) if kinds else (),
-        expect=of_path(given.expect).function if given.expect else None,
-        shrink_seconds=given.shrink,
-        quiet=not given.show_prints,
-        progress=progress,
-        world_size=given.world_size,
-        loop=given.loop,
-        transport=given.transport,
-        statements=tuple(given.statements),
-        joined=not given.not_joined,
-        lines=given.lines,
-    )
-
-
-class _Progress:
-    """How far the exploration is, shown on a terminal."""
-
-    def __init__(self, seeds: int, found: Exploration) -> None:
-        self._seeds = seeds
-        self._shown = 0.0
-        #: what was tried so far
-        self.found = found
-        self._bar = Bar(seeds)
-
-    def show(self, found: Exploration) -> None:
-        self.found = found
-        if time.monotonic() - self._shown > _EVERY_SECONDS:
-            self._shown = time.monotonic()
-            pace = found.schedules / max(found.seconds, 1e-9)
-            self._bar.show(found.schedules, f"{found.schedules:,} of {self._seeds:,}, {pace:.0f}/s")
-
-    def clear(self) -> None:
-        self._bar.clear()
+    # A script that reads its arguments gets none, not those of this command; also in the processes of --jobs.
+    with exchanged(sys, ("argv",), SimpleNamespace(argv=[given.target.partition("::")[0]])):
+        return explore_target(
+            of_path(given.target),
+            seeds=range(given.first, given.first + given.seeds),
+            jobs=given.jobs,
+            faults=drawn_faults(*kinds) if kinds else (),
+            expect=of_path(given.expect).function if given.expect else None,
+            shrink_seconds=given.shrink,
+            quiet=not given.show_prints,
+            progress=progress,
+            world_size=given.world_size,
+            loop=given.loop,
+            transport=given.transport,
+            statements=tuple(given.statements),
+            joined=not given.not_joined,
+            lines=given.lines,
+        )

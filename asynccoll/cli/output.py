@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ __all__ = [
 _WIDE = 1 << 20
 #: Between columns.
 _GAP = 2
+#: How often a bar is drawn.
+_EVERY_SECONDS = 0.2
 #: Words of a table are not cut up to this length, however narrow the terminal.
 _WHOLE_WORD = 30
 
@@ -214,11 +217,14 @@ class Bar:
             console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty(),
         )  # fmt: skip
         self._task = self._progress.add_task("", total=max(1, total))
+        self._shown = 0.0
 
     def show(self, done: int, text: str) -> None:
-        """Show ``done`` of the total, with ``text`` next to the bar."""
-        self._progress.start()
-        self._progress.update(self._task, completed=done, description=text, refresh=True)
+        """Show ``done`` of the total, with ``text`` next to the bar; at most a few times a second."""
+        if time.monotonic() - self._shown > _EVERY_SECONDS:
+            self._shown = time.monotonic()
+            self._progress.start()
+            self._progress.update(self._task, completed=done, description=text, refresh=True)
 
     def clear(self) -> None:
         """Remove the bar, so that something else can be printed."""
