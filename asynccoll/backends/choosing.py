@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -13,8 +12,7 @@ import torch.distributed as dist
 
 from asynccoll.backends.api.request import Request
 from asynccoll.backends.table import C10D, ROWS, check_usable, is_of_torch, normal, row, usual_backend
-from asynccoll.environment.detection import LaunchInfo, detect
-from asynccoll.environment.slurm import expand_with_scontrol
+from asynccoll.environment.detection import LaunchInfo, detect_here
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.host.misfits import check_count
 
@@ -39,7 +37,7 @@ def create(
 ) -> Context:
     """Make the context that ``initialize`` asks for."""
     explicit = _check_place(init_method, store, rank, world_size)
-    launch = None if explicit else detect(os.environ, expand_hosts=expand_with_scontrol)
+    launch = None if explicit else detect_here()
     name = _choose(launch) if backend is None else normal(backend)
     request = Request(name, launch, init_method, store, rank, world_size, timeout, check, memory, options)
     return completed(_factory(name)(request), memory=memory)

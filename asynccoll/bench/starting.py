@@ -17,8 +17,7 @@ from pathlib import Path
 
 from asynccoll.backends.table import starting
 from asynccoll.bench.request import BenchRequest, Report
-from asynccoll.environment.detection import detect
-from asynccoll.environment.slurm import expand_with_scontrol
+from asynccoll.environment.detection import detect_here
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.launch import mpiexec
 from asynccoll.launch.engines import run
@@ -33,7 +32,7 @@ def bench(request: BenchRequest, report: Report, *, ranks: int) -> int:
     Under a launcher (mpiexec, srun, torchrun) this process is one of the ranks, and only rank 0 reports;
     ``ranks`` then has no effect.
     """
-    if detect(os.environ, expand_hosts=expand_with_scontrol).world_size > 1:
+    if detect_here().world_size > 1:
         from asynccoll.bench.ranks import measure
 
         measure(request, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,8 +116,7 @@ def _request(given: argparse.Namespace) -> BenchRequest:
     )
     from asynccoll.bench.peers import ALL
     from asynccoll.bench.request import BenchRequest
-    from asynccoll.environment.detection import detect
-    from asynccoll.environment.slurm import expand_with_scontrol
+    from asynccoll.environment.detection import detect_here
 
     asked = given.operations or ["all_reduce"]
     operations = tuple(OPERATIONS) if "all" in asked else tuple(dict.fromkeys(asked))
@@ -131,7 +129,7 @@ def _request(given: argparse.Namespace) -> BenchRequest:
     check_known("type", (given.datatype,), DTYPES)
     check_known("reduction", (given.op,), REDUCTIONS)
     check_known("peer", peers, [library.name for library in ALL])
-    launch = detect(os.environ, expand_hosts=expand_with_scontrol)
+    launch = detect_here()
     # not the launcher's default: that of mpiexec, which mpi4py needs, would be mpi
     backend = usable(
         given.backend or usual_backend(launch.sharing_gpus if launch.world_size > 1 else given.ranks)

@@ -16,8 +16,7 @@ from dataclasses import asdict
 from asynccoll import __version__
 from asynccoll.cli.common import Commands
 from asynccoll.cli.output import Table, add_json, print_json, show
-from asynccoll.environment.detection import detect
-from asynccoll.environment.slurm import expand_with_scontrol
+from asynccoll.environment.detection import detect_here
 from asynccoll.errors import LaunchEnvironmentError
 
 __all__ = ["add"]
@@ -80,7 +79,7 @@ def _version(package: str) -> str:
 
 def _launcher() -> str:
     try:
-        info = detect(os.environ, expand_hosts=expand_with_scontrol)
+        info = detect_here()
     except LaunchEnvironmentError as error:
         return f"error: {error}"
     place = f"rank {info.rank} of {info.world_size}, node {info.node_rank} of {info.nnodes}"

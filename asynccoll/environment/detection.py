@@ -9,16 +9,17 @@ of a launcher that does not say how many ranks there are is refused, never taken
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from asynccoll.environment.info import LaunchInfo, Variables, blockwise, checked, unplaced, with_master
-from asynccoll.environment.slurm import expand_hostlist
+from asynccoll.environment.slurm import expand_hostlist, expand_with_scontrol
 from asynccoll.environment.slurm_steps import REQUIRED as SLURM_TASK
 from asynccoll.environment.slurm_steps import ExpandHosts, from_slurm, placed_by_slurm
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["MPI_LAUNCHERS", "PLACE", "LaunchInfo", "detect"]
+__all__ = ["MPI_LAUNCHERS", "PLACE", "LaunchInfo", "detect", "detect_here"]
 
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -26,8 +27,7 @@ _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 def detect(environ: Mapping[str, str], *, expand_hosts: ExpandHosts = expand_hostlist) -> LaunchInfo:
     """Return the launcher that started this process and the place it gave it.
 
-    ``expand_hosts`` turns a SLURM host list into names; pass
-    ``asynccoll.environment.slurm.expand_with_scontrol`` to let SLURM do it.
+    ``expand_hosts`` turns a SLURM host list into names.
 
     Raises:
         LaunchEnvironmentError: variables are missing, unreadable or contradict each other.
@@ -40,6 +40,11 @@ def detect(environ: Mapping[str, str], *, expand_hosts: ExpandHosts = expand_hos
     if variables.text("SLURM_JOB_ID"):
         return _slurm_or_inner(variables, expand_hosts)
     return _inner(variables) or LaunchInfo("serial")
+
+
+def detect_here() -> LaunchInfo:
+    """Return what ``detect`` finds in this process's environment; SLURM itself expands its host lists."""
+    return detect(os.environ, expand_hosts=expand_with_scontrol)
 
 
 # --- torch variables ------------------------------------------------------------------------

@@ -8,15 +8,13 @@ run`` has made.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from asynccoll.backends.table import usable
-from asynccoll.environment.detection import LaunchInfo, detect
+from asynccoll.environment.detection import detect_here
 from asynccoll.environment.nodes import Nodes
-from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.endings import is_failure
 from asynccoll.host.misfits import fitting
@@ -125,16 +123,12 @@ class Parallel:
         return {**(self._spawned or {}), **meeting, **self._options}
 
     def _local_rank(self) -> int:
-        return _launcher().local_rank if self.backend is None else get_local_rank()
-
-
-def _launcher() -> LaunchInfo:
-    return detect(os.environ, expand_hosts=expand_with_scontrol)
+        return detect_here().local_rank if self.backend is None else get_local_rank()
 
 
 def _launched(nproc_per_node: int) -> bool:
     """Whether a launcher has started the ranks already; their number must then be the one asked for."""
-    launch = _launcher()
+    launch = detect_here()
     # A single SLURM task, or a TPU host, says nothing about the ranks that the script is to start there.
     alone = launch.launcher in ("slurm", "tpu") and launch.world_size == 1
     if launch.launcher == "serial" or alone:
