@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -61,16 +60,18 @@ CAPABILITIES = Capabilities(
 class SerialCommunicator:
     """The operations over one rank."""
 
-    def _stays(self, *_: Any, **__: Any) -> Completion:
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         return READY
 
-    all_reduce = reduce = broadcast = barrier = _stays
+    def reduce(self, x: torch.Tensor, dst: int, op: ReduceOp) -> Completion:
+        return READY
 
-    def _copied(self, out: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Completion:
+    def broadcast(self, x: torch.Tensor, src: int) -> Completion:
+        return READY
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Completion:
         out.copy_(x)
         return READY
-
-    all_gather = reduce_scatter = all_to_all = _copied
 
     def gather(self, out: Sequence[torch.Tensor] | None, x: torch.Tensor, dst: int) -> Completion:
         assert out is not None
@@ -82,18 +83,43 @@ class SerialCommunicator:
         out.copy_(x[0])
         return READY
 
-    def _refused(self, *_: Any, **__: Any) -> Completion:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp) -> Completion:
+        out.copy_(x)
+        return READY
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+    ) -> Completion:
+        out.copy_(x)
+        return READY
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Completion:
         raise AssertionError("nobody else is there: refused before")
 
-    send = recv = _refused
+    def recv(self, x: torch.Tensor, src: int, tag: int) -> Completion:
+        raise AssertionError("nobody else is there: refused before")
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: there is no receiver, there are no messages, and no call is ever in flight."""
+    def refuse(self, dst: int, tag: int, why: str) -> None:
+        """Do nothing: there is no receiver."""
 
-    refuse = inherit = close = abort = _nothing
+    def barrier(self) -> Completion:
+        return READY
 
     def retire(self) -> bool:
         return True
+
+    def inherit(self, previous: SerialCommunicator) -> None:
+        """Do nothing: there are no messages."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def abort(self) -> None:
+        """Do nothing: no call is ever in flight."""
 
 
 class SerialBackend(Backend):
