@@ -40,10 +40,10 @@ def test_every_leaf_travels_once_in_order_among_its_like(
     """Each bucket has one dtype, ascending indices, and at most the limit's size unless it is one leaf."""
     tensors = _tensors(leaves)
     made = buckets(tensors, limit)
-    assert sorted(index for bucket in made for index in bucket.indices) == list(range(len(tensors)))
+    assert sorted(index for bucket in made for index in bucket) == list(range(len(tensors)))
     for bucket in made:
-        members = [tensors[index] for index in bucket.indices]
-        assert list(bucket.indices) == sorted(bucket.indices)
+        members = [tensors[index] for index in bucket]
+        assert list(bucket) == sorted(bucket)
         assert len({x.dtype for x in members}) == 1
         assert len(members) == 1 or sum(x.nbytes for x in members) <= limit
 

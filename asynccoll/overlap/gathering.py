@@ -345,8 +345,7 @@ class Scattering:
                 "are returned (torch.autograd.grad) or keep their graph (create_graph=True), every rank has "
                 "to call each layer"
             )
-        part: torch.Tensor = reduce_scatter(gradient, **self._call).wait()
-        return part
+        return reduce_scatter(gradient, **self._call).wait()
 
     def _end(self, running: _Running) -> None:
         with torch.no_grad(), on_behalf_of(self.spot):

@@ -192,8 +192,7 @@ def all_gather_rows(
     into = _as_tensor(rows)
 
     def start(communicator: Communicator) -> Completion:
-        completion: Completion = communicator.all_gather(into, mine)
-        return completion
+        return communicator.all_gather(into, mine)
 
     if lane.compares_calls:
         compared = checked(lane, (name, detail), start)
@@ -236,12 +235,10 @@ def gather_messages(
         sent = _padded(message, longest, device)
         if dst is None:
             bodies.append(torch.empty((size, longest), dtype=torch.uint8, device=device))
-            last: Completion = communicator.all_gather(bodies[0].view(-1), sent)
-            return last
+            return communicator.all_gather(bodies[0].view(-1), sent)
         if wanted:
             bodies.append(torch.empty((size, longest), dtype=torch.uint8, device=device))
-        last = communicator.gather(list(bodies[0].unbind(0)) if wanted else None, sent, dst)
-        return last
+        return communicator.gather(list(bodies[0].unbind(0)) if wanted else None, sent, dst)
 
     def finish() -> T:
         return then(slots.messages(bodies[0].unbind(0) if bodies else ()) if wanted else [])
@@ -280,8 +277,7 @@ def broadcast_message(
             if message is not None
             else torch.empty(longest, dtype=torch.uint8, device=device)
         )
-        last: Completion = communicator.broadcast(body[0], src)
-        return last
+        return communicator.broadcast(body[0], src)
 
     size_bytes = message.size_bytes if message is not None else 0
     operation = _run(lane, name, (Op.BROADCAST,), detail, program, size_bytes, timeout)
@@ -316,8 +312,7 @@ def scatter_messages(
             return first
         body.append(torch.empty(needed, dtype=torch.uint8, device=device))
         sent = [_padded(m, needed, device) for m in messages] if messages is not None else None
-        last: Completion = communicator.scatter(body[0], sent, src)
-        return last
+        return communicator.scatter(body[0], sent, src)
 
     operation = _run(lane, name, (Op.SCATTER,), detail, program, longest, timeout)
     return Started((operation,), lambda: then(slot.messages(body)[0]))

@@ -53,8 +53,7 @@ def broadcast(tensor: torch.Tensor, src: int, safe_mode: bool) -> torch.Tensor:
 def all_gather(tensor: torch.Tensor, group: GroupLike) -> torch.Tensor:
     if _alone():
         return tensor
-    gathered: torch.Tensor = ac.all_gather(tensor, group=group).wait()
-    return gathered
+    return ac.all_gather(tensor, group=group).wait()
 
 
 def _overwritten(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C import _nn  # the functions that DDP uses, too: one call for all tensors
@@ -46,10 +46,8 @@ _unrecorded = torch._C._AutoDispatchBelowAutograd
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
-class Bucket(NamedTuple):
-    """The leaves of a tree (by position) that are sent together."""
-
-    indices: tuple[int, ...]
+#: The leaves of a tree (by position) that are sent together.
+Bucket = tuple[int, ...]
 
 
 def dense_bytes(x: torch.Tensor) -> int:
@@ -66,7 +64,7 @@ def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) ->
     if len(set(kinds)) == 1 and kinds[0][2] is torch.strided:
         total_bytes = sum(map(_numel, tensors)) * tensors[0].element_size()
         if total_bytes <= limit_bytes:
-            return [Bucket(tuple(range(len(tensors))))]
+            return [tuple(range(len(tensors)))]
     return _filled(tensors, kinds, limit_bytes)
 
 
@@ -75,16 +73,16 @@ def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int)
     full: list[Bucket] = []
     for index, (x, kind) in enumerate(zip(tensors, kinds, strict=True)):
         if kind[2] is not torch.strided:
-            full.append(Bucket((index,)))
+            full.append((index,))
             continue
         size = x.nbytes
         members, used = filling.get(kind) or ([], 0)
         if members and used + size > limit_bytes:
-            full.append(Bucket(tuple(members)))
+            full.append(tuple(members))
             members, used = [], 0
         members.append(index)
         filling[kind] = (members, used + size)
-    return [*full, *(Bucket(tuple(members)) for members, _ in filling.values())]
+    return [*full, *(tuple(members) for members, _ in filling.values())]
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -106,6 +107,7 @@ def plan_for(lane: Lane, op: Op, x: torch.Tensor, reduce: ReduceOp | None = None
 Ahead = Callable[[int, Spot, Communicator], Generator[Completion, None, None]]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Call:
     """A call that has been planned and has its memory, and what remains to be done once it completes.
 
@@ -116,49 +118,19 @@ class Call:
     ``finish`` keeps what it must not compute again, should the next waiter run it again after Ctrl-C.
     """
 
-    __slots__ = (
-        "ahead",
-        "detail",
-        "done",
-        "fill",
-        "finish",
-        "plan",
-        "program",
-        "refill",
-        "shape",
-        "start",
-        "value",
-        "wire",
-    )
-
-    def __init__(
-        self,
-        plan: Plan,
-        start: Start | None,
-        wire: torch.Tensor,
-        finish: Callable[[], object] | None,
-        value: object = None,
-        *,
-        shape: tuple[object, ...] | None = None,
-        detail: object = "",
-        fill: Callable[[], object] | None = None,
-        refill: Callable[[], object] | None = None,
-        program: Program | None = None,
-        ahead: Ahead | None = None,
-        done: list[torch.Tensor] | None = None,
-    ) -> None:
-        self.plan: Plan = plan
-        self.ahead: Ahead | None = ahead
-        self.program: Program | None = program
-        self.start: Start | None = start
-        self.wire: torch.Tensor = wire
-        self.finish: Callable[[], object] | None = finish
-        self.value: object = value
-        self.shape: tuple[Any, ...] | None = shape
-        self.detail: object = detail
-        self.fill: Callable[[], object] | None = fill
-        self.refill: Callable[[], object] | None = refill
-        self.done: list[torch.Tensor] | None = done
+    plan: Plan
+    start: Start | None
+    wire: torch.Tensor
+    finish: Callable[[], object] | None
+    value: object = None
+    _: KW_ONLY
+    shape: tuple[Any, ...] | None = None
+    detail: object = ""
+    fill: Callable[[], object] | None = None
+    refill: Callable[[], object] | None = None
+    program: Program | None = None
+    ahead: Ahead | None = None
+    done: list[torch.Tensor] | None = None
 
     def begin(self, lane: Lane, timeout: float | None) -> Started[Any]:
         """Start the call for the first time."""

@@ -58,8 +58,7 @@ def all_to_all_call(
     value, finish = delivered(received, plan, out, decoded)
 
     def start(communicator: Communicator) -> Completion:
-        done: Completion = communicator.all_to_all(received, wire, out_splits, in_splits)
-        return done
+        return communicator.all_to_all(received, wire, out_splits, in_splits)
 
     def compare(place: int, spot: Spot, communicator: Communicator) -> Generator[Completion, None, None]:
         counts = yield from _counts(communicator, in_splits)
@@ -95,8 +94,7 @@ def _counts(communicator: Communicator, in_splits: Sequence[int]) -> Generator[C
     counts = torch.empty_like(sent)
     ones = [1] * len(in_splits)
     yield communicator.all_to_all(counts, sent, ones, ones)
-    found: list[int] = counts.tolist()
-    return found
+    return counts.tolist()
 
 
 def _check_fits(lane: Lane, counts: Sequence[int], out_splits: Sequence[int], spot: Spot, place: int) -> None:
@@ -123,8 +121,7 @@ def _counted(route: Route, x: torch.Tensor, in_splits: Sequence[int]) -> Call:
     def counted(communicator: Communicator) -> Generator[Completion, None, Completion]:
         out_splits = yield from _counts(communicator, in_splits)
         received.append(wire.new_empty((sum(out_splits), wire.shape[1])))
-        done: Completion = communicator.all_to_all(received[0], wire, out_splits, list(in_splits))
-        return done
+        return communicator.all_to_all(received[0], wire, out_splits, list(in_splits))
 
     def result() -> torch.Tensor:
         shape = (received[0].shape[0], *x.shape[1:])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -56,12 +57,12 @@ class Parcel:
     def __init__(
         self, bucket: Bucket, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None
     ) -> None:
-        self.indices: tuple[int, ...] = bucket.indices
-        self.like: list[torch.Tensor] = [xs[i] for i in bucket.indices]
-        self.outs: list[torch.Tensor] | None = None if outs is None else [outs[i] for i in bucket.indices]
+        self.indices: Bucket = bucket
+        self.like: list[torch.Tensor] = [xs[i] for i in bucket]
+        self.outs: list[torch.Tensor] | None = None if outs is None else [outs[i] for i in bucket]
         self.packed: bool = len(self.like) > 1
         #: which leaves these are, if not all: on another rank, the same shapes may be those of other leaves
-        self._of: str = "" if len(self.like) == len(xs) else f" of leaves {list(bucket.indices)}"
+        self._of: str = "" if len(self.like) == len(xs) else f" of leaves {list(bucket)}"
         self.call: Call | None = None
         self.views: list[torch.Tensor] = []
         self.started: Completion | None = None
@@ -92,7 +93,7 @@ class Parcel:
             flat = pack(self.like).detach()
             self.views = unpack(flat, self.like)
             self.call = self._make(make, flat)
-            self.call.refill = _both(self.pack_again, self.call.refill)
+            self.call.refill = _both(partial(repack, self.views, self.like), self.call.refill)
             return self.call
         x = self.like[0]
         self.call = self._told(make(x, torch.empty_like(x) if self.outs is None else self.outs[0]))
@@ -109,10 +110,6 @@ class Parcel:
         fill(self.outs, self.views)
         return self.outs
 
-    def pack_again(self) -> None:
-        """Copy the tensors' current content to where they were packed."""
-        repack(self.views, self.like)
-
     def hand_out(self) -> list[torch.Tensor]:
         """Return the results, once the call is over; the bucket is released if it does not hold them."""
         if self.call is not None:
@@ -123,13 +120,9 @@ class Parcel:
                     fill(self.outs, self.views)
                 self.views = self.outs
             elif self.packed:
-                self.views = list(map(_with_strides_of, self.like, self.views))
+                self.views = [deliver(y, kept(x, None)) for x, y in zip(self.like, self.views, strict=True)]
             self.call = None
         return self.views
-
-
-def _with_strides_of(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    return deliver(view, kept(x, None))
 
 
 def _both(first: Callable[[], object], second: Callable[[], object] | None) -> Callable[[], object]:
@@ -179,7 +172,7 @@ def direct_buckets(lane: Lane, xs: list[torch.Tensor]) -> list[Bucket] | None:
     if lane.world.device.type != "cpu" or not all(map(_is_cpu, xs)):
         return buckets(xs)
     made = buckets(xs, DIRECT_BYTES)
-    firsts = [xs[bucket.indices[0]] for bucket in made]
+    firsts = [xs[bucket[0]] for bucket in made]
     kinds = [x.dtype for x in firsts if x.layout is torch.strided]
     return made if len(kinds) == len(set(kinds)) else None
 

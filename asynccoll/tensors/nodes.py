@@ -53,8 +53,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
         if group.place[1] == 0:
             yield from _reduced_across(across, flat, on_wire, group.nodes)
             divided(flat)
-        last: Completion = within.broadcast(flat, 0)
-        return last
+        return within.broadcast(flat, 0)
 
     def by_parts_in_memory(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
@@ -62,8 +61,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
         yield within.reduce_scatter(part, flat, on_wire)
         yield from _reduced_across(across, part, on_wire, group.nodes)
         divided(part)
-        last: Completion = within.all_gather(flat, part)
-        return last
+        return within.all_gather(flat, part)
 
     def by_parts(communicator: Communicator) -> _Steps:
         within, across = yield from _opened(lane, communicator)
@@ -80,8 +78,7 @@ def nodes_first(lane: Lane, x: torch.Tensor, op: ReduceOp, *, near: bool) -> Pro
         yield from _locally(rows, lambda: reduce_chunks(rows.unbind(0), on_wire, part))
         yield across.all_reduce(part, on_wire)
         yield from _locally(rows, share)
-        last: Completion = within.all_to_all(flat, received, parts, evenly)
-        return last
+        return within.all_to_all(flat, received, parts, evenly)
 
     if near and (flat.nbytes <= _BY_ONE_BYTES or flat.numel() < each):
         return by_one
@@ -102,8 +99,7 @@ def broadcast_by_node(lane: Lane, x: torch.Tensor, src: int) -> Program:
         inside: Completion = within.broadcast(flat, index)
         if here == node and place == index:
             yield inside
-            last: Completion = across.broadcast(flat, node)
-            return last
+            return across.broadcast(flat, node)
         return inside
 
     return program
@@ -143,7 +139,6 @@ def scattered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor, op: Reduce
     Every element is reduced within each node in rank order, and then across nodes in node order.
     """
     group = lane.group
-    each = group.size // group.nodes
     order = _by_place(lane)
     average = op is ReduceOp.AVG
     on_wire = ReduceOp.SUM if average else op
@@ -174,7 +169,6 @@ def scattered_by_node(lane: Lane, out: torch.Tensor, x: torch.Tensor, op: Reduce
         yield from _locally(received, total)
         return READY
 
-    assert each > 1
     return program
 
 

@@ -46,8 +46,7 @@ class _Gathered:
         self._values = values.new_empty((size, longest, *values.shape[1:]))
         yield communicator.all_gather(self._indices.view(-1), _padded(indices, longest))
         sent = _padded(values, longest).view(torch.uint8)  # as bytes, for any dtype
-        last: Completion = communicator.all_gather(self._values.view(-1).view(torch.uint8), sent)
-        return last
+        return communicator.all_gather(self._values.view(-1).view(torch.uint8), sent)
 
     def total(self) -> torch.Tensor:
         """Return the sum, in rank order, so that every rank has the same bits."""
