@@ -614,7 +614,8 @@ def test_a_signal_that_comes_after_the_end_of_mpiexec_changes_nothing(
     monkeypatch.setattr(passing, "launched", lambda *_: contextlib.nullcontext(running))
     monkeypatch.setattr(libraries, "processes", Mock())
     engine = libraries._Engine("mpi", "mpiexec", lambda: Mpiexec("mpiexec", "other"), "")
-    assert libraries._run(RunRequest("train.py"), engine) == code
+    monkeypatch.setitem(libraries._ENGINES, "mpiexec", engine)
+    assert libraries.run(RunRequest("train.py"), "mpiexec") == code
     assert ("mpiexec ended with code 3" in capsys.readouterr().err) == bool(code)
     assert not running.send_signal.called
 
