@@ -41,7 +41,8 @@ _FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest
 _ROOM = SLOT_BYTES - _FIXED.size
 T = TypeVar("T")
 
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+_CPU = torch.device("cpu")
+_EMPTY = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
 
 class Message(NamedTuple):
@@ -211,7 +212,7 @@ def gather_messages(
     timeout: float | None,
     *,
     then: Callable[[list[Message]], T],
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = _CPU,
     detail: str = "",
 ) -> Started[T]:
     """Gather every rank's message on the member with index ``dst``; on every rank if that is None.
@@ -256,7 +257,6 @@ def broadcast_message(
     timeout: float | None,
     *,
     then: Callable[[Message], T],
-    device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
     """Broadcast the message of the member with index ``src``; the result is ``then`` of it on every rank.
@@ -273,9 +273,9 @@ def broadcast_message(
         if not longest:
             return first
         body.append(
-            message.body_tensor().to(device, copy=True).contiguous()  # src gets a result of its own
+            message.body_tensor().to(_CPU, copy=True).contiguous()  # src gets a result of its own
             if message is not None
-            else torch.empty(longest, dtype=torch.uint8, device=device)
+            else torch.empty(longest, dtype=torch.uint8, device="cpu")
         )
         return communicator.broadcast(body[0], src)
 
@@ -292,7 +292,6 @@ def scatter_messages(
     timeout: float | None,
     *,
     then: Callable[[Message], T],
-    device: torch.device = torch.device("cpu"),
     detail: str = "",
 ) -> Started[T]:
     """Scatter the messages of the member with index ``src``, one for each rank; the others pass None.
@@ -310,8 +309,8 @@ def scatter_messages(
         needed = slot.read()
         if not needed:
             return first
-        body.append(torch.empty(needed, dtype=torch.uint8, device=device))
-        sent = [_padded(m, needed, device) for m in messages] if messages is not None else None
+        body.append(torch.empty(needed, dtype=torch.uint8, device="cpu"))
+        sent = [_padded(m, needed, _CPU) for m in messages] if messages is not None else None
         return communicator.scatter(body[0], sent, src)
 
     operation = _run(lane, name, (Op.SCATTER,), detail, program, longest, timeout)
@@ -319,7 +318,7 @@ def scatter_messages(
 
 
 def send_message(
-    lane: Lane, name: str, message: Message, dst: int, tag: int, timeout: float | None
+    lane: Lane, message: Message, dst: int, tag: int, timeout: float | None
 ) -> Started[None]:
     """Send ``message`` to the member with index ``dst``, which calls ``recv_message`` with the same tag."""
     _refuse_missing(lane, (Op.SEND,))
@@ -329,12 +328,12 @@ def send_message(
     def start(communicator: Communicator) -> Completion:
         return AllOf([communicator.send(piece, dst, tag) for piece in pieces])
 
-    estimate, stream = lane.estimate(name, message.size_bytes), ("send", dst, tag)
+    estimate, stream = lane.estimate("send_object", message.size_bytes), ("send", dst, tag)
     return Started((lane.issue(estimate, start, message.size_bytes, timeout, stream=stream),))
 
 
 def recv_message(
-    lane: Lane, name: str, src: int, tag: int, timeout: float | None, *, then: Callable[[Message], T]
+    lane: Lane, src: int, tag: int, timeout: float | None, *, then: Callable[[Message], T]
 ) -> Started[T]:
     """Receive the next message that the member with index ``src`` sends by ``send_message`` with this tag.
 
@@ -368,5 +367,5 @@ def recv_message(
 
         return lane.turns.take((src, tag), ask)
 
-    operation = lane.issue(lane.estimate(name, 0), start, 0, timeout, stream=("recv", src, tag))
+    operation = lane.issue(lane.estimate("recv_object", 0), start, 0, timeout, stream=("recv", src, tag))
     return Started((operation,), lambda: then(slot.messages(body)[0]))

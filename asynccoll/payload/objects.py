@@ -95,7 +95,7 @@ def send_object(
     lane: Lane, obj: object, dst: int, tag: int, codec: Codec | str | None, timeout: float | None
 ) -> Started[None]:
     peer, tag = peer_of(lane, dst, "dst"), check_tag(tag)
-    return send_message(lane, "send_object", to_message(obj, get_codec(codec)), peer, tag, timeout)
+    return send_message(lane, to_message(obj, get_codec(codec)), peer, tag, timeout)
 
 
 def recv_object(
@@ -103,9 +103,7 @@ def recv_object(
 ) -> Started[object]:
     peer, tag = peer_of(lane, src, "src"), check_tag(tag)
     chosen = get_codec(codec)
-    return recv_message(
-        lane, "recv_object", peer, tag, timeout, then=lambda found: _decode(lane, found, chosen)
-    )
+    return recv_message(lane, peer, tag, timeout, then=lambda found: _decode(lane, found, chosen))
 
 
 def _decode(lane: Lane, message: Message, codec: Codec) -> object:

@@ -164,11 +164,6 @@ def _end_job_if_died(mpi: ModuleType, pid: int) -> None:
 
     The other ranks wait for this one, and MPI_Finalize would wait for them.
     """
-    if os.getpid() == pid and getattr(sys, "last_value", None) is not None:
-        end_job(mpi, 1)
-
-
-def end_job(mpi: ModuleType, code: int) -> None:
-    """Have the job aborted instead of finalized when this process ends."""
-    if mpi.COMM_WORLD.Get_size() > 1:
-        mpi._set_abort_status(code)
+    died = os.getpid() == pid and getattr(sys, "last_value", None) is not None
+    if died and mpi.COMM_WORLD.Get_size() > 1:
+        mpi._set_abort_status(1)  # aborted instead of finalized
