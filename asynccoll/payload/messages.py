@@ -234,11 +234,10 @@ def gather_messages(
         if not longest:
             return first
         sent = _padded(message, longest, device)
-        if dst is None:
-            bodies.append(torch.empty((size, longest), dtype=torch.uint8, device=device))
-            return communicator.all_gather(bodies[0].view(-1), sent)
         if wanted:
             bodies.append(torch.empty((size, longest), dtype=torch.uint8, device=device))
+        if dst is None:
+            return communicator.all_gather(bodies[0].view(-1), sent)
         return communicator.gather(list(bodies[0].unbind(0)) if wanted else None, sent, dst)
 
     def finish() -> T:
@@ -317,9 +316,7 @@ def scatter_messages(
     return Started((operation,), lambda: then(slot.messages(body)[0]))
 
 
-def send_message(
-    lane: Lane, message: Message, dst: int, tag: int, timeout: float | None
-) -> Started[None]:
+def send_message(lane: Lane, message: Message, dst: int, tag: int, timeout: float | None) -> Started[None]:
     """Send ``message`` to the member with index ``dst``, which calls ``recv_message`` with the same tag."""
     _refuse_missing(lane, (Op.SEND,))
     slot = _as_tensor(_slot(message))
