@@ -9,7 +9,6 @@ for one loss, that is intended.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
@@ -17,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from asynccoll.host.words import listed
+from asynccoll.overlap.hooks import no_hook
 
 __all__ = ["Forwards", "forwards_seen", "left_out"]
 
@@ -25,7 +25,6 @@ class Forwards:
     """Counts a module's forwards in training mode with gradients enabled: no backward follows others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
         self._open = 0  # forwards since backward last produced a gradient
         #: whether, since the last reduction, a forward had no backward although a later one had
         self.unanswered: bool = False
@@ -38,7 +37,7 @@ class Forwards:
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         """Become a hook that does nothing in a copied or unpickled module."""
-        return _nobody, ()
+        return no_hook, ()
 
     def answered(self) -> None:
         """Note a gradient. It belongs to the latest forward, so earlier ones had no backward."""
@@ -54,14 +53,6 @@ class Forwards:
 def forwards_seen(model: object) -> TypeGuard[torch.nn.Module]:
     """Whether forwards of ``model`` can be counted: it is a module, but no script, which takes no hooks."""
     return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
-
-
-def _nobody() -> Callable[[object, object], None]:
-    return _ignore
-
-
-def _ignore(module: object, inputs: object) -> None:
-    pass
 
 
 def left_out(unanswered: Sequence[bool], reduction: int, lane: str, place: object) -> str:

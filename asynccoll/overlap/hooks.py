@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import unserializable_hook
 
-__all__ = ["after_accumulation", "before_accumulation", "is_returned", "is_returned_at", "remove_all"]
+__all__ = [
+    "after_accumulation",
+    "before_accumulation",
+    "is_returned",
+    "is_returned_at",
+    "no_hook",
+    "remove_all",
+]
 
 
 def after_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> object:
@@ -42,6 +49,15 @@ def is_returned_at(leaf: Any) -> bool:
     except RuntimeError:  # raised by torch for a leaf whose gradient is returned
         return True
     return False
+
+
+def no_hook() -> Callable[..., None]:
+    """Return a hook that does nothing: what a hook of ours becomes in a copied or unpickled module."""
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def remove_all(hooks: list[object]) -> None:

@@ -45,7 +45,7 @@ def broadcast_parameters(
     messages.
     """
     given = model if isinstance(model, torch.nn.Module) else tensors_of(model)
-    return _broadcast(_tensors(given), src=src, group=group, lane=lane, timeout=timeout)
+    return _broadcast(named_tensors(given)[1], src=src, group=group, lane=lane, timeout=timeout)
 
 
 def broadcast_buffers(model: torch.nn.Module, *, src: int, **tail: object) -> Work[None]:
@@ -91,10 +91,6 @@ def _pairs(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[tuple[str, t
     check_whole(x for _, x in pairs)
     wait_for(x for _, x in pairs)
     return pairs
-
-
-def _tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return named_tensors(model)[1]
 
 
 def _broadcast(tensors: list[torch.Tensor], **call: Any) -> Work[None]:

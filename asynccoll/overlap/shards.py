@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from asynccoll.overlap.accepted import has_any_of
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, Gradients, assign
 from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.hooks import no_hook
 from asynccoll.overlap.steps import Steps
 from asynccoll.overlap.unawaited import BY_OPTIMIZER
 from asynccoll.runtime.process import get_rank, get_world_size
@@ -331,15 +332,7 @@ class _Waiting:
                 "the model was copied or pickled while the last step was still gathering its parameters: "
                 "`await optimizer.gathered()` first (or model.state_dict(), which waits)"
             )
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, as the hook of a copy."""
+        return no_hook, ()
 
 
 def _wait_for(own: dict[Arrival, list[int]]) -> None:
