@@ -150,9 +150,7 @@ class Answers:
         """Send and receive without blocking, and close the connection once it is over or has failed."""
         try:
             over = self._send(asker) or self._receive(asker)
-        except (OSError, ValueError):
-            over = True
-        except Exception:  # the ``answer`` function has failed: other clients are still served
+        except Exception:  # of the ``answer`` function, too: other clients are still served
             over = True
         if over:
             self._drop(asker)
