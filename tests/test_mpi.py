@@ -706,7 +706,7 @@ def test_a_call_in_a_graph_is_refused_and_the_others_are_told(pair: worlds.World
 def failed_under_ctrl_c(me: Rank) -> None:
     from mpi4py import MPI
 
-    from asynccoll.backends.mpi import completion, errors
+    from asynccoll.backends.mpi import completion
 
     class Fails:
         """A request that has failed: MPI says so once, and has no request then."""
@@ -721,7 +721,7 @@ def failed_under_ctrl_c(me: Rank) -> None:
             assert work.poll()
             return work.error()
 
-        with pytest.raises(KeyboardInterrupt), Strike(1, errors.typed.__code__):
+        with pytest.raises(KeyboardInterrupt), Strike(1, completion.typed.__code__):
             told()
         assert isinstance(told(), ac.CollectiveMismatchError)
 
