@@ -25,6 +25,7 @@ from asynccoll.errors import (
     WorkNotDoneError,
     as_final,
 )
+from asynccoll.host.blocks import Entries, innermost
 from asynccoll.host.exits import in_main_thread
 from asynccoll.host.forks import renew
 from asynccoll.host.misfits import check_function
@@ -69,8 +70,8 @@ _LOOK_SECONDS = 1.0
 #: By the ``id`` of a work that one thread is finishing while others wait for it: what wakes them.
 _finishing: dict[int, Promise] = host.per_process(dict)
 
-#: The works of the innermost open scope, which waits for them when it ends.
-scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
+#: The open scopes, each with its works, for which it waits when it ends.
+scopes: Entries[Members] = ContextVar("asynccoll_scopes", default=())
 
 
 class Work(NotItsResult, Generic[T]):
@@ -678,7 +679,7 @@ class Members:
 
 def noted(work: Work[T]) -> Work[T]:
     """Add ``work`` to the open scope, if any, which will wait for it; return ``work``."""
-    members = scope_members.get()
+    members = innermost(scopes)
     if members is not None:
         members.add(work)
     return work
