@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
+from asynccoll.host.endings import in_full
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import enlist, values, values_of_listed
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
@@ -137,9 +138,7 @@ class Refusals:
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
         vars(reason)[_TOLD] = True  # also where setting an attribute fails: some are frozen dataclasses
-        self._settle(
-            lane, lane.halting.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name, until)
-        )
+        self._settle(lane, lane.halting.refuse(in_full(reason), place, spare, part, name, until))
 
     def note(self, kin: str, unmade: Unmade, opened: Iterable[Lane]) -> None:
         """Tell peers that may wait on lanes not ``opened`` here which calls child tasks have not made."""

@@ -31,7 +31,7 @@ from asynccoll.health.stalls import stall_seconds
 from asynccoll.health.waits import Waits
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.call_site import site
-from asynccoll.host.endings import in_a_line
+from asynccoll.host.endings import in_a_line, in_full
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.order.lane import BACKWARD, Lane
@@ -261,7 +261,7 @@ class Context:
         now = host.monotonic()
         said = joined(("", "", "", name, "", str(site().place)))
         ticket = self.recorder.note(self.recorder.write(said, None), -1, 0, 1, -1, 0, now, now)
-        self.recorder.refused(ticket, f"{type(error).__name__}: {error}", now)
+        self.recorder.refused(ticket, in_full(error), now)
 
     def look_for_refusals(self) -> None:
         """Refuse calls that peers wait for and will never get; halt the lanes on which a peer refused one."""
