@@ -251,6 +251,14 @@ class Operation:
             self._wake()
         return partial(self._forget_waker, waker)
 
+    def attended(self, waker: Callable[[], object]) -> Callable[[], object]:
+        """Add ``waker`` as a waiter; return a function that ends its wait."""
+        forget = self.add_waker(waker)
+        if self.done():
+            return forget
+        self.attend()
+        return partial(host.call_each, (forget, self.give_up))
+
     @property
     def woke(self) -> bool:
         """Whether it is over and its wakers have been called, or another thread is about to call them."""

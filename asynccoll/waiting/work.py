@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll import host
@@ -327,9 +328,12 @@ class Work(NotItsResult, Generic[T]):
         that it raises are logged (``asynccoll.work``).
         """
         check_function("what work.add_done_callback() calls", callback)
+        self.attended(callback)
+
+    def attended(self, callback: Callable[[Work[T]], object]) -> Callable[[], object]:
+        """Call ``callback`` as ``add_done_callback`` does; return a function that ends this wait before."""
         if not self._operations:
             _call_back(callback, self)
-            return
         left = len(self._operations)
 
         def one_done() -> None:
@@ -340,10 +344,7 @@ class Work(NotItsResult, Generic[T]):
                     return
             _call_back(callback, self)
 
-        for operation in self._operations:
-            operation.add_waker(one_done)
-            if not operation.done():
-                operation.attend()  # as for a waiter
+        return partial(host.call_each, [operation.attended(one_done) for operation in self._operations])
 
     def detach(self) -> None:
         """Fire and forget: do not warn if nothing waits for it. ``finalize`` and ``scope`` still do.
