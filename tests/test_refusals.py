@@ -579,6 +579,20 @@ def test_a_lost_call_that_is_over_after_all_has_no_result() -> None:
     assert not work.claims
 
 
+def test_what_was_derived_from_a_lost_call_ends_it_too() -> None:
+    """Else the call would claim its memory, and a prepared one could not be started again."""
+    native = Transfer()
+    _, (lost,) = halted(native)
+    work = Work((lost,), None)
+    work.fills(torch.zeros(1))
+    derived = work.map(torch.neg).map(torch.neg)
+    native.settle(RuntimeError("connection closed"))
+    with raising(ac.PeerRefusedError, "a peer's"):
+        derived.wait()
+    assert not work.pending
+    assert not work.claims
+
+
 def behind_a_late_one(work: Work[Any]) -> Any:
     """Wait for a call that is late, and for ``work``, which is then not waited for."""
     lane = Context(SerialBackend(), Identity(), check="off").world.lane("late")
@@ -618,23 +632,51 @@ def test_a_wait_that_ends_early_has_the_error_of_a_lost_call(wait: str) -> None:
     assert not work.claims
 
 
-async def retries(rank: int) -> None:
+def in_a_block(x: torch.Tensor) -> list[Work[torch.Tensor]]:
+    y = x.clone()
+    with ac.coalescing():
+        return [ac.all_reduce(x, out=x), ac.all_reduce(y, out=y)]
+
+
+#: Ways to start an all_reduce in place, given the tensor, and the same operation prepared. Only the first of
+#: the works is waited for.
+STARTS: dict[str, Callable[[torch.Tensor, ac.Prepared[torch.Tensor]], list[Work[torch.Tensor]]]] = {
+    "at once": lambda x, _: [ac.all_reduce(x, out=x)],
+    "derived": lambda x, _: [ac.all_reduce(x, out=x).map(torch.neg).map(torch.neg)],
+    "prepared": lambda _, op: [op.start()],
+    "prepared, derived": lambda _, op: [op.start().map(torch.clone)],
+    "in a block": lambda x, _: in_a_block(x),
+}
+
+
+async def retries(rank: int, start: str) -> None:
     """Refuse a call on one rank, and make it again with the same memory, filled again."""
     x, size = torch.zeros(64), ac.get_world_size()
+    op = ac.prepare("all_reduce", x, out=x)
+    held: list[Work[torch.Tensor]] = []  # a work that is over claims no memory, although it is kept
     for refuses in range(3):
         for timeout in (-1 if rank == refuses % size else None, None):
             x.fill_(rank + 1)
             try:
-                await ac.all_reduce(x, out=x, timeout=timeout)
+                if timeout is not None:
+                    ac.all_reduce(x, timeout=timeout)
+                held += (works := STARTS[start](x, op))
+                await works[0]
             except (ac.PeerRefusedError, ac.InvalidArgumentError) as error:
                 assert "timeout must" in str(error)
         oracle.same(x, torch.full((64,), size * (size + 1) / 2))
+    for work in held:
+        work.detach()
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("transport", ["gloo", "memory", "xla"])
-def test_a_refused_call_can_be_made_again_with_the_same_memory(transport: str) -> None:
-    explore(retries, seeds=range(12), world_size=2, transport=transport).check()
-    explore(retries, seeds=range(12), world_size=3, transport=transport).check()
+def test_a_refused_call_can_be_made_again_with_the_same_memory(transport: str, start: str) -> None:
+    for size in (2, 3):
+        main = partial(retries, start=start)
+        explore(
+            main, seeds=range(12 if start == "at once" else 4), world_size=size, transport=transport
+        ).check()
 
 
 async def given_up(me: Rank, seen: str) -> bool:

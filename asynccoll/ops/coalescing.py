@@ -70,13 +70,12 @@ class Deferred(Work[T]):
         """Whether the call has been neither sent nor given up yet."""
         return self._batch is not None
 
-    def sent(self, started: Started[Any]) -> None:
-        """Take over the operations of ``started``, by which the call was sent."""
-        self._operations = started.operations
-        self._finish = started.finish
+    def sent(self, origin: Work[Any], finish: Callable[[], T] | None) -> None:
+        """Take over the operations of ``origin``, from whose result ``finish`` makes that of this work."""
+        self._operations, self._finish, self._origin = origin.operations, finish, origin
         self._batch = None  # only now: another thread may be waiting for this
         for derived in self._derived:
-            derived.sent(Started(started.operations, derived._finish))
+            derived.sent(self, derived._finish)
         for callback in self._callbacks:
             self.add_done_callback(callback)
 
@@ -115,7 +114,7 @@ class Deferred(Work[T]):
                 self._heard = True
                 derived: Deferred[U] = Deferred(batch, self._lane)
                 derived._finish = as_called(lambda: function(self._outcome()))
-                derived._mapped = self
+                derived._origin = self
                 self._derived.append(derived)
                 return noted(derived)
         return super().map(function)
@@ -203,8 +202,7 @@ class _Parts:
         if outs is not None:
             shared.fills(outs)  # all of them are filled when the first of the calls is waited for
         for index, call in enumerate(self.calls):
-            result = partial(_result_of, call.modes, call.out, shared, index)
-            call.work.sent(Started(started.operations, result))
+            call.work.sent(shared, partial(with_data, _result_of, call.modes, call.out, shared, index))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
         """Notify the peers, which may be sending their calls, and fail the works that were not sent here."""
