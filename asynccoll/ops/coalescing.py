@@ -297,14 +297,24 @@ class _Batch:
             if (read := read_by(())) is not None:
                 put_off.reads(read)
             return put_off
-        # The deferred calls are sent only once it is certain that this call is made: if it is refused here,
-        # the peers' call at this point may be one that they defer.
+
+        def begin() -> Work[object]:
+            started = with_data(start, lane, *args, timeout=timeout, **filled)
+            return handed_out(started, read=read_by(started.leaves), **filled)
+
+        return self.behind(lane, name_of(start), begin)
+
+    def behind(self, lane: Lane, name: str, begin: Callable[[], Work[T]]) -> Work[T]:
+        """Return what ``begin`` does, which starts a call of ``name`` behind those deferred on ``lane``.
+
+        These are sent only once it is certain that this call is made: if it is refused here, the peers' call
+        at this point may be one that they defer.
+        """
         try:
-            with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
-                started = with_data(start, lane, *args, timeout=timeout, **filled)
-                return handed_out(started, read=read_by(started.leaves), **filled)
+            with self.place_on(lane, name), lane.after(partial(self.flush, lane)):
+                return begin()
         except _PLACE_LOST as error:  # as in ``_Parts.send``
-            lost: Deferred[object] = Deferred(self, lane)
+            lost: Deferred[T] = Deferred(self, lane)
             lost.abandoned(error)
             return noted(lost)
 
