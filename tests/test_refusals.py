@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import pickle
 import random
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -591,6 +593,19 @@ def test_what_was_derived_from_a_lost_call_ends_it_too() -> None:
         derived.wait()
     assert not work.pending
     assert not work.claims
+
+
+def test_a_lost_call_is_kept_only_while_native_code_may_use_its_memory() -> None:
+    """Regression: queued ones, which never end, were kept with their buckets until the lane was closed."""
+    lane, lost = halted(Promise(), Transfer())
+    queued, writing = map(weakref.ref, lost)
+    lane.halting.tell(late=True)
+    lost.clear()
+    for _ in range(3):
+        lane.issue(Estimate("later"), lambda _: READY)  # held, as the refusal is not settled here
+    gc.collect()
+    assert queued() is None
+    assert writing() is not None
 
 
 def behind_a_late_one(work: Work[Any]) -> Any:
