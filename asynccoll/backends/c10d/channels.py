@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, encoded, unlike
+from asynccoll.backends.api import Completion, InProgress, Transfer, Waiters, encoded, unlike
 from asynccoll.backends.c10d.completion import NEVER
 from asynccoll.errors import PeerRefusedError
 
@@ -67,7 +67,7 @@ class Channels:
     def _start(
         self, stream: tuple[str, int, int], peer: int, exchange: Callable[[object, int], None]
     ) -> Completion:
-        promise = Promise()
+        promise = Transfer()  # gloo may write to the memory of a receive until its thread is back
         index = int(peer > self._rank)  # the peer's index in the pair, in which the lower rank is 0
 
         def run() -> None:
