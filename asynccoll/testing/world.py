@@ -46,7 +46,7 @@ from asynccoll.testing.transport import Fabric, SimulatedBackend
 from asynccoll.testing.transports import TRANSPORTS, Pace
 from asynccoll.testing.worker_threads import worker_threads
 from asynccoll.trace import Timeline
-from asynccoll.transport import progress
+from asynccoll.transport import progress as progressing
 from asynccoll.world.context import Context, Identity
 
 __all__ = ["Setting", "World"]
@@ -127,7 +127,7 @@ class World:
             self._endings.heard(),
             self._installed(),
             exchanged(choosing, ("create",), SimpleNamespace(create=self._create)),
-            exchanged(progress, ("_Pace",), SimpleNamespace(_Pace=Pace)),
+            exchanged(progressing, ("_Pace",), SimpleNamespace(_Pace=Pace)),
             exchanged(stalls, ("DEFAULT_SECONDS",), SimpleNamespace(DEFAULT_SECONDS=math.inf)),
         ):
             scheduler.entered = enter
