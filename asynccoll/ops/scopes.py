@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.host import actors
 from asynccoll.host.blocks import Block, Entries, innermost
+from asynccoll.host.endings import in_a_line
 from asynccoll.host.misfits import fitting
 from asynccoll.modes.isolation import Steps
 from asynccoll.ops.coalescing import own_block
@@ -248,7 +249,8 @@ class TaskGroup:
         self._started: Counter[str] = Counter()  # how many children were started, by function name
         self._ended: dict[str, None] = {}
         self._actor: actors.Actor = None
-        self._outer: TaskGroup | None = None  # the enclosing group, if the same task entered it
+        self._around: TaskGroup | None = None  # the enclosing group, which another task may have entered
+        self._failure = ""  # why the children are cancelled, if the group has failed
         self._parent = DEFAULT
 
     async def __aenter__(self) -> TaskGroup:
@@ -263,18 +265,21 @@ class TaskGroup:
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
         self._actor = actors.current().actor
-        around = _groups.get()
-        self._outer = around if around is not None and around.is_of(self._actor) else None
+        self._around = _groups.get()
         _groups.set(self)
         return self
 
-    async def __aexit__(self, *exc: object) -> bool | None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._fails(error)
         try:
-            return await self._entered().__aexit__(*exc)  # type: ignore[arg-type]  # what `async with` passes
+            return await self._entered().__aexit__(kind, error, trace)
         finally:
             self._group = None
             self._live.clear()
             self._started.clear()
+            self._failure = ""
             self._forget()
 
     def is_of(self, actor: actors.Actor) -> bool:
@@ -283,14 +288,23 @@ class TaskGroup:
 
     def _forget(self) -> None:
         """After the block, pass the children's names to the outer group, or have their lanes closed."""
-        _groups.set(self._outer)
         ended, self._ended = self._ended, {}
         actor, self._actor = self._actor, None
-        outer, self._outer = self._outer, None
+        outer, self._around = self._around, None
+        _groups.set(outer)
         if outer is not None and outer.is_of(actor):
             outer._ended |= ended
         elif (context := existing()) is not None:
             context.children.left(actor, ended)
+
+    def _fails(self, error: BaseException | None) -> None:
+        """Note the first error of the body or a child, for which all children are cancelled."""
+        if isinstance(error, Exception) and not self._failure:
+            self._failure = in_a_line(error)
+
+    def _why(self) -> str:
+        """Return the error for which the children are cancelled; "" if that is not known."""
+        return self._failure or ("" if self._around is None else self._around._why())
 
     def _entered(self) -> AnyioTaskGroup:
         if self._group is None:
@@ -355,12 +369,13 @@ class TaskGroup:
                 await child
         except BaseException as error:
             failed = error
+            self._fails(error)
             raise
         finally:
             self._live.discard(own)
             self._ended[own] = None
             if (context := existing()) is not None:
-                context.children.ended(own, failed)
+                context.children.ended(own, failed, self._why())
             failed = None  # else the error and this frame would keep each other alive
 
 
