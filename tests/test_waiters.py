@@ -134,6 +134,7 @@ def test_the_watch_goes_on_after_an_error(
             return False
 
     looks = watch.Watch(context)
+    looks.begin()
     looks.add(cast("Any", InFlight()))
     try:
         assert asked_again.wait(patient(10)), f"asked {len(asked)} times"
@@ -148,6 +149,7 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
     asked = threading.Event()
     parts = {"has_peers": True, "loss": lambda lane: asked.set(), "store_answers": lambda: False}
     looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0)))
+    looks.begin()
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
 
     class InFlight:
@@ -177,6 +179,7 @@ def test_the_watch_looks_for_refusals_also_while_this_rank_waits_for_a_moment_at
     looked = threading.Event()
     parts = {"has_peers": True, "store_answers": lambda: True, "look_for_refusals": looked.set}
     looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=True, stall_seconds=0.0)))
+    looks.begin()
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
     just_started = time.monotonic() + 1000
     looks.add(cast("Any", SimpleIdentity(started=just_started, part=1, lane=lane, done=lambda: False)))
@@ -194,6 +197,7 @@ def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_
     asked: queue.Queue[object] = queue.Queue()
     parts = {"has_peers": True, "loss": asked.put, "store_answers": lambda: False}
     looks = watch.Watch(cast("Any", SimpleNamespace(**parts, ends_alone=False, stall_seconds=0.0)))
+    looks.begin()
 
     def in_flight(*ranks: int) -> Any:
         lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=ranks)))

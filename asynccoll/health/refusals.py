@@ -149,7 +149,8 @@ class Refusals:
         )
         lanes = [(lane.group.key, lane.name) for lane in opened]
         self._unmade[kin] = json.dumps((_plain(refusal), lanes))
-        self._helpers.start(_SETTLES, partial(self._write_unmade, kin))
+        if self._helpers.start(_SETTLES, partial(self._write_unmade, kin)) is None:
+            self._write_unmade(kin)
 
     def _write_unmade(self, kin: str) -> None:
         with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and its readers too
@@ -213,10 +214,10 @@ class Refusals:
     def _settle(self, lane: Lane, cut: Cut | None) -> None:
         """Start a thread that sees ``cut`` through, if it is a new one (not None)."""
         if cut is not None:
-            try:
-                self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
-            except (RuntimeError, MemoryError) as error:  # too many threads: peers see the connections close
-                lane.lose(collective_error(error, f"settling a refused call of {lane}"))
+            sees = self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
+            if sees is None:  # peers see the connections close
+                why = "no thread can be started"
+                lane.lose(CollectiveError(f"settling a refused call of {lane} failed: {why}"))
 
     def _see_through(self, lane: Lane, cut: Cut) -> None:
         following: Cut | None = cut

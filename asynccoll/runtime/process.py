@@ -386,7 +386,7 @@ def _install_exit_hook() -> None:
 def _open_worlds() -> list[Context]:
     """Return the worlds to leave when the process exits; ranks that are threads leave their own."""
     contexts = [process.context, process.adopted[1] if process.adopted else None]
-    return [context for context in contexts if context is not None and not context.closed]
+    return [context for context in contexts if context is not None]
 
 
 # Where am I
