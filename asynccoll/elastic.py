@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, overload
 
+from torch.optim import Optimizer
+
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
 from asynccoll.host.endings import in_a_line, leaves
@@ -39,7 +41,21 @@ def state(**kept: object) -> Any:
     """
     hvd = load()
     start(hvd, None)
-    return hvd.elastic.TorchState(**kept)
+    made = hvd.elastic.TorchState(**kept)
+    for handler in made._handlers.values():
+        if isinstance(handler.value, Optimizer):
+            handler.sync = functools.partial(_sync, hvd, handler)
+    return made
+
+
+def _sync(hvd: Any, handler: Any) -> None:
+    """Give every worker the state of rank 0's optimizer; a new worker has none.
+
+    Horovod's own function makes a step on a new worker to get one, which decays its weights.
+    """
+    optimizer = handler.value
+    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
+    handler.save()
 
 
 def _is_mistake(error: BaseException) -> bool:
