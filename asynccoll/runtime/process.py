@@ -361,7 +361,7 @@ def refresh() -> str:
     Returns the kind of world that this process is in: ``"ours"`` (``initialize`` was called), ``"adopted"``
     or ``"none"``.
     """
-    context = rank_here() or process.context
+    context = rank_here() or process.context or _of_backward(process.thread_ranks)
     if context is not None:
         if not context.backend.orphaned():
             return "ours"
