@@ -8,8 +8,11 @@ and turns our errors into the one that Horovod recovers from.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, overload
+
+from torch.optim import Optimizer
 
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
@@ -21,8 +24,11 @@ __all__ = ["run", "state"]
 
 T = TypeVar("T")
 
-#: Mistakes of the program, which a new world would only repeat.
-_MISTAKES = (CollectiveMismatchError, PeerRefusedError)
+#: The errors, in a refusal's text, from which the rank that refused a call recovers: a child task of it has
+#: failed because of a lost rank, say, and another one was cancelled.
+_RECOVERS = re.compile(
+    r"\b(PeerLostError|CollectiveTimeoutError|CollectiveError|HorovodInternalError|HostsUpdatedInterrupt)\b"
+)
 
 
 def state(**kept: object) -> Any:
@@ -35,7 +41,27 @@ def state(**kept: object) -> Any:
     """
     hvd = load()
     start(hvd, None)
-    return hvd.elastic.TorchState(**kept)
+    made = hvd.elastic.TorchState(**kept)
+    for handler in made._handlers.values():
+        if isinstance(handler.value, Optimizer):
+            handler.sync = functools.partial(_sync, hvd, handler)
+    return made
+
+
+def _sync(hvd: Any, handler: Any) -> None:
+    """Give every worker the state of rank 0's optimizer; a new worker has none.
+
+    Horovod's own function makes a step on a new worker to get one, which decays its weights.
+    """
+    optimizer = handler.value
+    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
+    handler.save()
+
+
+def _is_mistake(error: BaseException) -> bool:
+    """Whether ``error`` is a mistake of the program, which a new world would only repeat."""
+    refused = isinstance(error, PeerRefusedError) and not _RECOVERS.search(str(error))
+    return refused or isinstance(error, CollectiveMismatchError)
 
 
 @overload
@@ -73,7 +99,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             result = complete(function, state, *args, **kwargs)
         except BaseException as error:
             causes = leaves(error)  # Horovod does not look into the error of a task group
-            is_mistake = all(isinstance(one, _MISTAKES) for one in causes)
+            is_mistake = all(map(_is_mistake, causes))
             finalize(abort=not is_mistake)  # peers must still hear of a mistake, and not take it for a loss
             if updates := [one for one in causes if isinstance(one, HostsUpdatedInterrupt)]:
                 raise updates[0] from None

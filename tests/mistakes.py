@@ -114,8 +114,8 @@ _SEEDED = (
     ("waiting/loops.py", "                token.run_sync_soon(resume)\n", "                pass\n"),
     (
         "health/watchdog.py",
-        "        elif self._asleep:\n            self._wake.notify()\n",
-        "        elif self._asleep:\n            pass\n",
+        "            if self._asleep:\n                self._wake.notify()\n",
+        "            if self._asleep:\n                pass\n",
     ),
     # Ranks of one host through memory: the second look, fences, room, order of words, bells
     (_MOVING, _SECOND_LOOK, "            pass\n        moved = False\n"),

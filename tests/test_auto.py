@@ -6,8 +6,11 @@ import copy
 import itertools
 import os
 import sys
+import threading
 import types
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest import mock
 
@@ -344,6 +347,41 @@ def test_an_epoch_of_a_sampler_with_a_generator_can_be_resumed() -> None:
     again = ac.DistributedProxySampler(weighted(), num_replicas=1, rank=0)
     again.load_state_dict(left.state_dict())
     assert (first, list(again)) == (orders[2][:4:2], orders[2][4:])
+
+
+class Drawing(torch.utils.data.Sampler):
+    """Draws each sample by itself from torch's random numbers."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __iter__(self):
+        for _ in range(200):
+            yield int(torch.randint(1000, ()))
+            os.sched_yield()  # without the GIL, so that other threads draw, too
+
+
+def draw_epochs(meet: Callable[[], object]) -> list[list[int]]:
+    sampler = ac.DistributedProxySampler(Drawing(), num_replicas=1, rank=0)
+    orders = []
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        meet()
+        orders.append(list(sampler))
+    return orders
+
+
+def test_ranks_that_are_threads_draw_the_same_order() -> None:
+    """They share torch's random numbers. Regression: one seeded them while another was drawing."""
+    expected, interval = draw_epochs(int), sys.getswitchinterval()
+    meeting = threading.Barrier(3, timeout=30)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            drawn = list(pool.map(draw_epochs, [meeting.wait] * 3))
+    finally:
+        sys.setswitchinterval(interval)
+    assert drawn == [expected] * 3
 
 
 def test_a_sampler_leaves_the_random_numbers_of_the_loop_alone() -> None:

@@ -19,6 +19,7 @@ import worlds
 from asynccoll.ops import coalescing
 from asynccoll.order.lane import Lane
 from asynccoll.runtime.process import current
+from asynccoll.testing import explore
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -358,6 +359,30 @@ async def one_refused(me: Rank, caught: bool) -> None:
 def test_a_call_that_one_rank_refuses_takes_its_block_along(pair: World, caught: bool) -> None:
     """Its peers send one fused call for the refused ones; neither matches what the other sends next."""
     pair.run(one_refused, caught)
+
+
+async def prepared_refused(rank: int) -> None:
+    """Rank 1 refuses to start the prepared call before any call of the block is sent."""
+    x, y = _full(10 * rank, 4), _full(rank, 4)
+    operation = ac.prepare("all_reduce", y)
+    with ac.coalescing():
+        work = ac.all_reduce(x)
+        if rank == 1:
+            with raising(ac.InvalidArgumentError, "no gradient"), torch.enable_grad():
+                y.requires_grad_()
+                operation.start()
+            await asyncio.sleep(3)  # rank 0 hears of it while it waits on the other lane
+        await ac.all_reduce(1, lane="other")
+        started = operation.start() if rank == 0 else work
+    for one in (work, started):
+        with raising(ac.PeerRefusedError, "no gradient"):
+            await one
+    assert await ac.all_reduce(1) == 2
+
+
+def test_a_prepared_call_shares_the_place_of_its_block() -> None:
+    """Regression: rank 0's prepared call was summed with rank 1's call that it had deferred."""
+    explore(prepared_refused, seeds=range(6), world_size=2).check()
 
 
 async def sent_before(me: Rank, everybody: bool) -> None:

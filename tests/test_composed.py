@@ -76,10 +76,11 @@ def test_what_a_scope_ends_after_stays_as_it_was_got(world: World, runner: str) 
 
 
 async def counted(me: Rank) -> None:
-    from asynccoll.waiting.work import scope_members
+    from asynccoll.host.blocks import innermost
+    from asynccoll.waiting.work import scopes
 
     async with _scope(me):
-        members = scope_members.get()
+        members = innermost(scopes)
         assert members is not None
         tree = [_mine(me, 2) for _ in range(20)] + [me.rank, "name"]  # including numbers and strings
         works = [

@@ -146,12 +146,11 @@ def test_groups_that_are_being_destroyed_when_ctrl_c_strikes_are_awaited_at_exit
         striking.setattr(threading.Thread, "join", struck)
         with pytest.raises(KeyboardInterrupt):
             native._destroy([Stuck(end)])  # type: ignore[list-item]
-    (thread,) = native._destroying
+    (thread,) = native._destroying._running
     assert thread.is_alive()
     end.set()
-    native._await_destroyed()
+    native._destroying.join(patient(10.0))
     assert not thread.is_alive()
-    native._destroying.remove(thread)
 
 
 @pytest.mark.parametrize("struck", ["abort first", "close first", "close last"])

@@ -349,6 +349,52 @@ def test_rank_0_ends_first(tmp_path: Path) -> None:
         assert ended.out.split() == ["2", "2", "2"]
 
 
+LEFT_BY_A_THREAD = """
+    import atexit, os, pathlib, sys, threading, time
+    import asynccoll as ac
+    sign = pathlib.Path(__file__).with_name("rank 0 exits")
+    if os.environ["RANK"] == "0":
+        atexit.register(lambda: print("left" if not leaver.is_alive() else "leaving"))  # runs last
+    ac.initialize("gloo")
+    ac.all_reduce(1).wait()
+    if ac.get_rank() == 0:
+        from asynccoll.runtime.process import current
+        world = current()
+        leaver = threading.Thread(target=ac.finalize, daemon=True)
+        leaver.start()
+        while not world.closed:
+            time.sleep(0.001)
+        atexit.register(sign.touch)  # runs first
+        sys.exit()
+    while not sign.exists():
+        time.sleep(0.001)
+    print(ac.all_reduce(1, group=[1, 2], lane="other").wait())
+"""
+
+
+def test_a_world_that_another_thread_is_leaving_is_left_before_the_program_ends(tmp_path: Path) -> None:
+    """Otherwise the interpreter ends around a thread in native code, and the store is gone with rank 0."""
+    first, *others = scripts.run(tmp_path, LEFT_BY_A_THREAD, ranks=3)
+    assert (first.out, first.code) == ("left\n", 0), first.err
+    for ended in others:
+        assert (ended.out, ended.code) == ("2\n", 0), ended.err
+
+
+LATE = """
+    import threading, torch, asynccoll as ac
+    def train():
+        threading.main_thread().join()
+        ac.initialize("gloo")
+        print(ac.all_reduce(1).wait())
+    threading.Thread(target=train).start()
+"""
+
+
+def test_a_thread_joins_a_world_when_the_main_thread_has_ended(tmp_path: Path) -> None:
+    for ended in scripts.run(tmp_path, LATE, ranks=2):
+        assert (ended.out, ended.code) == ("2\n", 0), ended.err
+
+
 DIES_BEFORE_THE_STORE = """
     import os, asynccoll as ac
     ac.initialize("gloo")

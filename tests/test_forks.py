@@ -64,7 +64,8 @@ class DistributedShare:
 class Told(Dataset[Any]):
     """What a worker finds out, once per sample."""
 
-    def __init__(self, pending: Any) -> None:
+    def __init__(self, prepared: Any, pending: Any) -> None:
+        self.prepared = prepared
         self.pending = pending
 
     def __len__(self) -> int:
@@ -79,6 +80,7 @@ class Told(Dataset[Any]):
             lambda: ac.new_group([0]),
             lambda: idist.all_reduce(1),
             idist.barrier,
+            self.prepared.start,
             self.pending.wait,
         )
         idist.finalize()
@@ -90,10 +92,11 @@ async def loads(me: Rank) -> None:
     mine, total = who(), [float(sum(range(me.size)))]
     for turn in range(2):
         x = torch.tensor([float(me.rank)])
-        early = ac.all_reduce(x, lane=f"{turn} of {me.rank}")  # the others make this call later
+        prepared = ac.prepare("all_reduce", x, lane=f"{turn} of {me.rank}")
+        early = prepared.start()  # the others make this call later
         told = list(
             DataLoader(
-                Told(early),
+                Told(prepared, early),
                 num_workers=2,
                 multiprocessing_context="fork",
                 batch_size=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,6 +63,41 @@ def test_those_that_have_ended_are_forgotten() -> None:
         helpers.start("short", lambda: None)
     helpers.join(patient(10))
     assert not helpers._running
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_where_no_thread_starts_there_is_none_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The caller does without: there are too many, or the interpreter ends."""
+    helpers = Helpers()
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=error))
+    assert helpers.start("refused", lambda: None) is None
+    helpers.join(0.0)
+    assert not helpers._running
+
+
+def test_one_that_runs_when_ctrl_c_strikes_is_waited_for() -> None:
+    struck, left = True, 0
+    while struck:
+        left += 1
+        helpers, go_on, ran = Helpers(), threading.Event(), list[str]()
+
+        def action(go_on: threading.Event = go_on, ran: list[str] = ran) -> None:
+            assert go_on.wait(patient(10))
+            ran.append("ran")
+
+        struck = False
+        try:
+            with Strike(left, Helpers.start.__code__):
+                helpers.start("struck", action)
+        except KeyboardInterrupt:
+            struck = True
+        runs = any(thread.name == "struck" for thread in threading.enumerate())
+        go_on.set()
+        helpers.join(patient(10))
+        assert ran == ["ran"] * runs
+    assert left > 1
 
 
 def test_a_job_that_raises_does_not_keep_later_ones_from_running() -> None:

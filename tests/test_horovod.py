@@ -740,6 +740,24 @@ def test_a_rank_that_joins_horovod_but_not_the_world_is_waited_for_until_the_tim
         world.run(stays_away, where, timeout=30)
 
 
+def takes_over(me: Rank) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    if me.rank == 0:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    mine = [model.weight.tolist(), optimizer.state_dict()["state"]]
+    state = ac.elastic.state(model=model, optimizer=optimizer)
+    state.sync()
+    wanted = ac.broadcast_object(mine).wait()
+    torch.testing.assert_close([model.weight.tolist(), optimizer.state_dict()["state"]], wanted)
+
+
+def test_a_new_worker_takes_over_the_first_ones_optimizer(pair: worlds.World) -> None:
+    """Horovod's function makes a step on a worker without state: it decayed that worker's weights."""
+    pair.run(takes_over)
+
+
 def contradictions(me: Rank) -> None:
     for options in ({"rank": 1 - me.rank, "world_size": 2}, {"rank": me.rank, "world_size": 3}):
         with pytest.raises(ac.LaunchEnvironmentError, match="Horovod says"):

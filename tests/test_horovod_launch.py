@@ -349,6 +349,10 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
         (["HostsUpdatedInterrupt"], "HostsUpdatedInterrupt"),
         (["PeerRefusedError", "HostsUpdatedInterrupt"], "HostsUpdatedInterrupt"),
         (["PeerRefusedError"], "ExceptionGroup"),
+        (
+            ["PeerRefusedError: its child task was cancelled after PeerLostError: gone"],
+            "HorovodInternalError",
+        ),
         (["PeerLostError", "ValueError"], "ExceptionGroup"),
     ],
 )
@@ -365,13 +369,14 @@ def test_an_elastic_job_recovers_from_errors_in_its_task_groups(
     monkeypatch.setattr(ac.elastic, "initialize", lambda _backend: None)
     monkeypatch.setattr(ac.elastic, "finalize", lambda *, abort: left.append(abort))
 
-    async def fail(name: str) -> None:
+    async def fail(said: str) -> None:
+        name, _, why = said.partition(": ")
         kind: Any = next(vars(one)[name] for one in (ac, exceptions, builtins) if name in vars(one))
         try:
-            if name != errors[0]:
+            if said != errors[0]:
                 await anyio.sleep_forever()  # until the first one fails
         finally:
-            raise kind("why")
+            raise kind(f"why: {why}")
 
     @ac.elastic.run
     async def train(_state: object) -> None:

@@ -461,7 +461,7 @@ def test_what_another_run_has_left_in_the_same_logs_is_none_of_this_one(
         config, beside = LaunchConfig(1, 1, 1), DefaultLogsSpecs(log_dir=str(tmp_path))
         config.logs_specs = DefaultLogsSpecs(log_dir=str(tmp_path))
         config.rdzv_backend = "c10d"
-        assert elastic._launch(config, "", [], witness, []) == 128 + 11
+        assert elastic._launch(config, "", [], witness) == 128 + 11
         said = capsys.readouterr().err
         assert f"(pid {wanted or 2})" in said
         assert "in another" not in said
@@ -487,7 +487,7 @@ def test_hosts_that_do_not_come_are_told_in_a_line(
     config = LaunchConfig(*hosts, 1, rdzv_backend="c10d", rdzv_endpoint="n1:29400", rdzv_configs=waits)
     monkeypatch.setattr(elastic, "elastic_launch", Mock(side_effect=RendezvousTimeoutError))
     monkeypatch.setattr(elastic, "processes", Mock())
-    assert elastic._launch(config, "", [], Mock(), []) == 1
+    assert elastic._launch(config, "", [], Mock()) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"asynccoll run: {socket.gethostname()} {said}")
     assert "--rdzv-id" in line
@@ -506,7 +506,7 @@ def test_an_address_that_leads_nowhere_is_told_by_its_cause(monkeypatch: pytest.
     monkeypatch.setattr(elastic, "elastic_launch", lambda *_: launch)
     monkeypatch.setattr(elastic, "processes", Mock())
     with pytest.raises(ac.InvalidArgumentError, match=r"^the hosts cannot meet at n1:29400: no such host; "):
-        elastic._launch(config, "", [], Mock(), [])
+        elastic._launch(config, "", [], Mock())
 
 
 @pytest.mark.parametrize(
@@ -551,7 +551,7 @@ def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
     monkeypatch.setattr(elastic, "processes", Mock())
     elastic.processes.kill_children.side_effect = lambda: registered.call_args[0][0](signal.SIGTERM)
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", logs_specs=started)
-    assert elastic._launch(config, "", [], Mock(flights=dict), []) == 7
+    assert elastic._launch(config, "", [], Mock(flights=dict)) == 7
     assert "rank 0 failed" in capsys.readouterr().err
 
 
@@ -592,7 +592,7 @@ def test_a_signal_that_comes_after_the_end_of_a_job_changes_nothing(
     monkeypatch.setattr(elastic, "elastic_launch", lambda *_: Mock(side_effect=how))
     monkeypatch.setattr(elastic, "processes", Mock())
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", logs_specs=Mock())
-    assert elastic._launch(config, "", [], Mock(), []) == code
+    assert elastic._launch(config, "", [], Mock()) == code
     registered.call_args[0][0](signal.SIGTERM)
 
 
@@ -624,10 +624,10 @@ def test_a_launcher_ends_although_nobody_can_be_told(monkeypatch: pytest.MonkeyP
     """This happens if its terminal hangs up while it waits for other hosts."""
     monkeypatch.setattr(sys, "stderr", Mock(**{"write.side_effect": OSError(errno.EIO, "hung up")}))
     assert passing.say_stopped(signal.SIGHUP) == 129
-    monkeypatch.setattr(elastic, "processes", Mock(**{"kill_children.side_effect": OSError}))
+    monkeypatch.setattr(passing, "processes", Mock(**{"kill_children.side_effect": OSError}))
     monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
-        elastic._give_up(signal.SIGHUP, [])
+        passing.give_up(signal.SIGHUP)
     assert os._exit.mock_calls == [call(129)]  # type: ignore[attr-defined]  # a mock
 
 

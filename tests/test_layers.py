@@ -28,6 +28,7 @@ TAKEN = {
     ("asynccoll.host.call_site", "caller"),
     ("asynccoll.host.call_site", "on_behalf_of"),
     ("asynccoll.host.uncopied", "Uncopied"),
+    ("asynccoll.host.words", "by_text"),
     ("asynccoll.host.words", "listed"),
     ("asynccoll.waiting.forgotten", "NotItsResult"),
     ("asynccoll.waiting.forgotten", "warn"),

@@ -6,6 +6,7 @@ Needs mpi4py with an MPI library; the environments `mpich` and `openmpi` have th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 import time
@@ -105,6 +106,25 @@ def test_it_can_be_initialized_again_and_mpi_lives_on() -> None:
     """finalize leaves MPI itself alone; torch's default group goes with the world that made it."""
     with worlds.fresh("mpi", 2, bare=True) as world:
         world.run(lives, timeout=40)
+
+
+def stays_away(me: Rank) -> None:
+    importlib.import_module("mpi4py.MPI")  # starts MPI, which waits for all ranks
+    if me.rank == 0:
+        seconds = patient(1)
+        with raising(ac.CollectiveTimeoutError, f"within {seconds:g} s"):
+            ac.initialize("mpi", timeout=seconds, torch_group=False)
+        me.show("heard")
+    me.see("heard")
+    ac.initialize("mpi", timeout=patient(60), torch_group=False)
+    assert ac.all_reduce(1).wait() == me.size
+    ac.finalize()
+
+
+def test_a_rank_that_does_not_join_is_waited_for_until_the_timeout() -> None:
+    """The others can try again, and then meet it."""
+    with worlds.fresh("mpi", 2, bare=True) as world:
+        world.run(stays_away, timeout=40)
 
 
 def contradictions(me: Rank) -> None:

@@ -191,6 +191,27 @@ def test_a_rank_that_is_not_in_the_group_is_refused(pair: World) -> None:
     pair.run(without_a_member, runner="blocking")
 
 
+def in_another_order(me: Rank) -> None:
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("ba" if me.rank else "ab")})
+    with raising(
+        ac.CollectiveMismatchError, "rank 0 (of the group) has tensor a.weight", "rank 1 has tensor b."
+    ):
+        ac.overlap.average_parameters(model, every=2)
+    model["b"].requires_grad_(me.rank == 0)
+    with raising(ac.CollectiveMismatchError, "rank 0 (of the group) has", "freeze the same parameters"):
+        ac.overlap.average_parameters(model, every=2)
+    model.requires_grad_(False)
+    averaging = ac.overlap.average_parameters([*model.parameters(), nn.Parameter(torch.ones(1))], every=1)
+    averaging._given[-1].requires_grad_(False)
+    with raising(ac.InvalidArgumentError, "nothing to average"):
+        averaging.wait()
+
+
+def test_layers_in_another_order_are_refused(pair: World) -> None:
+    """Regression: layers of one shape were averaged with other layers, in silence."""
+    pair.run(in_another_order, runner="blocking")
+
+
 def steps_on(me: Rank) -> None:
     model = network()
     averaging = ac.overlap.average_parameters(model, every=2)

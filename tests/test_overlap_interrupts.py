@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ import asynccoll as ac
 from asynccoll.overlap.averaging import ParameterAverager
 from asynccoll.overlap.buckets import Bucket, FlaggedBucket
 from asynccoll.overlap.gradients import GradientReducer
+from asynccoll.overlap.pending import Pending
 from asynccoll.overlap.rows import SparseGradient
 from asynccoll.overlap.sharded import ShardedOptimizer
 from asynccoll.overlap.shards import ShardBucket
@@ -282,3 +284,15 @@ def test_a_step_begins_and_ends_once_though_ctrl_c_comes(where: Callable[..., ob
         if not came:
             break
     assert left > 5
+
+
+def test_a_call_that_was_not_made_to_the_end_goes_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its finalizer would otherwise clutter the output of a program that was interrupted."""
+    said: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    _, optimizer = one_alone()
+    with pytest.raises(KeyboardInterrupt), Strike(1, Pending.__init__.__code__):
+        optimizer.step()
+    assert not said
+    optimizer.step().wait()
+    optimizer.close()

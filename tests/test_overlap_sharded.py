@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -224,7 +225,7 @@ async def waits_in_forward(me: Rank) -> None:
         assert out == [True, True, False], "the first layer has waited for its own parameters alone"
         await gathered(me, optimizer)
     names = [span.name for span in timeline.spans if span.is_operation]
-    assert names == ["reduce_scatter"] * 3 + ["all_gather"] * 3
+    assert names == ["reduce_scatter"] * 3 + ["all_gather"] * 4, "one small one, to compare the steps"
 
 
 def test_each_forward_waits_for_its_own_parameters(pair: World, runner: str) -> None:
@@ -448,6 +449,43 @@ class Kept(Scaled):
 class KeptLars(Kept):
     def scale(self, x: Tensor) -> Tensor | float:
         return 0.001 * x.norm()
+
+
+class Mu(Kept):
+    """An optimizer that calls its momentum what NAdam and ASGD call a number."""
+
+    def change(self, x: Tensor, gradient: Tensor, of_all: Tensor) -> Tensor:
+        mean: Tensor = self.state[x].setdefault("mu", torch.zeros_like(x))
+        return mean.lerp_(gradient, 0.5)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.layers = nn.Parameter(torch.tensor(2.0)), network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.layers(x)
+
+
+async def carried_over(me: Rank) -> None:
+    twin = Scalar()
+    whole, saved = Mu(twin.parameters(), lr=0.1), None
+    for turn in range(2):
+        ours = copy.deepcopy(twin)
+        with ac.overlap.shard_optimizer(ours, Mu(ours.parameters(), lr=0.1)) as optimizer:
+            if saved is not None:
+                optimizer.load_full_state_dict(saved)
+            await both_step(me, optimizer, whole, ours, twin, partial(loss_of, x=batch(me.rank, turn)))
+            saved = await optimizer.full_state_dict()
+        same_parameters(me, ours, twin)
+        for number, x in enumerate(twin.parameters()):
+            assert close(saved["state"][number]["mu"], whole.state[x]["mu"])
+
+
+def test_a_vector_of_a_name_that_torch_gives_a_number(several: World) -> None:
+    """Regression: the saved momentum of each parameter was that of this rank's part of all of them."""
+    several.run(carried_over, runner="asyncio")
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {

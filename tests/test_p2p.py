@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
+from asynccoll.backends.c10d import channels
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -500,6 +502,22 @@ async def let_go_meanwhile(me: Rank) -> None:
 def test_a_waiting_recv_keeps_nothing_else(pair: World, runner: str) -> None:
     """However long it waits, collectives that run meanwhile release their memory."""
     pair.run(let_go_meanwhile, runner=runner)
+
+
+def test_what_a_given_up_receive_may_still_fill_is_claimed() -> None:
+    """gloo cannot cancel a receive, and its sender, which may not know of a loss yet, may still send."""
+    arrived = threading.Event()
+
+    class Pair:
+        def recv(self, xs: list[torch.Tensor], *_: int) -> Any:
+            xs[0].copy_(torch.tensor([2, channels._DTYPES.index(torch.float32)]))
+            return SimpleNamespace(wait=lambda _: arrived.wait(patient(30)))
+
+    received = channels.Channels(lambda _: Pair(), 0, print).recv(torch.zeros(2), 1, 0)
+    assert received.writing()
+    arrived.set()
+    assert received.wait(patient(30))
+    assert received.error() is None and not received.writing()
 
 
 async def refused(me: Rank) -> None:

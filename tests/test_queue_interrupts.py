@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+import asynccoll as ac
 from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.order.job import Job
 from asynccoll.order.lane import Lane
-from asynccoll.order.operation import Estimate
+from asynccoll.order.operation import Estimate, Operation
 from asynccoll.order.stepping import Stepping
+from asynccoll.payload.messages import _Slots
+from asynccoll.testing import simulate
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import READY, Completion, Promise
 from asynccoll.transport.progress import progress
@@ -183,3 +186,55 @@ def test_a_program_that_was_being_handed_over_goes_on(
         if not struck:
             assert left > 5
             break
+
+
+def test_an_interrupted_wait_leaves_its_program_to_completions(lane: Lane) -> None:
+    """As for a call that no waiter drives: it goes on, and may be waited for again."""
+    calls: list[str] = []
+
+    class Interrupted(Promise):
+        def wait(self, seconds: float) -> bool:
+            raise KeyboardInterrupt
+
+    step = Interrupted()
+
+    def last() -> Completion:
+        calls.append("last")
+        return READY
+
+    operation = lane.run("program", program_of(step, last), awaited_soon=True, timeout=patient(5))
+    work: Work[Any] = Work((operation,), lambda: "result")
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        work.wait()
+    progress_thread_polls(operation)
+    step.settle()
+    assert calls == ["last"]
+    assert work.wait() == "result"
+
+
+def progress_thread_polls(operation: Operation) -> None:
+    promise: Any = operation.completion
+    assert not promise.attended
+    promise.poll()
+
+
+def test_ctrl_c_in_the_middle_of_a_step_is_said_in_full_on_all_ranks() -> None:
+    """The other ranks were told "KeyboardInterrupt: " and nothing more."""
+
+    def main(rank: int) -> list[str]:
+        work = ac.all_gather_object("x" * 10_000)  # in two rounds, the second of which is not begun
+        said = []
+        if not rank:
+            with pytest.raises(KeyboardInterrupt) as caught, Strike(1, _Slots.read.__code__):
+                work.wait()
+            said.append(str(caught.value))
+        with pytest.raises(ac.CollectiveError) as refused:
+            work.wait()
+        said.append(str(refused.value))
+        assert ac.all_gather_object(rank).wait() == [0, 1]
+        return said
+
+    report = simulate(main, world_size=2, loop="none", check="off")
+    report.check()
+    for text in (*report.results[0], *report.results[1]):
+        assert "Ctrl-C came while a step of the call ran, and no step can run twice" in text

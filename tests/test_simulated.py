@@ -573,6 +573,26 @@ async def only_two_use_the_default_lane(rank: int) -> float:
     return float(await ac.all_reduce(torch.ones(1), lane="other"))
 
 
+@pytest.mark.parametrize("transport", ["mpi", "horovod"])
+@pytest.mark.parametrize("rests", [0.0, 6.0], ids=["waited for", "left alone"])
+def test_a_call_that_has_to_be_polled_is_polled_once_it_has_landed(rests: float, transport: str) -> None:
+    """Nobody polls in vain: that would be nearly all steps, by a waiter or by the progress thread."""
+
+    async def main(rank: int) -> tuple[float, float]:
+        await asyncio.sleep(5.0 * rank)
+        work, begun = ac.all_reduce(torch.ones(1)), host.monotonic()
+        over: list[float] = []
+        work.add_done_callback(lambda _: over.append(host.monotonic() - begun))
+        await asyncio.sleep(max(0.0, rests - 5.0 * rank))
+        return (await work).item(), over[0]
+
+    report = simulate(main, world_size=2, transport=transport)
+    report.check()
+    assert [report.results[rank][0] for rank in range(2)] == [2.0, 2.0]
+    assert 5.0 < report.results[0][1] < 5.02
+    assert report.steps < 600
+
+
 @pytest.mark.parametrize("transport", ["gloo", "mpi", "memory", "nccl"])
 def test_the_default_lane_is_open_once_the_ranks_have_joined(transport: str) -> None:
     """As in real worlds: two ranks need no third one for their messages."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asynccoll as ac
-from asynccoll.testing import simulate
+from asynccoll import elastic
+from asynccoll.testing import Kill, simulate
 from asynccoll.testing.report import leaves
 from asynccoll.waiting import children
 from asynccoll.waiting.children import Children
@@ -249,3 +250,32 @@ def test_a_line_that_runs_in_two_tasks_at_a_time_is_told_apart_from_two_lines() 
         assert "This line runs in several tasks at a time" in str(error)
         assert "(_one_line_in_two_tasks.metric) issued" in str(error)
     assert report.errors
+
+
+async def waits_for_another(rank: int) -> None:
+    """Rank 1 waits for rank 2, which is killed, and rank 0 for a sibling of the child that does."""
+
+    async def in_all() -> None:
+        if rank == 1:
+            await ac.all_reduce(torch.ones(1))
+        await anyio.sleep_forever()
+
+    async def in_two() -> None:
+        if rank == 0:
+            await ac.all_reduce(torch.ones(1), group=[0, 1])
+        await anyio.sleep_forever()
+
+    async with ac.create_task_group() as tasks:
+        tasks.start_soon(in_all, name="in all")
+        tasks.start_soon(in_two, name="in two")
+
+
+def test_a_child_that_is_cancelled_for_a_loss_says_so() -> None:
+    """An elastic job took that for a mistake of the program, which it does not try again."""
+    report = simulate(waits_for_another, world_size=3, faults=[Kill(2, at=0.5)])
+    (refused,) = leaves(report.errors[0])
+    assert isinstance(refused, ac.PeerRefusedError)
+    assert "its child task 'in two' was cancelled after asynccoll.errors.PeerLostError: rank 2" in str(
+        refused
+    )
+    assert not elastic._is_mistake(refused)

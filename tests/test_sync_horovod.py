@@ -179,6 +179,59 @@ def trained(me):
     assert not hvd.is_initialized()
 
 
+def step_on(model, optimizer, *seeds):
+    """Make a step on the mean of the losses."""
+    from test_auto import _loss
+
+    optimizer.zero_grad()
+    (sum(_loss(model, seed) for seed in seeds) / len(seeds)).backward()
+    optimizer.step()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+
+def with_state(me, resumed, own):
+    import horovod.torch as hvd
+
+    from test_auto import linear
+
+    model, alone = linear(), linear()
+    optimizer, expected = adamw(model), adamw(alone)
+    if resumed:
+        step_on(alone, expected, 99)
+        if me.rank == 0:  # which alone has read the checkpoint
+            step_on(model, optimizer, 99)
+            optimizer.zero_grad()
+    model = ac.auto_model(model)
+    options = {"named_parameters": model.named_parameters(), "compression": hvd.Compression.none}
+    optimizer = ac.auto_optim(optimizer, **(options if own else {}))
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+    for seed in range(0, 30, 10):
+        step_on(model, optimizer, me.rank + seed)
+        step_on(alone, expected, *(rank + seed for rank in range(me.size)))
+    for got, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["ours", "horovods"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed"])
+def test_auto_optim_takes_the_state_of_rank_0_and_makes_no_step(world, resumed, own):
+    """Horovod's function makes one without state: it decayed the weights, on some ranks alone."""
+    world.run(with_state, resumed, own, timeout=60)
+
+
+def unlike(me):
+    model = torch.nn.Linear(3, 2, bias=me.rank == 0)
+    with raising(ac.CollectiveMismatchError, "do not have the same parameters"):
+        ac.auto_optim(adamw(model))
+
+
+def test_optimizers_of_other_parameters_are_refused_on_every_rank():
+    worlds.world("horovod", 2, torch_group=False).run(unlike, timeout=60)
+
+
 def with_comm(me):
     """``comm`` is passed to ``hvd.init``; groups can be made as usual."""
     import asynccoll.sync as idist

@@ -146,7 +146,65 @@ def loading(me):
         assert loader.sampler.state_dict()["seen"] == 2 * me.size * (turn + 1)
 
 
-@pytest.mark.parametrize("case", [training, loading], ids=lambda c: c.__name__)
+class Shared(torch.utils.data.IterableDataset):
+    """What its rank is to read of twelve numbers; asks ``module`` which rank that is."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __iter__(self):
+        return iter(range(self.module.get_rank(), 12, self.module.get_world_size()))
+
+
+def sharing(me):
+    """The loader reads ahead in a thread of its own, as this rank."""
+    import asynccoll.sync as idist
+
+    for module in (ac, idist):
+        loader = idist.auto_dataloader(Shared(module), batch_size=2 * me.size)
+        seen = [value for batch in loader for value in batch.cpu().tolist()]
+        assert seen == list(range(me.rank, 12, me.size))
+
+
+class Damaged(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index >= 6:
+            raise ValueError(f"record {index} is damaged")
+        return index
+
+
+def damaged(me):
+    """Regression: the epoch ended as if there were no more records."""
+    import asynccoll.sync as idist
+
+    loader = idist.auto_dataloader(Damaged(), batch_size=me.size, shuffle=False)
+    for _ in range(2):
+        seen = []
+        with raising(ValueError, f"record {6 + me.rank} is damaged"):
+            seen.extend(batch.item() for batch in loader)
+        assert seen == list(range(me.rank, 6, me.size))
+        assert loader.sampler.state_dict()["seen"] == 6
+
+
+def hooked(me):
+    """Backward runs in a thread of autograd's; regression: there, each rank was a world of one."""
+    import asynccoll.sync as idist
+
+    x = torch.ones(2, device=idist.device(), requires_grad=True)
+
+    def summed(gradient):
+        with ac.lane("hooks"):  # the default lane is this thread's
+            return idist.all_reduce(gradient.clone())
+
+    x.register_hook(summed)
+    (x * (me.rank + 1)).sum().backward()
+    assert x.grad.cpu().tolist() == [sum(range(1, me.size + 1))] * 2
+
+
+@pytest.mark.parametrize("case", [training, loading, sharing, damaged, hooked], ids=lambda c: c.__name__)
 def test_helpers_on_replicas(case):
     worlds.world("xla-tpu", 2).run(case, timeout=90.0)
 

@@ -7,11 +7,13 @@ import json
 import os
 import random
 import re
+import signal
 import sys
 import warnings
 from dataclasses import asdict, astuple, replace
 from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import asynccoll as ac
 from asynccoll.cli import main
 from asynccoll.host.store import Clients
-from asynccoll.launch import engines
+from asynccoll.launch import engines, passing
 from asynccoll.runtime.process import current
 from asynccoll.testing import simulate
 from asynccoll.trace import spooling
@@ -396,6 +398,25 @@ def test_a_run_that_records_nothing_leaves_earlier_recordings(tmp_path, monkeypa
     assert len(ac.trace.load(out).parts) == 1
 
 
+def test_a_run_that_is_given_up_leaves_earlier_recordings(tmp_path, monkeypatch):
+    """While the launcher waits for other hosts in native code, another thread ends the process."""
+    out, program, left = tmp_path / "out", tmp_path / "program.py", []
+    out.mkdir()
+    program.write_text("")
+    write(out, [part(0, [call(0.1, 0.2)], ranks=1)])
+
+    def ends(_code):
+        left.extend(out.iterdir())
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(passing, "processes", Mock())
+    monkeypatch.setattr(engines, "run", lambda _request: passing.give_up(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        main(["trace", "run", "-o", str(out), "-n", "1", str(program)])
+    assert left == [out / "rank-00000.jsonl"]
+
+
 def test_chance_makes_no_rank_late():
     """On a busy host one rank may be late for two or three times as long as another."""
     spans = [
@@ -639,11 +660,9 @@ def test_hooks_of_several_threads_all_end():
 def test_a_rank_is_recorded_although_rank_0_is_not(tmp_path, monkeypatch):
     """The variable may be set on only one of two hosts, which must not keep the job from starting."""
     monkeypatch.setattr(spooling, "_PATIENCE_SECONDS", 0.05)
-    context = SimpleNamespace(
-        rank=1, thread_rank=False, closed=False, timeout=0.05, clients=Clients(dist.HashStore())
-    )
+    context = SimpleNamespace(closed=False, clients=Clients(dist.HashStore()))
     with pytest.warns(UserWarning, match="ASYNCCOLL_TRACE has to be set for all ranks"):
-        assert spooling._Recordings(tmp_path)._number(context) == 1
+        assert spooling._told(context, 1) == 1
     context.clients.close()
 
 
@@ -677,7 +696,7 @@ def test_a_failure_is_written_at_once(tmp_path, monkeypatch):
     context, path = current(), tmp_path / "rank-00000.jsonl"
     os.mkfifo(path)
     with os.fdopen(os.open(path, os.O_RDWR)) as written:
-        finish = spooling._record(context, path)
+        finish = spooling._record(context, lambda: path)
         try:
             (observe,) = context.observers
             observe(Operation(ac.PeerLostError("rank 1 is gone")), 16)

@@ -290,6 +290,30 @@ def test_a_process_is_recorded_in_each_world_by_the_rank_that_it_has_there(start
 
 
 @pytest.mark.slow
+def test_no_rank_waits_for_rank_0_to_adopt_the_world_of_torch(start, script, tmp_path):
+    """Each adopts it in its own first call, and rank 0 may wait for another rank before that."""
+    script("""\
+        import torch, torch.distributed as dist
+        import asynccoll as ac
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(1), 1)
+        work = ac.all_reduce(1)
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), 0)
+        assert work.wait() == 2
+        ac.finalize()
+        dist.destroy_process_group()
+        """)
+    code, _, errors = start("trace", "run", "-o", tmp_path / "told", "-n", 2, "program.py").wait()
+    assert code == 0, errors
+    assert "rank 0 is not recorded" not in errors
+    trace = ac.trace.load(tmp_path / "told")
+    assert [(part.rank, part.is_whole) for part in trace.parts] == [(0, True), (1, True)]
+    assert trace.findings.operations == 2
+
+
+@pytest.mark.slow
 def test_the_document_stands_alone_whatever_the_program_prints(start, script):
     script("""
         import torch, asynccoll as ac

@@ -139,6 +139,7 @@ def test_the_watch_goes_on_after_an_error(
             return False
 
     looks = watch.Watch(context)
+    looks.begin()
     looks.add(cast("Any", InFlight()))
     try:
         assert asked_again.wait(patient(10)), f"asked {len(asked)} times"
@@ -158,6 +159,7 @@ def test_the_watch_asks_after_what_was_waited_for_between_two_looks(monkeypatch:
         "backend": SimpleNamespace(ends_alone=False),
     }
     looks = watch.Watch(cast("Any", SimpleNamespace(**parts, stall_seconds=0.0)))
+    looks.begin()
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
 
     class InFlight:
@@ -192,6 +194,7 @@ def test_the_watch_looks_for_refusals_also_while_this_rank_waits_for_a_moment_at
         "backend": SimpleNamespace(ends_alone=True),
     }
     looks = watch.Watch(cast("Any", SimpleNamespace(**parts, stall_seconds=0.0)))
+    looks.begin()
     lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=(0, 1))))
     just_started = time.monotonic() + 1000
     looks.add(cast("Any", SimpleIdentity(started=just_started, part=1, lane=lane, done=lambda: False)))
@@ -214,6 +217,7 @@ def test_once_a_lane_was_lost_with_a_rank_other_waits_for_it_are_asked_about_at_
         "backend": SimpleNamespace(ends_alone=False),
     }
     looks = watch.Watch(cast("Any", SimpleNamespace(**parts, stall_seconds=0.0)))
+    looks.begin()
 
     def in_flight(*ranks: int) -> Any:
         lane = _Named(SimpleNamespace(group=SimpleNamespace(ranks=ranks)))

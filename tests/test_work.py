@@ -562,6 +562,33 @@ def test_as_completed_gives_the_fastest_first(pair: World, loop: str) -> None:
     pair.run(fastest_first, runner=loop)
 
 
+async def broken_off(me: Rank) -> None:
+    slow = pending(me)
+    if me.rank == 0:
+        (operation,) = slow.operations
+        future: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        async def settle() -> None:
+            while not current().watch._watched.get(operation):
+                await anyio.sleep(0)
+            future.set_result(3)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(settle)
+            async with contextlib.aclosing(ac.as_completed([slow, ac.adopt(future)])) as arriving:
+                async for work in arriving:
+                    assert work.result() == 3
+                    break
+        assert operation not in current().watch._watched
+        me.show("go")
+    oracle.same(await slow, TWO)
+
+
+def test_a_loop_that_was_broken_off_waits_no_longer(pair: World, loop: str) -> None:
+    """It counted as waiting for the works that were left: in others' errors and in `asynccoll where`."""
+    pair.run(broken_off, runner=loop)
+
+
 async def many_completed(me: Rank) -> None:
     for listed in (iter, reversed):
         await _completed_of_lanes(listed)

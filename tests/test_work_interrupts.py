@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import sys
 import threading
+import types
+from collections.abc import Callable, Generator
 
 import anyio
 import pytest
 import torch
+import trio
 
 import asynccoll as ac
 from asynccoll.ops import anysource
@@ -19,7 +23,9 @@ from asynccoll.order import operation
 from asynccoll.runtime.process import current
 from asynccoll.transport import Promise, completion
 from asynccoll.transport.waiters import Waiters
+from asynccoll.waiting import loops
 from asynccoll.waiting import work as module
+from asynccoll.waiting.loops import AddWaker
 from patience import patient
 from struck import Strike, Struck, nth
 
@@ -258,3 +264,32 @@ def test_a_fork_does_not_wait_for_what_a_thread_of_its_parent_was_making() -> No
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
+
+
+@types.coroutine
+def parked(add_waker: AddWaker) -> Generator[object, object, None]:
+    loop = loops.here()
+    assert loop is not None
+    yield from loop.park(add_waker, 10.0)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_a_task_that_was_struck_before_it_slept_is_not_woken_elsewhere() -> None:
+    """The wake-up came late on trio: where the task slept next, which ended that sleep, or the run."""
+
+    def over(wake: Callable[[], object]) -> Callable[[], object]:
+        wake()
+        return lambda: None
+
+    async def main() -> None:
+        for left in itertools.count(1):
+            came = True
+            with contextlib.suppress(KeyboardInterrupt), Strike(left, type(loops.here()).park.__code__):
+                await parked(over)
+                came = False
+            await trio.sleep(0.001)
+            if not came:
+                break
+        assert left > 5
+
+    trio.run(main)

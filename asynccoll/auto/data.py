@@ -17,6 +17,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import Dataset, IterableDataset, distributed
 from torch.utils.data.sampler import Sampler
 
+from asynccoll import host
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
 from asynccoll.host.misfits import check_count, misfit
@@ -194,6 +195,10 @@ class _Taken(Iterator[Any]):
         return getattr(self._batches, name)
 
 
+#: Held while an order is drawn from torch's random numbers: ranks that are threads share these.
+_seeded = host.RLock()
+
+
 class DistributedProxySampler(_Resumable):
     """This rank's share of what another sampler draws; every rank draws the same.
 
@@ -240,7 +245,7 @@ class DistributedProxySampler(_Resumable):
     def _order(self, size: int) -> list[Any]:
         drawn: list[Any] = []
         # Restored afterwards: the loop's own random numbers (dropout, seeds of workers) may differ by rank.
-        with torch.random.fork_rng(devices=()):
+        with _seeded, torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(self.epoch)
             if self._generator is not None:
                 self._generator.manual_seed((self.seed + self.epoch) % (1 << 64))

@@ -25,6 +25,7 @@ from asynccoll.auto.data import DistributedProxySampler, auto_dataloader
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, UnsupportedOpError
 from asynccoll.host.misfits import check, check_options, fitting, misfit
+from asynccoll.ops.collectives import broadcast_object
 from asynccoll.ops.scopes import new_lane
 from asynccoll.overlap import broadcast_parameters
 from asynccoll.overlap.accepted import check_not_unscaled, check_scaler, check_step, check_whole, ddp_models
@@ -168,14 +169,28 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
     """Do what ``auto_optim`` does, for a given place."""
     _refuse_apex(optimizer)
     training = place.training
+    own = None
     if not kwargs.keys() <= {*OPTIONS, _NAMES}:
-        own = training.own_optimizer(optimizer, kwargs)
-        if own is not None:
-            return cast("O", own)
-    training.adopt(optimizer)
-    if not training.ddp and place.world_size > 1:
-        _average_in_backward(optimizer, {name: value for name, value in kwargs.items() if name != _NAMES})
-    return optimizer
+        own = cast("O | None", training.own_optimizer(optimizer, kwargs))
+    if own is None:
+        training.adopt(optimizer)
+        if not training.ddp and place.world_size > 1:
+            _average_in_backward(optimizer, {name: value for name, value in kwargs.items() if name != _NAMES})
+    if training.starts_as_first and place.world_size > 1:  # last: the ranks' parameters are compared above
+        _take_over(optimizer if own is None else own)
+    return optimizer if own is None else own
+
+
+def _take_over(optimizer: Optimizer) -> None:
+    """Give every rank the options and the state that ``optimizer`` has on rank 0.
+
+    Horovod's function makes a step on ranks that have no state yet, and that decays their weights.
+    """
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(broadcast_object(optimizer.state_dict()).wait())
+    for group, taken in zip(groups, optimizer.param_groups, strict=True):
+        group.update(taken)
+    optimizer.param_groups = groups  # which Horovod's optimizer shares with the one that it was made of
 
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -145,10 +144,12 @@ def _run(given: argparse.Namespace) -> int:
 @contextmanager
 def _recording_in(output: Path | None) -> Iterator[Path]:
     """Yield where ranks record: ``output``, kept for ``merge`` and ``stragglers``, else a temporary place."""
+    from asynccoll.launch import passing
+
     if output is None:
         check_writable(Path())
-        with tempfile.TemporaryDirectory(prefix="asynccoll-trace-") as temporary:
-            yield Path(temporary)
+        with passing.temporary("asynccoll-trace-") as temporary:
+            yield temporary
         return
     check_writable(output)
     with _replacing(output):
@@ -162,19 +163,24 @@ def _replacing(output: Path) -> Iterator[None]:
     Otherwise they are put back: the launcher may have refused its options, or the program may have failed
     before its ranks met.
     """
+    from asynccoll.launch import passing
     from asynccoll.trace.spooling import later_worlds, recordings
 
     earlier = [one for directory in (output, *later_worlds(output)) for one in recordings(directory)]
-    aside = {one.rename(one.with_suffix(_EARLIER)): one for one in earlier}
-    try:
-        yield
-    finally:
+    aside: dict[Path, Path] = {}
+
+    def settle() -> None:
         replaced = recordings(output)
         for moved, one in aside.items():
             if replaced:
                 moved.unlink()
             else:
                 moved.rename(one)
+
+    with passing.undoing(settle):
+        for one in earlier:
+            aside[one.rename(one.with_suffix(_EARLIER))] = one
+        yield
 
 
 def _written_to(directory: Path) -> tuple[Path, Path]:

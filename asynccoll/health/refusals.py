@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
+from asynccoll.host.endings import in_full
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import enlist, values, values_of_listed
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
@@ -137,9 +138,7 @@ class Refusals:
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
         vars(reason)[_TOLD] = True  # also where setting an attribute fails: some are frozen dataclasses
-        self._settle(
-            lane, lane.halting.refuse(f"{type(reason).__name__}: {reason}", place, spare, part, name, until)
-        )
+        self._settle(lane, lane.halting.refuse(in_full(reason), place, spare, part, name, until))
 
     def note(self, kin: str, unmade: Unmade, opened: Iterable[Lane]) -> None:
         """Tell peers that may wait on lanes not ``opened`` here which calls child tasks have not made."""
@@ -150,7 +149,8 @@ class Refusals:
         )
         lanes = [(lane.group.key, lane.name) for lane in opened]
         self._unmade[kin] = json.dumps((_plain(refusal), lanes))
-        self._helpers.start(_SETTLES, partial(self._write_unmade, kin))
+        if self._helpers.start(_SETTLES, partial(self._write_unmade, kin)) is None:
+            self._write_unmade(kin)
 
     def _write_unmade(self, kin: str) -> None:
         with contextlib.suppress(RuntimeError), self._noting:  # the store may be gone, and its readers too
@@ -214,10 +214,10 @@ class Refusals:
     def _settle(self, lane: Lane, cut: Cut | None) -> None:
         """Start a thread that sees ``cut`` through, if it is a new one (not None)."""
         if cut is not None:
-            try:
-                self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
-            except (RuntimeError, MemoryError) as error:  # too many threads: peers see the connections close
-                lane.lose(collective_error(error, f"settling a refused call of {lane}"))
+            sees = self._helpers.start(_SETTLES, partial(self._see_through, lane, cut))
+            if sees is None:  # peers see the connections close
+                why = "no thread can be started"
+                lane.lose(CollectiveError(f"settling a refused call of {lane} failed: {why}"))
 
     def _see_through(self, lane: Lane, cut: Cut) -> None:
         following: Cut | None = cut

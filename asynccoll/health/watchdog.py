@@ -5,8 +5,7 @@ Once a lane was lost with a rank, it immediately checks on operations that may w
 It sleeps while no operation is waited for. There are two exceptions. If a call may be over on one rank before
 its peers have made theirs (``ends_alone``), the thread looks for refusals at intervals even if nothing waits
 here for long, as those peers may wait. And unless warnings are off, it checks at intervals whether this rank
-is a call apart from its neighbor. With neither, the thread is started only once something waits. It never
-completes an operation; it finds out that one will never complete.
+is a call apart from its neighbor. It never completes an operation; it finds out that one will never complete.
 """
 
 from __future__ import annotations
@@ -87,13 +86,14 @@ class Watch:
         self._asked = self._compared = host.monotonic()  # when it last looked for refusals, for shifts
 
     def add(self, operation: Operation, waiters: int = 1) -> None:
-        """Add ``waiters`` of ``operation``, none if it is only polled; start or wake the thread."""
+        """Add ``waiters`` of ``operation``, none if it is only polled, and wake the thread."""
         if not self._world.has_peers:
             return
         with self._wake:
             self._watched[operation] = self._watched.get(operation, 0) + waiters
             self._hurry([operation])
-            self._start()
+            if self._asleep:
+                self._wake.notify()
 
     def lost(self, ranks: Iterable[int]) -> None:
         """Note that a lane was lost with ``ranks``: other waits for them need not become overdue first."""
@@ -109,16 +109,9 @@ class Watch:
                 self._wake.notify()
 
     def begin(self) -> None:
-        """Start the thread, now that the world has formed, if it is to look also while nothing waits."""
-        if (self._world.backend.ends_alone or self._world.stall_seconds) and self._world.has_peers:
-            with self._wake:
-                self._start()
-
-    def _start(self) -> None:
-        if self._thread is None and not self._stopped:
+        """Start the thread, now that the world has formed: at the end of the program none may start."""
+        if self._world.has_peers:
             start_once("asynccoll-watch", self._run, partial(setattr, self, "_thread"))
-        elif self._asleep:
-            self._wake.notify()
 
     def discard(self, operation: Operation) -> bool:
         """Remove a waiter of ``operation``; return whether it has others."""

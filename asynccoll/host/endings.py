@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 
-__all__ = ["in_a_line", "in_words", "is_failure", "is_new", "leaves"]
+__all__ = ["in_a_line", "in_full", "in_words", "is_failure", "is_new", "leaves"]
 
 
 def in_words(code: int) -> str:
@@ -39,6 +39,11 @@ def leaves(error: BaseException) -> list[BaseException]:
     """Return the errors in an exception group, however nested, or ``error`` if it is none."""
     parts = getattr(error, "exceptions", None)  # by attribute: Python 3.10 has no ``ExceptionGroup``
     return [error] if parts is None else [leaf for part in parts for leaf in leaves(part)]
+
+
+def in_full(error: BaseException) -> str:
+    """Return ``ValueError: no such file``, or ``KeyboardInterrupt`` for an error that says nothing more."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def in_a_line(error: BaseException) -> str:

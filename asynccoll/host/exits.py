@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook, which joins pools, must be registered before ours
-import contextlib
 import sys
 import threading
 import warnings
@@ -22,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from asynccoll.host.each import call_each
 from asynccoll.host.endings import in_a_line
+from asynccoll.host.helpers import Helpers
 from asynccoll.host.words import plural
 
 __all__ = ["EXIT_SECONDS", "died_of", "dies_of", "in_main_thread", "install"]
@@ -79,10 +79,7 @@ class _Ending(Generic[W]):
             self.died_of = in_a_line(error)
             self.leave()
         elif self._worlds():
-            guard = threading.Thread(target=self._watch, name="asynccoll-exit", daemon=True)
-            with contextlib.suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread any more
-                guard.start()
-                self._guard = guard
+            self._guard = Helpers().start("asynccoll-exit", self._watch)
 
     def _watch(self) -> None:
         """Abort each world that has had an operation in flight for ``EXIT_SECONDS`` since the exit began."""
@@ -156,7 +153,7 @@ def _how() -> tuple[str, str, int | None]:
 exit_code: int | None = None
 
 _endings: list[_Ending[Any]] = []
-_register: Any = getattr(threading, "_register_atexit", None)  # private; concurrent.futures uses it too
+_register: Any = threading._register_atexit  # type: ignore[attr-defined]  # private; as concurrent.futures does
 
 
 def died_of() -> str:
@@ -174,8 +171,10 @@ def install(worlds: Callable[[], list[W]], forget: Callable[[W], None]) -> None:
     """Leave the worlds when this process ends. Call again to run before exit hooks registered since."""
     if not _endings:
         _endings.append(_Ending(worlds, forget))
-        if _register is not None:
+        try:
             _register(_endings[0].main_thread_ended)
+        except RuntimeError:  # it has ended: another thread makes the first world
+            _endings[0].main_thread_ended()
     # Registered again each time: hooks run last in, first out, and this one must run before those of the
     # libraries that it closes.
     atexit.unregister(_endings[0].leave)

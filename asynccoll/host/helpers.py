@@ -1,4 +1,9 @@
-"""Starting threads: one that must be started only once, or short-lived ones that a world joins at its end."""
+"""Starting threads: one that must be started only once, or short-lived ones that a world joins at its end.
+
+A thread may not start: there may be too many, and from Python 3.12 on none starts in exit hooks (in 3.12.0
+and 3.12.1, none once the main thread has ended). So what a program needs at its end is started before that,
+as the watchdog is, or by ``Helpers``, whose callers can do without a thread.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +44,8 @@ class Helpers:
         self._lock = host.Lock()
         self._running: dict[host.Thread, None] = {}
 
-    def start(self, name: str, action: Callable[[], object]) -> None:
-        """Run ``action`` on a new thread of this name."""
+    def start(self, name: str, action: Callable[[], object]) -> host.Thread | None:
+        """Run ``action`` on a new thread of this name, and return it; None if no thread can be started."""
 
         def run() -> None:
             try:
@@ -51,13 +56,19 @@ class Helpers:
 
         thread = host.Thread(target=run, name=name, daemon=True)
         with self._lock:  # held until the thread has started: before that it cannot be joined
-            thread.start()
-            self._running[thread] = None
+            self._running[thread] = None  # first: Ctrl-C may come once it runs
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                del self._running[thread]
+                return None
+        return thread
 
     def join(self, seconds: float) -> None:
-        """Wait for each running thread, up to ``seconds`` each."""
+        """Wait up to ``seconds`` for the running threads."""
+        deadline = host.monotonic() + seconds
         with self._lock:
-            running = list(self._running)
+            running = [thread for thread in self._running if thread.is_alive()]  # Ctrl-C: not started
         for thread in running:
             if thread is not host.current_thread():
-                thread.join(seconds)
+                thread.join(max(0.0, deadline - host.monotonic()))

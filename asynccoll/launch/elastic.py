@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,17 +59,15 @@ def run(request: RunRequest) -> int:
     parser.prog, parser.usage = "asynccoll run", "asynccoll run [options] script.py [args ...]"
     given = parser.parse_args(_torchrun_arguments(request))
     _silence_torch()
-    temporary = not given.log_dir
-    with _log_directory(given) as logs, _passing_directory("asynccoll-job-") as job:
+    with _log_directory(given), passing.temporary("asynccoll-job-") as job:
         try:
             _check_numbers(given)
             _check_meeting(given, request.options)
             _set_environment(given, request.backend, job)
             config, command, arguments = _configure(given)
-            directories = [job, logs] if temporary else [job]
             witness = Witness(job).watch()
             try:
-                return _launch(config, command, arguments, witness, directories)
+                return _launch(config, command, arguments, witness)
             finally:
                 witness.ended()
         except AsyncCollError:
@@ -78,19 +76,13 @@ def run(request: RunRequest) -> int:
             raise InvalidArgumentError(f"{error}; see `asynccoll run --help`") from error
 
 
-def _launch(
-    config: LaunchConfig,
-    command: str,
-    arguments: list[str],
-    witness: Witness,
-    directories: Sequence[Path],
-) -> int:
-    """Run the job; returns its exit code. ``directories``: temporary ones, which ``_give_up`` removes."""
+def _launch(config: LaunchConfig, command: str, arguments: list[str], witness: Witness) -> int:
+    """Run the job; returns its exit code."""
     processes.adopt_orphans()
     ended = threading.Event()
     passing.on_stop_signals(
         lambda number: None if ended.is_set() else _raise_stop(number),
-        stuck=lambda number: _give_up(number, directories),
+        stuck=passing.give_up,
     )
     assert config.logs_specs is not None, "torchrun always has some"
     error_files = _at_each_attempt(config.logs_specs, witness)
@@ -153,17 +145,6 @@ def _say_others_missing(config: LaunchConfig) -> int:
         flush=True,
     )
     return 1
-
-
-def _give_up(number: signal.Signals, directories: Sequence[Path]) -> None:
-    """End this process from another thread, while the main one waits for other hosts in torch's code."""
-    try:
-        processes.kill_children()
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
-        passing.say_stopped(number)
-    finally:
-        os._exit(128 + number)
 
 
 class _StopError(SignalException):
@@ -311,8 +292,8 @@ def _silence_torch() -> None:
 
 
 @contextlib.contextmanager
-def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
-    """Yield the directory for the ranks' error files: the user's, else a temporary one."""
+def _log_directory(given: argparse.Namespace) -> Iterator[None]:
+    """Have a directory for the ranks' error files: the user's, else a temporary one."""
     if given.log_dir:
         logs = Path(given.log_dir)
         try:
@@ -321,18 +302,11 @@ def _log_directory(given: argparse.Namespace) -> Iterator[Path]:
                 pass
         except OSError as error:
             raise InvalidArgumentError(f"--log-dir {logs} cannot be written to: {error.strerror}") from error
-        yield logs
+        yield
         return
-    with _passing_directory("asynccoll-run-") as made:
+    with passing.temporary("asynccoll-run-") as made:
         given.log_dir = str(made)
-        yield made
-
-
-@contextlib.contextmanager
-def _passing_directory(prefix: str) -> Iterator[Path]:
-    """Yield a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made:
-        yield Path(made)
+        yield
 
 
 def _at_each_attempt(logs: LogsSpecs, witness: Witness) -> dict[int, str]:

@@ -1,5 +1,8 @@
 """How a job is stopped: signals to this process are passed on to its ranks, or to a launcher that it started.
 
+If this process cannot notice them (it blocks in native code), another thread ends it; what blocks of the main
+thread would have undone then is undone by that thread (``undoing``).
+
 This module does not know what the ranks do on a signal.
 """
 
@@ -8,23 +11,70 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from asynccoll.launch import child, processes
 
-__all__ = ["for_ranks", "launched", "on_stop_signals", "pass_on", "say_stopped"]
+__all__ = [
+    "for_ranks",
+    "give_up",
+    "launched",
+    "on_stop_signals",
+    "pass_on",
+    "say_stopped",
+    "temporary",
+    "undoing",
+]
 
 #: Ctrl-C, ``kill``, terminal hangup, Ctrl-\\: the last two stay ignored if they already are (``nohup``).
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _STOPPING = (*_ALWAYS, signal.SIGHUP, signal.SIGQUIT)
 #: How soon terminal input is passed on after a shell has put this process in the foreground.
 _LOOK_SECONDS = 0.1
+
+_undos: list[Callable[[], object]] = []
+
+
+@contextlib.contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` after the block, or in ``give_up``, whichever comes first."""
+    _undos.append(undo)
+    try:
+        yield
+    finally:
+        if undo in _undos:
+            _undos.remove(undo)
+            undo()
+
+
+@contextlib.contextmanager
+def temporary(prefix: str) -> Iterator[Path]:
+    """Yield a temporary directory."""
+    made = Path(tempfile.mkdtemp(prefix=prefix))
+    with undoing(partial(shutil.rmtree, made, ignore_errors=True)):
+        yield made
+
+
+def give_up(number: signal.Signals) -> NoReturn:
+    """End this process from another thread, while the main one waits in native code."""
+    try:
+        processes.kill_children()
+        while _undos:
+            _undos.pop()()
+        say_stopped(number)
+    finally:
+        os._exit(128 + number)
 
 
 @contextlib.contextmanager

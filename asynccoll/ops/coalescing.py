@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +27,9 @@ from asynccoll.errors import (
     PeerRefusedError,
 )
 from asynccoll.host import actors
+from asynccoll.host.blocks import Block, Entries, innermost
 from asynccoll.host.call_site import Spot, called_at, site
+from asynccoll.host.endings import in_a_line
 from asynccoll.host.misfits import check_function
 from asynccoll.memory.aliasing import Claims
 from asynccoll.memory.plain import plain_tensor, writable
@@ -69,13 +70,12 @@ class Deferred(Work[T]):
         """Whether the call has been neither sent nor given up yet."""
         return self._batch is not None
 
-    def sent(self, started: Started[Any]) -> None:
-        """Take over the operations of ``started``, by which the call was sent."""
-        self._operations = started.operations
-        self._finish = started.finish
+    def sent(self, origin: Work[Any], finish: Callable[[], T] | None) -> None:
+        """Take over the operations of ``origin``, from whose result ``finish`` makes that of this work."""
+        self._operations, self._finish, self._origin = origin.operations, finish, origin
         self._batch = None  # only now: another thread may be waiting for this
         for derived in self._derived:
-            derived.sent(Started(started.operations, derived._finish))
+            derived.sent(self, derived._finish)
         for callback in self._callbacks:
             self.add_done_callback(callback)
 
@@ -114,7 +114,7 @@ class Deferred(Work[T]):
                 self._heard = True
                 derived: Deferred[U] = Deferred(batch, self._lane)
                 derived._finish = as_called(lambda: function(self._outcome()))
-                derived._mapped = self
+                derived._origin = self
                 self._derived.append(derived)
                 return noted(derived)
         return super().map(function)
@@ -202,8 +202,7 @@ class _Parts:
         if outs is not None:
             shared.fills(outs)  # all of them are filled when the first of the calls is waited for
         for index, call in enumerate(self.calls):
-            result = partial(_result_of, call.modes, call.out, shared, index)
-            call.work.sent(Started(started.operations, result))
+            call.work.sent(shared, partial(with_data, _result_of, call.modes, call.out, shared, index))
 
     def abandon(self, batch: _Batch, error: Exception) -> None:
         """Notify the peers, which may be sending their calls, and fail the works that were not sent here."""
@@ -298,14 +297,24 @@ class _Batch:
             if (read := read_by(())) is not None:
                 put_off.reads(read)
             return put_off
-        # The deferred calls are sent only once it is certain that this call is made: if it is refused here,
-        # the peers' call at this point may be one that they defer.
+
+        def begin() -> Work[object]:
+            started = with_data(start, lane, *args, timeout=timeout, **filled)
+            return handed_out(started, read=read_by(started.leaves), **filled)
+
+        return self.behind(lane, name_of(start), begin)
+
+    def behind(self, lane: Lane, name: str, begin: Callable[[], Work[T]]) -> Work[T]:
+        """Return what ``begin`` does, which starts a call of ``name`` behind those deferred on ``lane``.
+
+        These are sent only once it is certain that this call is made: if it is refused here, the peers' call
+        at this point may be one that they defer.
+        """
         try:
-            with self.place_on(lane, name_of(start)), lane.after(partial(self.flush, lane)):
-                started = with_data(start, lane, *args, timeout=timeout, **filled)
-                return handed_out(started, read=read_by(started.leaves), **filled)
+            with self.place_on(lane, name), lane.after(partial(self.flush, lane)):
+                return begin()
         except _PLACE_LOST as error:  # as in ``_Parts.send``
-            lost: Deferred[object] = Deferred(self, lane)
+            lost: Deferred[T] = Deferred(self, lane)
             lost.abandoned(error)
             return noted(lost)
 
@@ -374,21 +383,32 @@ class _Batch:
         lane, ranks may differ in which calls are made and deferred there; what is sent together on other
         lanes must not depend on these differences.
         """
-        with self.lock:
-            waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
-            self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
-            first: Exception | None = None
-            try:
-                for parts in waiting:
-                    try:
-                        parts.send(self, _said_together(waiting, parts.lane))
-                    except Exception as error:
-                        first = first or error
-            except BaseException as interrupt:  # Ctrl-C: nobody would send the rest
-                self._give_up(waiting, interrupt)
-                raise
+        first: Exception | None = None
+        with self._taken(lane) as waiting:
+            for parts in waiting:
+                try:
+                    parts.send(self, _said_together(waiting, parts.lane))
+                except Exception as error:
+                    first = first or error
         if first is not None:
             raise first
+
+    @contextmanager
+    def _taken(self, lane: Lane | None = None) -> Iterator[list[_Parts]]:
+        """Take the calls deferred on ``lane``, or on all lanes; give up those left if Ctrl-C comes."""
+        with self.lock:
+            waiting: list[_Parts] = []
+            try:
+                waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
+                self._remove(waiting)
+                yield waiting
+            except BaseException as interrupt:  # nobody would send the rest
+                self._remove(waiting)
+                self._give_up(waiting, interrupt)
+                raise
+
+    def _remove(self, waiting: list[_Parts]) -> None:
+        self._parts = {key: parts for key, parts in self._parts.items() if parts not in waiting}
 
     def end(self) -> None:
         """Send the remaining calls, and tell the lanes that no more calls will share the block's places."""
@@ -398,14 +418,13 @@ class _Batch:
 
     def abandon(self, why: BaseException) -> None:
         """Fail all calls that are still deferred: the block ended with ``why``, and they are not sent."""
-        with self.lock:
-            waiting, self._parts = list(self._parts.values()), {}
+        with self._taken() as waiting:
             self._give_up(waiting, why)
 
     def _give_up(self, waiting: list[_Parts], why: BaseException) -> None:
         for parts in waiting:
             error = CollectiveError(
-                f"not sent: the coalescing block that deferred it ended with {type(why).__name__}: {why}"
+                f"not sent: the coalescing block that deferred it ended with {in_a_line(why)}"
             )
             error.__cause__ = why
             parts.abandon(self, error)
@@ -421,7 +440,7 @@ def _said_together(waiting: list[_Parts], lane: Lane) -> str | None:
     return f"coalescing({', '.join(kinds)}):" if len(kinds) > 1 else None
 
 
-_batch: ContextVar[_Batch | None] = ContextVar("asynccoll_coalescing", default=None)
+_batches: Entries[_Batch] = ContextVar("asynccoll_coalescing", default=())
 
 
 def name_of(start: Callable[..., object]) -> str:
@@ -431,11 +450,11 @@ def name_of(start: Callable[..., object]) -> str:
 
 def own_block() -> _Batch | None:
     """Return the open block if the caller opened it. Tasks that were started inside a block have none."""
-    batch = _batch.get()
+    batch = innermost(_batches)
     return batch if batch is not None and batch.is_mine else None
 
 
-class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
+class coalescing(Block[_Batch]):  # noqa: N801  # read as a statement: `with ac.coalescing():`
     """A block whose calls are sent together when it ends: ``with ac.coalescing():`` (or ``async with``).
 
     >>> with ac.coalescing():
@@ -461,32 +480,18 @@ class coalescing:  # noqa: N801  # read as a statement: `with ac.coalescing():`
     as they do for any rank that raises before it makes a call.
     """
 
-    def __init__(self) -> None:
-        self._before: list[_Batch | None] = []
+    _entries = _batches
 
-    def __enter__(self) -> coalescing:
-        outer = _batch.get()
-        if outer is not None and outer.is_mine:
+    def _begin(self) -> _Batch:
+        if (outer := own_block()) is not None:
             outer.flush()  # its calls were made earlier
-        self._before.append(outer)
-        _batch.set(_Batch())
-        return self
+        return _Batch()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        batch = _batch.get()
-        _batch.set(self._before.pop())
-        assert batch is not None
+    def _end(self, value: _Batch, error: BaseException | None) -> None:
         if error is None:
-            batch.end()
+            value.end()
         else:
-            batch.abandon(error)
+            value.abandon(error)
 
-    async def __aenter__(self) -> coalescing:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, tb)
+    def _cut_off(self, value: _Batch, why: BaseException) -> None:
+        value.abandon(why)

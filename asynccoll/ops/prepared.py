@@ -120,10 +120,11 @@ class Prepared(Uncopied, Generic[T]):
         """
         if self._world.closed:
             raise NotInitializedError(f"{self!r} belongs to a context that was finalized; prepare it again")
+        block = own_block()
         try:
-            if (block := own_block()) is not None:
+            self._lane.admit()
+            if block is not None:
                 block.check_unread(self.name, self._fills)
-                block.flush(self._lane)  # the block's calls were made earlier
             check_untracked(self.name, self._reads)
             if _memory_of(self._reads, self._fills) != self._memory:
                 raise InvalidArgumentError(
@@ -144,16 +145,12 @@ class Prepared(Uncopied, Generic[T]):
                 self._calls, self._finish = with_data(self._make)
                 self._results = self._fills
             self._overwrite_results()
-            self._beginning = True
-            self._last = work = handed_out(
-                with_data(self._begin, unfinished), self._fills or None, self._read
-            )
-            self._beginning = False
+            begin = partial(self._begin, unfinished)
+            return begin() if block is None else block.behind(self._lane, self.name, begin)
         except Exception as error:
             self._beginning = False
-            self._world.refuse(self._lane, error, name=self.name)
+            (block or self._world).refuse(self._lane, error, name=self.name)
             raise
-        return work
 
     def _check_last(self) -> None:
         """Refuse to start if the last work has not been waited for, and no wait for it was cut short."""
@@ -192,7 +189,13 @@ class Prepared(Uncopied, Generic[T]):
             self._results = [x for x in flatten(last.result())[0] if isinstance(x, torch.Tensor)]
         overwritten(*self._results)
 
-    def _begin(self, after: Sequence[Operation]) -> Started[Any]:
+    def _begin(self, after: Sequence[Operation]) -> Work[T]:
+        self._beginning = True
+        self._last = work = handed_out(with_data(self._start, after), self._fills or None, self._read)
+        self._beginning = False
+        return work
+
+    def _start(self, after: Sequence[Operation]) -> Started[Any]:
         lane, timeout = self._lane, self._timeout
         if self._finish is None:
             return self._calls[0].begin_again(lane, timeout, after)

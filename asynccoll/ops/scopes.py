@@ -1,8 +1,6 @@
 """Lanes and scopes as a user sees them: ``ac.lane``, ``ac.scope``, ``ac.create_task_group``.
 
-All three are kept in context variables, which child tasks inherit. Each entry is recorded in the context, not
-in the object, so that several tasks may enter one object. Leaving a block looks up the block's own entry
-there, since async generators may leave blocks in a different order, or in a different context.
+All three are kept in context variables, which child tasks inherit (``host.blocks``).
 """
 
 from __future__ import annotations
@@ -18,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.host import actors
+from asynccoll.host.blocks import Block, Entries, innermost
+from asynccoll.host.endings import in_a_line
 from asynccoll.host.misfits import fitting
 from asynccoll.modes.isolation import Steps
 from asynccoll.ops.coalescing import own_block
 from asynccoll.order.lane import BACKWARD, DEFAULT
 from asynccoll.runtime.process import current, existing
 from asynccoll.waiting.together import FirstError
-from asynccoll.waiting.work import Members, scope_members
+from asynccoll.waiting.work import Members, scopes
 from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
 
@@ -50,13 +50,14 @@ __all__ = [
     "scope",
 ]
 
-_lane_name: ContextVar[str] = ContextVar("asynccoll_lane", default=DEFAULT)
-current_lane: Callable[[], str] = _lane_name.get
-#: The lanes that this context (or one it was copied from) has entered and not left; innermost last.
-_lanes: ContextVar[tuple[lane, ...]] = ContextVar("asynccoll_lanes", default=())
+_lanes: Entries[str] = ContextVar("asynccoll_lanes", default=())
 #: The innermost task group that was entered.
 _groups: ContextVar[TaskGroup | None] = ContextVar("asynccoll_task_groups", default=None)
-_scopes: ContextVar[tuple[tuple[scope, Members], ...]] = ContextVar("asynccoll_scopes", default=())
+
+
+def current_lane() -> str:
+    """Return the name of the lane that calls without ``lane=`` use here."""
+    return innermost(_lanes) or DEFAULT
 
 
 class _BackwardLane(str):
@@ -114,36 +115,22 @@ def lane_of(context: Context, group: GroupLike, lane: str | None) -> Lane:
     return resolved.opened.get(name) or resolved.lane(name)
 
 
-class lane:  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
+class lane(Block[str]):  # noqa: N801  # read as a statement: `with ac.lane("eval"):`
     """A block whose collectives run on the lane ``name``: ``with ac.lane("eval"):``, or ``async with``.
 
     Each lane has its own order of calls: two tasks on two lanes may issue in any order relative to each
     other. Ranks match lanes by name. A group has at most 32 lanes.
     """
 
+    _entries = _lanes
+
     @fitting
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name: str = checked_name(name)
 
-    def __enter__(self) -> lane:
-        _lanes.set((*_lanes.get(), self))
-        _lane_name.set(self.name)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        entered = _lanes.get()
-        for k in reversed(range(len(entered))):
-            if entered[k] is self:
-                left = entered[:k] + entered[k + 1 :]
-                _lanes.set(left)
-                _lane_name.set(left[-1].name if left else DEFAULT)
-                return
-
-    async def __aenter__(self) -> lane:
-        return self.__enter__()
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.__exit__()
+    def _begin(self) -> str:
+        return self.name
 
 
 @fitting
@@ -175,7 +162,7 @@ def close_lane(name: str, *, group: GroupLike = None) -> None:
     closed.close_lane(name)
 
 
-class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
+class scope(Block[Members]):  # noqa: N801  # read as a statement: `async with ac.scope():`
     """A block that waits at its end for the works started in it: ``async with ac.scope():``, or ``with``.
 
     The end also waits for works of child tasks, and raises the errors of works that were not awaited. The
@@ -185,36 +172,27 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
     ended belong to the enclosing scope, if there is one.
     """
 
-    def __init__(self) -> None:
-        self._entered: list[Members] = []
+    _entries = scopes
 
-    def __enter__(self) -> scope:
-        members = Members(scope_members.get())
-        self._entered.append(members)
-        _scopes.set((*_scopes.get(), (self, members)))
-        scope_members.set(members)
-        return self
+    def _begin(self) -> Members:
+        return Members(innermost(scopes))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        members = self._left()
-        first = FirstError(members.errors())
-        for work in members.outstanding():
+    def _end(self, value: Members, error: BaseException | None) -> None:
+        first = FirstError(value.errors())
+        for work in value.outstanding():
             if not first.is_late_too(work):
                 with first:
                     work.wait()
-        _raise_first(error, first.error)
-
-    async def __aenter__(self) -> scope:
-        return self.__enter__()
+        _raise_first(error, first.error, depth=1)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         import anyio
 
-        members = self._left()
+        left: list[Members] = []
+        self.__exit__(kind, error, tb, lambda members, _: left.append(members))
+        (members,) = left
         first = FirstError(members.errors())
         cancelled: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):
@@ -231,30 +209,18 @@ class scope:  # noqa: N801  # read as a statement: `async with ac.scope():`
             raise cancelled from first.error
         _raise_first(error, first.error)
 
-    def _left(self) -> Members:
-        """Remove the entry of the block that ends here, and return its works."""
-        entered = _scopes.get()
-        for k in reversed(range(len(entered))):
-            owner, members = entered[k]
-            if owner is self and members in self._entered:
-                left = entered[:k] + entered[k + 1 :]
-                _scopes.set(left)
-                scope_members.set(left[-1][1] if left else None)
-                break
-        else:  # an async generator that was entered in another context
-            members = self._entered[-1]
-        self._entered.remove(members)
-        return members
 
+def _raise_first(error: BaseException | None, first: BaseException | None, *, depth: int = 0) -> None:
+    """Raise ``first``, the first error at the end of a scope, unless the block has its own ``error``.
 
-def _raise_first(error: BaseException | None, first: BaseException | None) -> None:
-    """Raise ``first``, the first error at the end of a scope, unless the block has its own ``error``."""
+    ``depth``: how many frames are between the caller and the block, apart from the caller's own.
+    """
     if first is None:
         return
     if error is None:
         raise first
     if still_pending(first):
-        warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"scope left with work outstanding: {first}", RuntimeWarning, stacklevel=3 + depth)
 
 
 class TaskGroup:
@@ -283,7 +249,8 @@ class TaskGroup:
         self._started: Counter[str] = Counter()  # how many children were started, by function name
         self._ended: dict[str, None] = {}
         self._actor: actors.Actor = None
-        self._outer: TaskGroup | None = None  # the enclosing group, if the same task entered it
+        self._around: TaskGroup | None = None  # the enclosing group, which another task may have entered
+        self._failure = ""  # why the children are cancelled, if the group has failed
         self._parent = DEFAULT
 
     async def __aenter__(self) -> TaskGroup:
@@ -298,18 +265,21 @@ class TaskGroup:
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
         self._actor = actors.current().actor
-        around = _groups.get()
-        self._outer = around if around is not None and around.is_of(self._actor) else None
+        self._around = _groups.get()
         _groups.set(self)
         return self
 
-    async def __aexit__(self, *exc: object) -> bool | None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._fails(error)
         try:
-            return await self._entered().__aexit__(*exc)  # type: ignore[arg-type]  # what `async with` passes
+            return await self._entered().__aexit__(kind, error, trace)
         finally:
             self._group = None
             self._live.clear()
             self._started.clear()
+            self._failure = ""
             self._forget()
 
     def is_of(self, actor: actors.Actor) -> bool:
@@ -318,14 +288,23 @@ class TaskGroup:
 
     def _forget(self) -> None:
         """After the block, pass the children's names to the outer group, or have their lanes closed."""
-        _groups.set(self._outer)
         ended, self._ended = self._ended, {}
         actor, self._actor = self._actor, None
-        outer, self._outer = self._outer, None
+        outer, self._around = self._around, None
+        _groups.set(outer)
         if outer is not None and outer.is_of(actor):
             outer._ended |= ended
         elif (context := existing()) is not None:
             context.children.left(actor, ended)
+
+    def _fails(self, error: BaseException | None) -> None:
+        """Note the first error of the body or a child, for which all children are cancelled."""
+        if isinstance(error, Exception) and not self._failure:
+            self._failure = in_a_line(error)
+
+    def _why(self) -> str:
+        """Return the error for which the children are cancelled; "" if that is not known."""
+        return self._failure or ("" if self._around is None else self._around._why())
 
     def _entered(self) -> AnyioTaskGroup:
         if self._group is None:
@@ -390,12 +369,13 @@ class TaskGroup:
                 await child
         except BaseException as error:
             failed = error
+            self._fails(error)
             raise
         finally:
             self._live.discard(own)
             self._ended[own] = None
             if (context := existing()) is not None:
-                context.children.ended(own, failed)
+                context.children.ended(own, failed, self._why())
             failed = None  # else the error and this frame would keep each other alive
 
 

@@ -15,6 +15,7 @@ from asynccoll.errors import (
     PeerRefusedError,
     collective_error,
 )
+from asynccoll.host.endings import in_full
 
 if TYPE_CHECKING:
     from asynccoll.order.cut import Epochs
@@ -96,7 +97,7 @@ class Failing:
         refusal = self._epochs.refusal_of(operation.sequence, operation.part)
         if refusal is not None and native is not lane.broken:
             own = refusal.rank == lane.world.rank and refusal.place == operation.sequence
-            if not (own and refusal.why == f"{type(native).__name__}: {native}"):
+            if not (own and refusal.why == in_full(native)):
                 # The native error is only a consequence: the peers have closed the communicator.
                 return refusal.error(lane, operation.sequence, operation)
         if lane.broken is not None and not isinstance(native, CollectiveError):

@@ -316,24 +316,27 @@ class Lane:
         fails, the rest of its call is refused, whichever parts were issued. A nested block adds parts to the
         outer block's call.
         """
-        places, before, inner = self._places, None, False
+        places = self._places
+        before: tuple[bool, What] | None = None
         try:
             try:
                 with self._lock:
                     self._admitted_owner(None)
-                    inner = places.shared
-                    if not inner and (place is None or place != places.latest):
-                        places.open()
-                    elif not inner and (refusal := self._epochs.refusal_at(places.latest)) is not None:
+                    adds = places.shared or place == places.latest
+                    refusal = self._epochs.refusal_at(places.latest) if adds else None
+                    if refusal is not None and not places.shared:
                         raise refusal.error(self, places.latest)
-                    place = places.latest
-                    before = places.share(what)
+                    # Without a call, so that Ctrl-C comes before all of this or after it.
+                    before = places.shared, places.whole
+                    place = places.latest = places.latest + (not adds)
+                    places.part = places.part if adds else 0
+                    places.shared, places.whole = True, what or places.whole
                 yield place
             finally:
                 if before is not None:  # also where Ctrl-C comes as the lock is released
-                    places.leave(before)
+                    places.shared, places.whole = before
         except BaseException as error:
-            if before is not None and not inner:
+            if before is not None and not before[0]:
                 self.world.refuse(self, error, place, name=name)
             raise
 

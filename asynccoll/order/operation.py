@@ -171,6 +171,10 @@ class Operation:
         """Whether its memory is no longer in use: it is ``done()``, and the device has run it too."""
         return self.over or self.told or self.completion.landed()
 
+    def holds_memory(self) -> bool:
+        """Whether native code may still use its memory. A lost call may never end, but it may use none."""
+        return self.completion.writing() if self.told else not self.completion.landed()
+
     def saw_end(self, now: float) -> None:
         """Note that a waiter found the operation over, and call the wakers before that waiter continues."""
         self.over = self.completion.fine and self.failure is None
@@ -250,6 +254,14 @@ class Operation:
         if self.done():
             self._wake()
         return partial(self._forget_waker, waker)
+
+    def attended(self, waker: Callable[[], object]) -> Callable[[], object]:
+        """Add ``waker`` as a waiter; return a function that ends its wait."""
+        forget = self.add_waker(waker)
+        if self.done():
+            return forget
+        self.attend()
+        return partial(host.call_each, (forget, self.give_up))
 
     @property
     def woke(self) -> bool:

@@ -43,7 +43,7 @@ class Outstanding:
 
     def add_apart(self, operation: Operation) -> None:
         """Add an operation outside the order of collectives, to keep its memory until it has landed."""
-        self._apart = [one for one in self._apart if not one.completion.landed()]
+        self._apart = [one for one in self._apart if one.holds_memory()]
         self._apart.append(operation)
 
     def using_memory(self) -> list[Operation]:

@@ -1,8 +1,8 @@
 """The numbers of a lane's collectives: each call takes the next place, and the parts of one call share one.
 
 ``cut`` explains places and parts, ``host.call_number`` child tasks and rounds. This module must not know what
-is issued, or when. Places change with the lane's lock held, except in ``leave``, which takes no lock so that
-Ctrl-C cannot prevent it; they may be read without the lock.
+is issued, or when. Places change with the lane's lock held, except at the end of a call in parts
+(``Lane.together``), which Ctrl-C must not prevent; they may be read without the lock.
 """
 
 from __future__ import annotations
@@ -54,16 +54,6 @@ class Places:
         self.latest += 1
         self.part = 0
         return self.latest
-
-    def share(self, what: What) -> tuple[bool, What]:
-        """Accept operations as parts of ``what`` from now on. Returns the state that ``leave`` restores."""
-        before = self.shared, self.whole
-        self.shared, self.whole = True, what or self.whole
-        return before
-
-    def leave(self, before: tuple[bool, What]) -> None:
-        """Restore the state before ``share``: the block whose operations share a place has ended."""
-        self.shared, self.whole = before
 
     def named(self, what: What) -> What:
         """Return an operation's description, with that of the call that it is a part of, if any."""

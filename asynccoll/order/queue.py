@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Queue"]
 
+#: What a KeyboardInterrupt says that came in the middle of a step, whose program cannot go on after it.
+_CUT_OFF = (
+    "Ctrl-C came while a step of the call ran, and no step can run twice: the call fails here, and on ranks "
+    "that wait for it"
+)
+
 
 class Queue:
     """The queue of one lane, and the code that issues calls from it.
@@ -248,6 +254,7 @@ class Queue:
             last = Ready(error)
             if isinstance(error, KeyboardInterrupt):  # except that an interrupt is raised here as well
                 interrupted = error
+                error.args = error.args or (_CUT_OFF,)
             if self._active is job:
                 self._failing.broke_off(job, error)
         if last is not None:

@@ -36,7 +36,8 @@ class Arrival:
         self.has_failed: bool = False  # whether a wait for ``work`` has raised its error
         #: indices of the parameters for which nothing has waited since they were sent
         self.stale: set[int] = set()
-        self._versions: list[int] = []
+        #: the versions that our own writes have left
+        self._versions: list[int] = [x._version for x in parameters]
 
     def expect(self, work: Work[object]) -> None:
         """Note that ``work`` fills the parameters."""
@@ -69,6 +70,11 @@ class Arrival:
             raise
         self.work = None
 
+    @property
+    def written(self) -> bool:
+        """Whether other code has written to parameters since they were sent last."""
+        return any(x._version != ours for x, ours in zip(self.parameters, self._versions, strict=True))
+
     def forget(self) -> None:
         """Expect nothing more, even if the parameters have failed to arrive."""
         self.work, self.stale = None, set()
@@ -80,6 +86,7 @@ class Arrival:
         # the old values, and must not be differentiated with the new ones: the version makes torch refuse.
         for index in indices:
             torch.autograd.graph.increment_version(self.parameters[index])
+            self._versions[index] += 1
         if written:
             shape = list(self.parameters[written[0]].shape)
             raise InvalidArgumentError(

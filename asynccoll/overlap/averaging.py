@@ -29,13 +29,13 @@ from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_unaliased,
-    check_whole,
     place_in,
     tensors_of,
     told_to_peers,
     unique,
 )
 from asynccoll.overlap.companion import EachStep
+from asynccoll.overlap.parameters import check_layouts, pairs_of
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
@@ -74,10 +74,12 @@ class ParameterAverager(EachStep):
         place_in(group, "parameters to average")
         with told_to_peers("average_parameters", group, self._tail["lane"]):
             self._given = model if isinstance(model, torch.nn.Module) else unique(tensors_of(model))
-            self._parameters = self._trained()
-            _check(self._parameters, every, delay)
+            trained = self._trained()
+            _check(every, delay)
             check_timeout(timeout)
-            check_unaliased((f"number {index}", x) for index, x in enumerate(self._parameters))
+            check_unaliased(trained.items())
+        check_layouts(trained.items(), **self._tail)
+        self._parameters = [*trained.values()]
         self._every, self._delay = every, delay
         self._methods = Methods("ParameterAverager", "averager", "this averager")
         self._steps = 0
@@ -90,11 +92,11 @@ class ParameterAverager(EachStep):
         self._work: Work[list[torch.Tensor]] | None = None
         self._last: Work[list[torch.Tensor]] | None = None  # the average that ``finish`` waits for
 
-    def _trained(self) -> list[torch.Tensor]:
-        """Return the parameters trained now: some may be added or unfrozen between two rounds."""
-        found = self._given.parameters() if isinstance(self._given, torch.nn.Module) else self._given
-        trained = [parameter for parameter in found if parameter.requires_grad]
-        check_whole(trained)
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """Return the parameters trained now, by name: some may be added or unfrozen between two rounds."""
+        trained = {name: x for name, x in pairs_of(self._given) if x.requires_grad}
+        if not trained:
+            raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to average")
         return trained
 
     def __repr__(self) -> str:
@@ -122,7 +124,7 @@ class ParameterAverager(EachStep):
         self._midway = False
 
     def _begin(self) -> None:
-        self._parameters = self._trained()
+        self._parameters = [*self._trained().values()]
         self._copies = [parameter.detach().clone() for parameter in self._parameters]
         self._work = self._averaged(self._copies, self._steps)
         self._begun, self._due = self._steps, self._steps + self._delay
@@ -180,7 +182,7 @@ class ParameterAverager(EachStep):
         if self._work is not None:
             yield from self._take()
         if self._last is None:
-            self._parameters = self._trained()
+            self._parameters = [*self._trained().values()]
             self._last = self._averaged([x.detach() for x in self._parameters], _FINISH)
         average = yield from self._received(self._last)
         for parameter, value in zip(self._parameters, average, strict=True):
@@ -216,6 +218,8 @@ def average_parameters(
     Raises:
         InvalidArgumentError: there is nothing to average, ``every`` or ``delay`` is invalid, or this rank is
             not in ``group``.
+        CollectiveMismatchError: on every rank, if the ranks' parameters differ in number, order, name or
+            layout; it shows the first that differs.
     """
     return ParameterAverager(model, every=every, delay=delay, group=group, lane=lane, timeout=timeout)
 
@@ -238,9 +242,7 @@ def _differ(averages: list[float], step: int) -> bool:
     return abs(averages[0] - step) > 0.1 or abs(averages[1] - step**2) > 0.1
 
 
-def _check(parameters: list[torch.Tensor], every: int, delay: int) -> None:
-    if not parameters:
-        raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to average")
+def _check(every: int, delay: int) -> None:
     check_count("every", every)
     check_count("delay", delay, least=0)
     if delay > every:

@@ -11,6 +11,7 @@ import torch
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.host.misfits import fitting
+from asynccoll.host.words import by_text
 from asynccoll.ops.collectives import all_gather, broadcast
 from asynccoll.overlap.accepted import check_whole, tensors_of
 from asynccoll.overlap.arrivals import wait_for
@@ -21,9 +22,12 @@ from asynccoll.world.group import GroupLike
 __all__ = [
     "broadcast_buffers",
     "broadcast_parameters",
+    "check_layouts",
     "first_rank",
+    "first_that_differs",
     "is_of_told",
     "named_tensors",
+    "pairs_of",
     "start_alike",
     "tell_apart",
     "told_alike",
@@ -69,8 +73,8 @@ def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) ->
     """
     if get_world_size(tail.get("group")) == 1:
         return
-    pairs = _pairs(model)
-    _check_layouts(pairs, **tail)
+    pairs = pairs_of(model)
+    check_layouts(pairs, **tail)
     _broadcast([x.detach() for _, x in pairs], src=first_rank(**tail), **tail).wait()
 
 
@@ -79,11 +83,12 @@ def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list
 
     Waits for tensors that a sharded optimizer has sent.
     """
-    pairs = _pairs(model)
+    pairs = pairs_of(model)
     return [name for name, _ in pairs], [x.detach() for _, x in pairs]
 
 
-def _pairs(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def pairs_of(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return what ``named_tensors`` does, as pairs, and not detached."""
     if isinstance(model, torch.nn.Module):
         pairs = [*model.named_parameters(), *model.named_buffers()]
     else:
@@ -155,7 +160,7 @@ def tell_apart(error: CollectiveMismatchError, later: Sequence[str]) -> None:
 
 
 def _check_told(of_ranks: list[str]) -> None:
-    if differing := _first_that_differs(of_ranks):
+    if differing := first_that_differs(of_ranks):
         raise CollectiveMismatchError(
             "the parameters that were added or unfrozen since the last await differ between ranks: "
             f"{differing}. Add the same ones with the same values in the same order on every rank; then "
@@ -163,17 +168,17 @@ def _check_told(of_ranks: list[str]) -> None:
         )
 
 
-def _first_that_differs(of_ranks: list[str]) -> str:
-    """Return the first line in which a rank's text differs from that of rank 0, and both; else ""."""
-    first, *others = (said.split("\n") for said in of_ranks)
-    for rank, said in enumerate(others, 1):
-        for here, there in zip_longest(first, said, fillvalue="no other one"):
-            if here != there:
-                return f"rank 0 (of the group) has {here}, and rank {rank} has {there}"
+def first_that_differs(of_ranks: list[str]) -> str:
+    """Return the first line in which the ranks' texts differ, as each rank has it; "" if none does."""
+    for lines in zip_longest(*(said.split("\n") for said in of_ranks), fillvalue="no other one"):
+        (first, its), *others = by_text(range(len(lines)), lines)
+        if others:
+            sides = [(f"{first} (of the group)", its), *others]
+            return ", and ".join(f"{who} ha{'ve' if 'ranks' in who else 's'} {line}" for who, line in sides)
     return ""
 
 
-def _check_layouts(pairs: Sequence[tuple[str, torch.Tensor]], **tail: Any) -> None:
+def check_layouts(pairs: Iterable[tuple[str, torch.Tensor]], **tail: Any) -> None:
     """Refuse tensors whose names or layouts differ between ranks, or which are frozen on some ranks only.
 
     Strides have to agree, not only shapes, since buckets are summed element by element in memory order. Names
@@ -189,6 +194,6 @@ def _check_layouts(pairs: Sequence[tuple[str, torch.Tensor]], **tail: Any) -> No
     if len(set(digests)) > 1:
         raise CollectiveMismatchError(
             "the ranks do not have the same parameters and buffers in the same order: "
-            f"{_first_that_differs(all_gather(told, **tail).wait())}. Build the same model on every rank, in "
+            f"{first_that_differs(all_gather(told, **tail).wait())}. Build the same model on every rank, in "
             "the same memory format, and freeze the same parameters"
         )

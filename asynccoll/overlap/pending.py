@@ -124,12 +124,14 @@ class Pending(NotItsResult, Generic[T]):
         self._is_told = True
 
     def __del__(self) -> None:
-        if self._begun:
+        try:
+            told = self.unawaited()
+        except AttributeError:  # Ctrl-C struck in the constructor
             return
-        told = self._forgotten.told = self.unawaited()
-        if self._is_told:
-            return
-        warn(told, self._spot.place)
+        if told:
+            self._forgotten.told = told
+            if not self._is_told:
+                warn(told, self._spot.place)
 
 
 #: The methods that use no gradients.

@@ -16,6 +16,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,9 +27,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asynccoll.errors import InvalidArgumentError, still_pending
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, still_pending
 from asynccoll.host.call_site import Spot, caller
 from asynccoll.host.misfits import check, check_options, fitting
+from asynccoll.ops.collectives import all_gather
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap import norms
 from asynccoll.overlap.accepted import (
@@ -49,9 +51,11 @@ from asynccoll.overlap.accepted import (
     unique,
 )
 from asynccoll.overlap.arrivals import Arrival
+from asynccoll.overlap.divergence import checksum
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.gradients import OPTIONS
-from asynccoll.overlap.parameters import start_alike
+from asynccoll.overlap.hyperparameters import hyperparameters_of, states_of
+from asynccoll.overlap.parameters import first_that_differs, start_alike
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.shards import ShardBucket, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import (
@@ -126,6 +130,7 @@ class ShardedOptimizer(Wrapping):
         self._describe = named_in(model)
         self._replaced = replaced_in(model, self._parameters)
         self._agreed = False  # whether the ranks have agreed on whether a gradient overflowed
+        self._loaded = False  # whether a state was loaded since they last compared what they follow in a step
         self._tail: dict[str, Any] = {
             "group": options.get("group"),
             "lane": backward_lane(f"{lane}/parameters"),
@@ -143,7 +148,6 @@ class ShardedOptimizer(Wrapping):
 
         ``states``: the state of whole parameters, by parameter.
         """
-        self._of_frozen = {x: state for x, state in states.items() if not x.requires_grad}
         parts: defaultdict[Any, State] = defaultdict(dict)
         for index, given in enumerate(self.wrapped.param_groups):
             buckets = self.gradients.of_group(index)
@@ -155,6 +159,7 @@ class ShardedOptimizer(Wrapping):
                     parts[bucket.shard] = parts_of(
                         own, bucket.cut, bucket.values, bucket.rank, bucket.size, named
                     )
+        self._of_frozen = {x: state for x, state in states.items() if not x.requires_grad}
         self.wrapped.state = parts
 
     def _named_of(self, bucket: ShardBucket, index: int) -> str:
@@ -179,7 +184,7 @@ class ShardedOptimizer(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         check_not_unscaled(self, scaler)
-        yield from self._reduce(gathers=scaler is None)
+        yield from self._reduce()
         if scaler is None:
             self.wrapped.step()
         else:
@@ -192,32 +197,57 @@ class ShardedOptimizer(Wrapping):
         """Wait until this rank's part of the gradients is reduced. Call it equally often on every rank."""
         return self._methods.resumed(("reduced",), self._reduce)
 
-    def _reduce(self, *, gathers: bool = False) -> Steps[None]:
-        """Wait until the gradients are reduced. ``gathers``: the next calls send the parameters.
+    def _reduce(self) -> Steps[None]:
+        """Wait until the gradients are reduced, and refuse a step in which the ranks would not step alike.
 
-        If this rank refuses that, perhaps alone, the others hear of it in the calls for which they wait.
+        A rank without new gradients cannot know whether others have some, so after a reduction the ranks ask
+        each other, by the small message on the lane of the parameters by which they compare what their steps
+        follow from. (On the lane of the gradients some may have sent their next buckets already.)
+
+        If this rank refuses the step, perhaps alone, the others hear of it in the calls for which they wait.
         """
         gradients, wrong = self.gradients, self._wrong()
-        if not (yield from gradients.needed(wrong is not None or gradients.touched, **self._tail)):
-            return
-        self._agreed = False
-        told = wrong is not None and gradients.refuse_rest(wrong)
-        try:
-            yield gradients
-        except InvalidArgumentError:
-            if wrong is None or told:
-                raise
-        if wrong is not None:  # backward had sent all buckets, so the others have not heard of it yet
-            self._refuse_next(wrong, gathers=gathers)
+        followed = "" if wrong is not None else self._followed(f"parameters written to: {gradients.written}")
+        digest = zlib.crc32(followed.encode()) if followed else -1
+        heard = all_gather(2 * digest + (wrong is not None or gradients.touched), **self._tail)
+        heard.detach()  # it is not looked at if the gradients cannot be reduced
+        if not gradients.rounds or any(said % 2 for said in (yield heard)):
+            self._agreed = False
+            told = wrong is not None and gradients.refuse_rest(wrong)
+            try:
+                yield gradients
+            except InvalidArgumentError:
+                if wrong is None or told:
+                    raise
+        if wrong is not None:  # the others have not heard of it, and hear that they differ
+            yield refused(wrong, "reduced", self._tail["group"], self._tail["lane"])
         yield from gradients.gathered()  # for parameters that no forward has waited for
+        if len({said // 2 for said in (yield heard)}) > 1:
+            yield from self._compare()
+        self._loaded = False
 
-    def _refuse_next(self, error: InvalidArgumentError, *, gathers: bool) -> NoReturn:
-        """Refuse the next call on the lane of the parameters, or all calls that send these (``gathers``)."""
-        for _ in self.gradients.buckets if gathers else [None]:
-            refused(error, "reduced", self._tail["group"], self._tail["lane"])
-        if gathers:
-            self.gradients.stepped()  # as on the other ranks
-        raise error
+    def _followed(self, *parameters: str) -> str:
+        """Return what the next step follows from, which must be the same on all ranks, in lines."""
+        loaded = f"load_full_state_dict() called since the last step: {self._loaded}"
+        return "\n".join([*hyperparameters_of(self.wrapped), loaded, *parameters, *states_of(self.wrapped)])
+
+    def _compare(self) -> Steps[None]:
+        """Refuse a step that would follow from different things on the ranks, and name the first of them.
+
+        Parameters that were written to on some ranks only may be the same nevertheless: those of a checkpoint
+        that one rank has loaded, and sent to the others.
+        """
+        sums = [
+            f"the parameter {name!r} of the checksum {{:x}}-{{:x}}".format(*checksum(x.detach()).tolist())
+            for name, (x, trained) in self._named.items()
+            if trained
+        ]
+        if differing := first_that_differs((yield all_gather(self._followed(*sums), **self._tail))):
+            raise CollectiveMismatchError(
+                "the ranks would not step alike, and each one updates a part of the parameters: "
+                f"{differing}. Have the same hyperparameters on every rank (step schedulers everywhere), and "
+                "load the same checkpoint of model and optimizer; then call step() again"
+            )
 
     def _wrong(self) -> InvalidArgumentError | None:
         """Return the error for what no step can use, or None; note which gradients were zeroed."""
@@ -407,6 +437,7 @@ class ShardedOptimizer(Wrapping):
         self._take_over(states)
         for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
             given.update(options_of(saved))
+        self._loaded = True
 
     def state_dict(self) -> NoReturn:
         """Refused: this rank has only the state of its parts of the parameters.
@@ -496,6 +527,8 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -
         InvalidArgumentError: the optimizer is not elementwise, or has parameters that are not the
             model's; also as ``ac.overlap_gradients``. From backward, if it used a parameter that nothing had
             waited for. From ``step``, if a parameter was added, frozen or unfrozen since.
+        CollectiveMismatchError: the ranks do not have the same parameters. From ``step``, on every rank: they
+            have different hyperparameters, or only some have loaded a checkpoint. No rank has stepped then.
 
     Source: Rajbhandari et al., 2020; ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """

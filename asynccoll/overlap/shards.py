@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.memory.aliasing import has_memory
-from asynccoll.ops.collectives import all_gather, all_reduce, reduce_scatter
+from asynccoll.ops.collectives import all_gather, reduce_scatter
 from asynccoll.overlap.accepted import has_any_of
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, Gradients, assign
@@ -211,6 +211,11 @@ class ShardReducer(GradientReducer):
             or any(bucket.touched or any(bucket.has) for bucket in self.buckets)
         )
 
+    @property
+    def written(self) -> bool:
+        """Whether other code has written to parameters since the last step."""
+        return any(bucket.arrival.written for bucket in self.buckets)
+
     def check_awaited(self, optimizer: torch.optim.Optimizer) -> None:
         """Also refuse a step, or a scaler, if this step's gradients have not been sent yet."""
         super().check_awaited(optimizer)
@@ -219,17 +224,6 @@ class ShardReducer(GradientReducer):
 
     def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
         return has_any_of(optimizer, {id(bucket.shard) for bucket in self.buckets})
-
-    def needed(self, here: bool, **agreement: Any) -> Steps[bool]:
-        """Return whether a step has to await the gradients: not if they are reduced and no rank has new ones.
-
-        A rank without new ones (``here``) cannot know whether others have some. So after a reduction the
-        ranks ask each other, by a small message on the parameters' lane (``agreement``: lane, group and
-        timeout). On the lane of the gradients some ranks may have sent their next buckets already.
-        """
-        if not self.rounds or self._size == 1:
-            return not self.rounds or here
-        return (yield all_reduce(here, op="or", **agreement))  # type: ignore[no-any-return]
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         assert isinstance(bucket, ShardBucket)

@@ -18,13 +18,23 @@ from asynccoll.ops.collectives import all_gather
 from asynccoll.ops.scopes import backward_lane, close_lane
 from asynccoll.overlap.steps import Steps
 
-__all__ = ["State", "gathered_apart", "is_of", "loaded", "options_of", "parts_of", "saved_states", "whole_of"]
+__all__ = [
+    "State",
+    "gathered_apart",
+    "is_of",
+    "is_shared",
+    "loaded",
+    "options_of",
+    "parts_of",
+    "saved_states",
+    "whole_of",
+]
 
 T = TypeVar("T")
 
 State = dict[str, object]
-#: States of these names are one number for all elements, even if the parameter itself has only one.
-_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+#: The names of such states in torch's optimizers. In others they may be vectors.
+_SHARED = frozenset({"step", "mu_product", "eta", "mu"})
 #: Returns the parameters' views of a flat tensor, in their shapes.
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
@@ -89,8 +99,8 @@ def parts_of(
     for name in sorted({name for state in states for name in state}):
         values = [state.get(name) for state in states]
         fitting = [is_of(name, value, shape) for value, shape in zip(values, shapes, strict=True)]
-        for index, (value, fits) in enumerate(zip(values, fitting, strict=True)):
-            if name in _SCALARS or fits or not isinstance(value, torch.Tensor):
+        for index, value in enumerate(values):
+            if not isinstance(value, torch.Tensor) or value.shape == shapes[index]:
                 continue
             if value.dim() or any(fitting):  # else it is a number, which all elements share
                 raise InvalidArgumentError(
@@ -111,7 +121,12 @@ def parts_of(
 
 def is_of(name: str, value: object, shape: torch.Size) -> bool:
     """Whether a state has an element for each element of the parameter."""
-    return name not in _SCALARS and isinstance(value, torch.Tensor) and value.shape == shape
+    return isinstance(value, torch.Tensor) and value.shape == shape and not is_shared(name, value)
+
+
+def is_shared(name: str, value: object) -> bool:
+    """Whether a state is known to be one number for all elements, even if the parameter has only one."""
+    return name in _SHARED and not (isinstance(value, torch.Tensor) and value.dim())
 
 
 def _age(state: Mapping[str, Any], name: str) -> tuple[bool, float]:
@@ -127,7 +142,7 @@ def whole_of(part: Mapping[str, object], cut: Cut, like: torch.Tensor, **call: A
     states: list[State] = [{} for _ in cut(like)]
     for name in sorted(part):
         value = part[name]
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and name not in _SCALARS:
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
             flat = yield all_gather(value, **call)
             for state, view in zip(states, cut(flat), strict=True):
                 state[name] = view.clone()

@@ -361,7 +361,7 @@ def refresh() -> str:
     Returns the kind of world that this process is in: ``"ours"`` (``initialize`` was called), ``"adopted"``
     or ``"none"``.
     """
-    context = rank_here() or process.context
+    context = rank_here() or process.context or _of_backward(process.thread_ranks)
     if context is not None:
         if not context.backend.orphaned():
             return "ours"
@@ -386,7 +386,7 @@ def _install_exit_hook() -> None:
 def _open_worlds() -> list[Context]:
     """Return the worlds to leave when the process exits; ranks that are threads leave their own."""
     contexts = [process.context, process.adopted[1] if process.adopted else None]
-    return [context for context in contexts if context is not None and not context.closed]
+    return [context for context in contexts if context is not None]
 
 
 # Where am I

@@ -8,6 +8,7 @@ import torch
 
 from asynccoll.errors import AsyncCollError
 from asynccoll.host.call_site import site
+from asynccoll.host.endings import in_full
 from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Estimate
 from asynccoll.plan.spec import Op
@@ -78,7 +79,7 @@ def refuse_message(lane: Lane, name: str, peer: int, tag: int, error: BaseExcept
     A refused recv has taken nothing: the message is left for the next recv.
     """
     role, _, _ = name.partition("_")
-    reason = f"{type(error).__name__}: {error}"
+    reason = in_full(error)
     if role == "recv":
         lane.records.refused(name, 0, tag, peer, reason)
         return

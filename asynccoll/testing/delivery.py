@@ -48,6 +48,10 @@ class Delivery:
         """Have the rank's thread call ``act`` at ``time``."""
         self._cards[rank].put(time, act)
 
+    def within(self, rank: int, seconds: float, act: Callable[[], object]) -> None:
+        """Have the rank's thread call ``act`` at some time within ``seconds`` from now."""
+        self.at(rank, self.scheduler.now + seconds * self.scheduler.chance(rank).random(), act)
+
     def arrival(self, size_bytes: float, src: int, dst: int) -> float:
         """Return when a message arrives that leaves as soon as the rank's earlier messages have left."""
         link = self.network.link(src, dst)

@@ -51,35 +51,32 @@ def _until(scheduler: Scheduler, timeout: float | None) -> float:
     return math.inf if timeout is None or timeout < 0 else scheduler.now + timeout
 
 
-class Queue:
+class Queue(deque[SimulatedThread]):
     """The threads that wait for something, woken in FIFO order."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[SimulatedThread] = deque()
 
     def wait(self, scheduler: Scheduler, until: float) -> bool:
         """Block until woken; return whether that was before ``until``."""
         me = scheduler.current
         assert me is not None
-        self._waiting.append(me)
+        self.append(me)
         try:
             return scheduler.wait(until)
         except BaseException:  # Ctrl-C: if it was woken before, that is now for the next one
-            if me not in self._waiting:
+            if me not in self:
                 self.let_on()
             raise
         finally:
-            if me in self._waiting:
-                self._waiting.remove(me)
+            if me in self:
+                self.remove(me)
 
     def let_on(self, count: int = 1) -> None:
-        scheduler = running() if self._waiting else None
-        while self._waiting and count > 0 and scheduler is not None:
-            scheduler.wake(self._waiting.popleft())
+        scheduler = running() if self else None
+        while self and count > 0 and scheduler is not None:
+            scheduler.wake(self.popleft())
             count -= 1
 
     def let_all_on(self) -> None:
-        self.let_on(len(self._waiting))
+        self.let_on(len(self))
 
 
 class Lock:
@@ -96,30 +93,32 @@ class Lock:
             self._held = True
             return True
         scheduler.point()
-        until = _until(scheduler, timeout)
-        while self._held:
-            if not blocking or (not self._queue.wait(scheduler, until) and self._held):
-                return False
+        if self._held:
+            until = _until(scheduler, timeout)
+            while self._held:
+                if not blocking or (not self._queue.wait(scheduler, until) and self._held):
+                    return False
         self._held = True
-        scheduler.fence()
+        if scheduler.stored:
+            scheduler.fence()
         return True
 
-    def release(self) -> None:
+    __enter__ = acquire
+
+    def release(self, *_: object) -> None:
         if not self._held and not _unwinding():
             raise RuntimeError("release unlocked lock")
         self._held = False
-        if (scheduler := running()) is not None:
+        scheduler = running()
+        if scheduler is not None and scheduler.stored:
             scheduler.fence()
-        self._queue.let_on()
+        if self._queue:
+            self._queue.let_on()
+
+    __exit__ = release
 
     def locked(self) -> bool:
         return self._held
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def _at_fork_reinit(self) -> None:
         self._held = False
@@ -143,7 +142,9 @@ class RLock:
         self._owner, self._count = me, 1
         return True
 
-    def release(self) -> None:
+    __enter__ = acquire
+
+    def release(self, *_: object) -> None:
         if self._owner is not _me() or not self._count:
             if _unwinding():
                 return
@@ -153,11 +154,7 @@ class RLock:
             self._owner = None
             self._lock.release()
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release
 
     def _let_go(self) -> int:
         count, self._count, self._owner = self._count, 0, None
@@ -227,7 +224,7 @@ class Event:
 
     def set(self) -> None:
         _point()
-        if (scheduler := running()) is not None:
+        if (scheduler := running()) is not None and scheduler.stored:
             scheduler.fence()
         self._set = True
         self._queue.let_all_on()

@@ -59,6 +59,8 @@ class Scheduler:
         #: what happened, when and on which rank; at most ``_MOST_EVENTS``
         self.events: list[Event] = []
         self.entered: Callable[[int], object] = lambda rank: None  # called before another rank's thread runs
+        #: by rank: what makes its stores visible to all (``at_fence``)
+        self.stored: dict[int, list[Callable[[], object]]] = {}
         self._seed = seed
         self._chances: dict[int, random.Random] = {}
         self._order = _drawing(f"{seed} order")
@@ -66,7 +68,6 @@ class Scheduler:
         self._most_steps = most_steps
         self._turn = 0
         self._held: dict[SimulatedThread, None] = {}  # would be runnable, were they not held
-        self._fences: dict[int, list[Callable[[], object]]] = {}  # by rank: see ``at_fence``
         self._holds: list[tuple[float, Callable[[SimulatedThread], bool]]] = []
         self._runnable: dict[SimulatedThread, None] = {}
         self._timers: list[tuple[float, int, SimulatedThread]] = []
@@ -270,12 +271,12 @@ class Scheduler:
     def at_fence(self, store: Callable[[], object]) -> None:
         """Have ``store`` called at the next ``fence`` of the running thread's rank."""
         assert self.current is not None
-        self._fences.setdefault(self.current.rank, []).append(store)
+        self.stored.setdefault(self.current.rank, []).append(store)
 
     def fence(self) -> None:
         """Make the rank's stores visible to all, as the running thread has taken or released a lock."""
-        if self._fences and self.current is not None:
-            for store in self._fences.pop(self.current.rank, ()):
+        if self.current is not None:
+            for store in self.stored.pop(self.current.rank, ()):
                 store()
 
     def park(self, until: float = math.inf) -> bool:
@@ -284,10 +285,10 @@ class Scheduler:
         assert me is not None
         self._tick(me)
         del self._runnable[me]
-        me.runnable = False
-        me.timed_out = False
-        me.until = math.inf
-        self.wake_by(me, until)
+        me.runnable = me.timed_out = False
+        me.until = until
+        if until < math.inf:
+            heapq.heappush(self._timers, (until, me.number, me))
         if self._pass_on(me):
             self._take(me)
         elif me.interrupt is not None:
@@ -316,15 +317,15 @@ class Scheduler:
             heapq.heappush(self._timers, (until, thread.number, thread))
 
     def _tick(self, me: SimulatedThread) -> None:
-        if self.is_gone(me):
+        if self._unwinding or me.rank in self.gone:
             raise Killed
         if me.interrupt is not None:
             self._raise(me)
-        self.now += TICK_SECONDS
+        self.now = now = self.now + TICK_SECONDS
         self.steps += 1
-        if self._timers and self._timers[0][0] <= self.now:
+        if self._timers and self._timers[0][0] <= now:
             self._ring()
-        if self.steps > self._most_steps or self.now > self.ends:
+        if self.steps > self._most_steps or now > self.ends:
             self._give_up(f"it is not over after {self.elapsed:.3f} s of its time and {self.steps} steps")
             raise Killed
 

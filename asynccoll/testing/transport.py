@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,12 +90,12 @@ class SimulatedBackend(Backend):
     device: torch.device = torch.device("cpu")
     opens_early = True
 
-    def __init__(self, fabric: Fabric, transport: Transport, device: Device) -> None:
+    def __init__(self, fabric: Fabric, transport: Transport, device: Device, rank: int) -> None:
         self._fabric = fabric
         self._capabilities = transport.capabilities
         self.ends_alone: bool = transport.ends_alone
         self.orders_lanes: bool = transport.orders_lanes
-        self._over = transport.over(device)
+        self._over = transport.over(device, partial(fabric.delivery.within, rank))
 
     def capabilities(self, device: str) -> Capabilities:
         return self._capabilities

@@ -8,14 +8,13 @@ that it is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asynccoll import host
 from asynccoll.backends.api import (
     LONGEST_NAP_SECONDS,
-    SHORTEST_NAP_SECONDS,
     Callback,
     Capabilities,
     Completion,
@@ -26,11 +25,14 @@ from asynccoll.backends.api import (
 )
 from asynccoll.backends.choosing import capabilities_of
 from asynccoll.testing.device import Device
+from asynccoll.transport import progress as progressing
 
-__all__ = ["TRANSPORTS", "Transport"]
+__all__ = ["TRANSPORTS", "Pace", "Transport"]
 
 #: From a call's promise and the name of its communicator, the completion that the library gets.
 Over = Callable[[Promise, str], Completion]
+#: Calls a function within so many seconds from now, in the thread of the rank's network card.
+Within = Callable[[float, Callable[[], object]], object]
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Transport:
     """One transport; ``ends_alone`` and ``orders_lanes`` are as in ``Backend``."""
 
     backend: str
-    #: from a rank's device, how its calls complete
-    over: Callable[[Device], Over]
+    #: from a rank's device and network card, how its calls complete
+    over: Callable[[Device, Within], Over]
     device: str = "cpu"
     ends_alone: bool = False
     orders_lanes: bool = False
@@ -55,17 +57,37 @@ class Transport:
 
 
 class Asked(Completion):
-    """A call that is over once it is polled, by a waiter in place or by the progress thread."""
+    """A call that is over once it is polled, by a waiter in place or by the progress thread.
+
+    A poll before the call has landed changes nothing, so nobody polls in vain: whoever would be napping
+    between polls then is woken within the nap that it would have been taking.
+    """
 
     attended: bool = False
 
-    def __init__(self, promise: Promise, *, urgent: bool, lateness: float | None) -> None:
+    def __init__(self, promise: Promise, within: Within, *, urgent: bool, lateness: float | None) -> None:
         self.finished: bool = False
         self.urgent = urgent
         self.lateness = lateness
         self.promise: Promise = promise
+        self._within = within
+        self._issued = host.monotonic()
+        self._due = host.Event()  # set when the next poll is due that finds the call over
         self._callbacks: list[Callback] = []
+        promise.add_callback(self._has_landed)
         progress.watch(self)
+
+    def _has_landed(self) -> None:
+        self._within(min(host.monotonic() - self._issued, LONGEST_NAP_SECONDS), self._is_due)
+
+    def _is_due(self) -> None:
+        self._due.set()
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Have the progress thread poll, unless a waiter does."""
+        if not self.finished and not self.attended and self.promise.done():
+            progress.rouse()
 
     def expected(self) -> float:
         return 0.0
@@ -84,13 +106,10 @@ class Asked(Completion):
     def wait(self, seconds: float) -> bool:
         self.attended = True
         try:
-            deadline, nap = host.monotonic() + seconds, SHORTEST_NAP_SECONDS
-            while not self.poll() and host.monotonic() < deadline:
-                host.sleep(nap)
-                nap = min(2 * nap, LONGEST_NAP_SECONDS)
+            return self.poll() or (self._due.wait(seconds) and self.poll())
         finally:
             self.attended = False
-        return self.finished
+            self._rouse()
 
     def add_callback(self, callback: Callback) -> None:
         if self.finished:
@@ -104,6 +123,16 @@ class Asked(Completion):
 
     def writing(self) -> bool:
         return not self.promise.done()
+
+
+class Pace(progressing._Pace):
+    """The pace of a progress thread that rests while all that it would poll is yet to land."""
+
+    def nap(self, watched: Sequence[progressing._Watched], now: float) -> float:
+        items = [one.item for one in watched]
+        if items and all(isinstance(one, Asked) and not one.promise.done() for one in items):
+            return math.inf
+        return super().nap(watched, now)
 
 
 class Launched(Completion):
@@ -143,19 +172,19 @@ class Launched(Completion):
             raise RuntimeError(str(error)) from error
 
 
-def _told(device: Device) -> Over:
+def _told(device: Device, within: Within) -> Over:
     return lambda promise, name: promise
 
 
-def _asked(device: Device) -> Over:
-    return lambda promise, name: Asked(promise, urgent=False, lateness=None)
+def _asked(device: Device, within: Within) -> Over:
+    return lambda promise, name: Asked(promise, within, urgent=False, lateness=None)
 
 
-def _asked_at_once(device: Device) -> Over:
-    return lambda promise, name: Asked(promise, urgent=True, lateness=1 / 32)
+def _asked_at_once(device: Device, within: Within) -> Over:
+    return lambda promise, name: Asked(promise, within, urgent=True, lateness=1 / 32)
 
 
-def _waited_for(device: Device) -> Over:
+def _waited_for(device: Device, within: Within) -> Over:
     waiters = Waiters("asynccoll-simulated")
 
     def over(promise: Promise, name: str) -> Completion:
@@ -171,7 +200,7 @@ def _waited_for(device: Device) -> Over:
     return over
 
 
-def _launched(device: Device) -> Over:
+def _launched(device: Device, within: Within) -> Over:
     return lambda promise, name: Launched(promise, device)
 
 

@@ -43,9 +43,10 @@ from asynccoll.testing.statements import Source, instrumented
 from asynccoll.testing.strays import Strays
 from asynccoll.testing.threads import Killed, Schedule, SimulatedThread
 from asynccoll.testing.transport import Fabric, SimulatedBackend
-from asynccoll.testing.transports import TRANSPORTS
+from asynccoll.testing.transports import TRANSPORTS, Pace
 from asynccoll.testing.worker_threads import worker_threads
 from asynccoll.trace import Timeline
+from asynccoll.transport import progress as progressing
 from asynccoll.world.context import Context, Identity
 
 __all__ = ["Setting", "World"]
@@ -126,6 +127,7 @@ class World:
             self._endings.heard(),
             self._installed(),
             exchanged(choosing, ("create",), SimpleNamespace(create=self._create)),
+            exchanged(progressing, ("_Pace",), SimpleNamespace(_Pace=Pace)),
             exchanged(stalls, ("DEFAULT_SECONDS",), SimpleNamespace(DEFAULT_SECONDS=math.inf)),
         ):
             scheduler.entered = enter
@@ -207,7 +209,7 @@ class World:
 
     def _backend(self, rank: int, life: int) -> Backend:
         transport = TRANSPORTS[self._setting.transport]
-        backend = SimulatedBackend(self._fabrics[life], transport, devices.devices[rank])
+        backend = SimulatedBackend(self._fabrics[life], transport, devices.devices[rank], rank)
         if not transport.in_memory:
             return backend
         hub: Any = SimulatedHub(self._hosts[life], rank)

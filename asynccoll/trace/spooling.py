@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asynccoll import host
-from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.store import Waiting
 from asynccoll.runtime.process import when_joined
 from asynccoll.trace.parts import Writer
@@ -66,23 +65,21 @@ class _Recordings:
     def record(self, context: Context) -> None:
         """Record what happens in ``context``, which this process has just joined."""
         self._finish(lambda earlier: earlier.closed)
-        number = self._number(context)
-        directory = self._directory if number == 1 else self._directory / f"world-{number}"
-        directory.mkdir(parents=True, exist_ok=True)
-        self._open.append((context, _record(context, directory / file_name(context.rank))))
-
-    def _number(self, context: Context) -> int:
-        """Return which of the program's worlds this is, as rank 0 counts: others may have joined later."""
+        self._directory.mkdir(parents=True, exist_ok=True)
         who = context.rank if context.thread_rank else -1
-        number = self._made.get(who, 0) + 1
-        if context.clients is not None:
-            store = Waiting(context.clients, _PATIENCE_SECONDS, lambda: context.closed)
-            if context.rank == 0:
-                store.set(_NUMBER, str(number))
-            else:
-                number = _told(store, number)
-        self._made[who] = number
-        return number
+        own = self._made[who] = self._made.get(who, 0) + 1
+        if context.rank == 0 and context.clients is not None:
+            with context.clients.borrow() as store:
+                store.set(_NUMBER, str(own))
+
+        def path() -> Path:
+            number = own if context.rank == 0 or context.clients is None else _told(context, own)
+            self._made[who] = max(number, self._made[who])
+            directory = self._directory if number == 1 else self._directory / f"world-{number}"
+            directory.mkdir(exist_ok=True)
+            return directory / file_name(context.rank)
+
+        self._open.append((context, _record(context, path)))
 
     def _finish(self, which: Callable[[Context], bool] = lambda _context: True) -> None:
         for one in [one for one in self._open if which(one[0])]:
@@ -94,32 +91,43 @@ class _Recordings:
             finish()
 
 
-def _told(store: Waiting, own: int) -> int:
-    """Return the number that rank 0 says; this rank's ``own`` if it says none."""
+def _told(context: Context, own: int) -> int:
+    """Return which of the program's worlds this is, as rank 0 counts: others may have joined later.
+
+    If rank 0 says nothing, it is this rank's ``own`` count.
+    """
+    assert context.clients is not None
+    store = Waiting(context.clients, _PATIENCE_SECONDS, lambda: context.closed)
     try:
         return int(store.get(_NUMBER))
-    except CollectiveTimeoutError:
-        warnings.warn(
-            f"rank 0 is not recorded, or has not joined for {_PATIENCE_SECONDS:.0f} s: {VARIABLE} has to be "
-            f"set for all ranks; this rank is recorded as part of the program's world {own}",
-            stacklevel=2,
-        )
+    except RuntimeError:  # it took too long, or the store is gone, or this rank has left
+        if not context.closed:
+            warnings.warn(
+                f"rank 0 is not recorded, or has not joined for {_PATIENCE_SECONDS:.0f} s: {VARIABLE} has to "
+                f"be set for all ranks; this rank is recorded as part of the program's world {own}",
+                stacklevel=2,
+            )
         return own
 
 
-def _record(context: Context, path: Path) -> Callable[[], None]:
-    """Write what happens in ``context`` to ``path`` until the returned function is called."""
+def _record(context: Context, path: Callable[[], Path]) -> Callable[[], None]:
+    """Write what happens in ``context`` to ``path()`` until the returned function is called.
+
+    ``path`` is called in another thread, as it may wait for rank 0, which adopts torch's world when it first
+    uses it.
+    """
     timeline = Timeline(context.rank, context.world_size)
     end = start(timeline, context, marks=True)
-    writer = Writer(timeline.recorder, context, path)
     due, process = host.Event(), host.getpid()
     timeline.recorder.when_failed = due.set  # the launcher may soon end this rank
 
     def write_at_intervals() -> None:
+        writer = Writer(timeline.recorder, context, path())
         while timeline.recorder.ended is None:
             due.wait(_EVERY_SECONDS)
             due.clear()
             writer.write()
+        writer.end()
 
     thread = host.Thread(target=write_at_intervals, name="asynccoll trace", daemon=True)
     thread.start()
@@ -130,6 +138,5 @@ def _record(context: Context, path: Path) -> Callable[[], None]:
         end()
         due.set()
         thread.join()
-        writer.end()
 
     return finish

@@ -34,6 +34,8 @@ class Training:
     pins_memory = True
     #: With several ranks, ``loader`` wraps the loader in one that prefetches batches for the training loop.
     wraps_loader = False
+    #: With several ranks, an optimizer takes over the state of rank 0's.
+    starts_as_first = False
 
     def loader(self, loader: DataLoader[object], device: torch.device, log: logging.Logger) -> object:
         """Return what the training loop iterates over: ``loader``, or a wrapper that feeds ``device``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -33,8 +33,11 @@ async def as_completed(works: Iterable[Work[T]], *, timeout: float | None = None
     check_patience(timeout)
     arrivals = _Arrivals(listed_works("as_completed", works))
     deadline = host.monotonic() + (math.inf if timeout is None else timeout)
-    for _ in range(arrivals.left):
-        yield await arrivals.next(deadline)
+    try:
+        for _ in range(arrivals.left):
+            yield await arrivals.next(deadline)
+    finally:  # the loop may be broken off, as by a cancellation
+        arrivals.leave()
 
 
 class _Attending:
@@ -75,11 +78,12 @@ def _rank_in_line(work: Work[Any]) -> list[tuple[int, int]]:
 class _Line:
     """The indices of works that end one after another, without those that were taken."""
 
-    __slots__ = ("places", "watched")
+    __slots__ = ("leave", "places")
 
     def __init__(self) -> None:
         self.places: deque[int] = deque()
-        self.watched = False  # whether the first of these works has a callback that reports when it is done
+        #: ends the wait for the first of these works, which reports when it is done; None if nothing does
+        self.leave: Callable[[], object] | None = None
 
 
 class _Arrivals(Generic[T]):
@@ -109,15 +113,6 @@ class _Arrivals(Generic[T]):
         self._due = self._deadline()
 
     async def next(self, deadline: float) -> Work[T]:
-        try:
-            return await self._next(deadline)
-        except BaseException:  # cancelled, or timed out
-            for work in (*self._arrived, *self._works):
-                if work is not None:
-                    work.leave()
-            raise
-
-    async def _next(self, deadline: float) -> Work[T]:
         if self._take():
             await _Attending(self._arrived[0])  # only to yield to the loop if its turn is over
         while not self._take():
@@ -135,6 +130,16 @@ class _Arrivals(Generic[T]):
                     _give_up(out)
         return self._arrived.popleft()
 
+    def leave(self) -> None:
+        """End the waits for the works that were not yielded."""
+        for line in self._line_at:
+            if (leave := line.leave) is not None:
+                line.leave = None
+                leave()
+        for work in (*self._arrived, *self._works):
+            if work is not None:
+                work.leave()
+
     def _take(self) -> bool:
         """Move the works that are done to ``_arrived``. Returns whether there are any."""
         while self._told:
@@ -142,8 +147,8 @@ class _Arrivals(Generic[T]):
             while line.places and (work := self._at(line.places[0])).done():
                 self._works[line.places.popleft()] = None
                 self._arrived.append(work)
-                if line.watched:
-                    line.watched = False
+                if line.leave is not None:
+                    line.leave = None
                     self._unwatched.append(line)
         return bool(self._arrived)
 
@@ -167,8 +172,7 @@ class _Arrivals(Generic[T]):
         while self._unwatched:
             line = self._unwatched.popleft()
             if line.places:
-                line.watched = True
-                self._at(line.places[0]).add_done_callback(partial(self._tell, line))
+                line.leave = self._at(line.places[0]).attended(partial(self._tell, line))
 
     def _tell(self, line: _Line, _: Work[T]) -> None:
         """Note that the first work of ``line`` is done. Runs on the completing thread."""

@@ -117,12 +117,13 @@ class Children:
             numbers.append(self._in_all[parent])
         return f"c{'.'.join(map(str, numbers))}" if any(numbers) else ""
 
-    def ended(self, name: str, error: BaseException | None = None) -> None:
+    def ended(self, name: str, error: BaseException | None = None, cause: str = "") -> None:
         """Note that a child named ``name`` has ended; with ``error``, before it had made all of its calls.
 
+        If that is a cancellation, ``cause`` is the error of another child, say, for which it was cancelled.
         Closes the lanes that must now be closed; lanes that stay open refuse the calls that were not made.
         """
-        why = _not_called(name, error)
+        why = _not_called(name, error, cause)
         lanes = list(self._lanes(name))
         with self._lock:
             number, kin = self._ended[name], "~".join(filter(None, (name, self.times(name))))
@@ -178,14 +179,15 @@ class Children:
         return [name, *(each for child in below for each in self._forget(child))]
 
 
-def _not_called(name: str, error: BaseException | None) -> str:
+def _not_called(name: str, error: BaseException | None, cause: str) -> str:
     """Say why the child makes no more calls on its lane, for ranks that wait for them; "" if it has made all.
 
     Also "" if the program ends, which other ranks learn in any case.
     """
     if error is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return ""
-    ended = f"ended with {in_a_line(error)}" if isinstance(error, Exception) else "was cancelled"
+    after = f" after {cause}" if cause else ""
+    ended = f"ended with {in_a_line(error)}" if isinstance(error, Exception) else f"was cancelled{after}"
     return f"its child task {name.rpartition('/')[2]!r} {ended} there"
 
 

@@ -189,12 +189,15 @@ class _TrioLoop(Loop):
             parked = False
             return trio.lowlevel.Abort.SUCCEEDED
 
-        forget = add_waker(wake)
+        forget: Callable[[], object] | None = None
         try:
+            forget = add_waker(wake)
             with trio.move_on_after(max(0.0, seconds)):
                 yield from trio.lowlevel.wait_task_rescheduled(abort).__await__()
         finally:
-            forget()
+            parked = False  # Ctrl-C may end this before the task is parked, and it may park elsewhere next
+            if forget is not None:
+                forget()
 
 
 def _seen(loop: object) -> Loop:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from asynccoll import host
@@ -25,6 +26,7 @@ from asynccoll.errors import (
     WorkNotDoneError,
     as_final,
 )
+from asynccoll.host.blocks import Entries, innermost
 from asynccoll.host.exits import in_main_thread
 from asynccoll.host.forks import renew
 from asynccoll.host.misfits import check_function
@@ -69,8 +71,8 @@ _LOOK_SECONDS = 1.0
 #: By the ``id`` of a work that one thread is finishing while others wait for it: what wakes them.
 _finishing: dict[int, Promise] = host.per_process(dict)
 
-#: The works of the innermost open scope, which waits for them when it ends.
-scope_members: ContextVar[Members | None] = ContextVar("asynccoll_scope", default=None)
+#: The open scopes, each with its works, for which it waits when it ends.
+scopes: Entries[Members] = ContextVar("asynccoll_scopes", default=())
 
 
 class Work(NotItsResult, Generic[T]):
@@ -96,9 +98,9 @@ class Work(NotItsResult, Generic[T]):
         "_finish",
         "_finisher",
         "_heard",
-        "_mapped",
         "_mark",
         "_operations",
+        "_origin",
         "_read",
         "_state",
         "_streamed",
@@ -121,7 +123,8 @@ class Work(NotItsResult, Generic[T]):
         self._mark: Mark | None = None  # a point after finishing, on the stream where the work was finished
         self._value = value
         self.out: object = None  # the tensor or tree that the call fills for its user
-        self._mapped: Work[Any] | None = None  # the work that ``map`` derived this one from
+        #: the work whose result ``finish`` asks for: it is over once this one is, also where they fail
+        self._origin: Work[Any] | None = None
         self._read: Read | None = None  # the input, which must not be written to until a wait has ended
         self._writes = 0  # how often ``_read`` had been written to at the call
 
@@ -316,7 +319,7 @@ class Work(NotItsResult, Generic[T]):
         check_function("what work.map() calls", function)
         self._heard = True
         derived = Work(self._operations, lambda: function(self._outcome()))
-        derived._mapped = self
+        derived._origin = self
         return noted(derived)
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
@@ -326,9 +329,12 @@ class Work(NotItsResult, Generic[T]):
         that it raises are logged (``asynccoll.work``).
         """
         check_function("what work.add_done_callback() calls", callback)
+        self.attended(callback)
+
+    def attended(self, callback: Callable[[Work[T]], object]) -> Callable[[], object]:
+        """Call ``callback`` as ``add_done_callback`` does; return a function that ends this wait before."""
         if not self._operations:
             _call_back(callback, self)
-            return
         left = len(self._operations)
 
         def one_done() -> None:
@@ -339,10 +345,7 @@ class Work(NotItsResult, Generic[T]):
                     return
             _call_back(callback, self)
 
-        for operation in self._operations:
-            operation.add_waker(one_done)
-            if not operation.done():
-                operation.attend()  # as for a waiter
+        return partial(host.call_each, [operation.attended(one_done) for operation in self._operations])
 
     def detach(self) -> None:
         """Fire and forget: do not warn if nothing waits for it. ``finalize`` and ``scope`` still do.
@@ -353,8 +356,8 @@ class Work(NotItsResult, Generic[T]):
         self._heard = True
         if self.out is not None:
             self.add_done_callback(Work.exception)
-        elif self._mapped is not None:
-            self._mapped.detach()
+        elif self._origin is not None:
+            self._origin.detach()
 
     def as_future(self) -> asyncio.Future[T]:
         """Return an ``asyncio.Future`` of the running loop, for ``asyncio.wait``, ``gather``, ``wait_for``.
@@ -472,7 +475,7 @@ class Work(NotItsResult, Generic[T]):
             finally:
                 if mine:
                     if state != _PENDING:
-                        self._finish = self._read = None  # frees what the function refers to
+                        self._finish = self._read = self._origin = None  # frees what the function refers to
                     # The work may have been superseded in the meantime; another call then uses its memory.
                     self._state = state if self._state == _FINISHING else self._state
                     self._wake_waiters()
@@ -521,14 +524,14 @@ class Work(NotItsResult, Generic[T]):
             if operation.error() is None and operation.completion.stream_ordered:
                 self._streamed = True
                 operation.order()
-            if operation.failure is not None:
+            if operation.failure is not None and self._origin is None:
                 raise operation.failure.for_waiter()
         written = self._written()
         finish = self._finish  # read once: another thread may supersede the work
         if finish is not None:
             # Before ``written`` is raised, because peers may wait for what this does. A user's function (in
             # ``map``) sees the active torch modes; the library's own runs outside of those that hide data.
-            self._value = with_data(finish) if self._mapped is None else finish()
+            self._value = with_data(finish) if self._origin is None else finish()
             if self._streamed:
                 self._mark = Mark(self._operations[-1].lane.world.device)
         if written is not None:
@@ -555,8 +558,7 @@ class Work(NotItsResult, Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         """Set the error, so that every wait raises it."""
-        self._read = None
-        self._finish = None
+        self._finish = self._read = self._origin = None
         self._error = error
         self._state = _FAILED
 
@@ -596,7 +598,7 @@ class Work(NotItsResult, Generic[T]):
         work: Work[Any] | None = self
         while work is not None:
             work._cut_short = True
-            work = work._mapped
+            work = work._origin
 
     def __del__(self) -> None:
         try:
@@ -678,7 +680,7 @@ class Members:
 
 def noted(work: Work[T]) -> Work[T]:
     """Add ``work`` to the open scope, if any, which will wait for it; return ``work``."""
-    members = scope_members.get()
+    members = innermost(scopes)
     if members is not None:
         members.add(work)
     return work

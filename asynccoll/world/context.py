@@ -31,7 +31,7 @@ from asynccoll.health.stalls import stall_seconds
 from asynccoll.health.waits import Waits
 from asynccoll.health.watchdog import Watch
 from asynccoll.host.call_site import site
-from asynccoll.host.endings import in_a_line
+from asynccoll.host.endings import in_a_line, in_full
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.order.lane import BACKWARD, Lane
@@ -120,6 +120,7 @@ class Context:
         self.children: Children = Children(self._lanes_named, self._close_lanes, self.refusals.note)
         self.recorder: Recorder = Recorder(self.rank, self.world_size)
         self._lock = host.Lock()
+        self._closing = host.RLock()
         self._helpers = Helpers()
         self.world: Group = self.add_group(tuple(range(self.world_size)))
         self.stall_seconds: float = stall_seconds()
@@ -251,7 +252,7 @@ class Context:
         now = host.monotonic()
         said = joined(("", "", "", name, "", str(site().place)))
         ticket = self.recorder.note(self.recorder.write(said, None), -1, 0, 1, -1, 0, now, now)
-        self.recorder.refused(ticket, f"{type(error).__name__}: {error}", now)
+        self.recorder.refused(ticket, in_full(error), now)
 
     def look_for_refusals(self) -> None:
         """Refuse calls that peers wait for and will never get; halt the lanes on which a peer refused one."""
@@ -293,8 +294,7 @@ class Context:
         deadline = host.monotonic() + seconds
         operations = self.outstanding()
         for operation in operations:
-            with contextlib.suppress(RuntimeError):  # exit hooks of Python 3.12 can start no thread for this
-                operation.attend()  # so that it fails if a peer is gone or has refused its side
+            operation.attend()  # so that it fails if a peer is gone or has refused its side
             while not operation.landed() and (left := deadline - host.monotonic()) > 0:
                 if operation.completion.wait(min(left, 0.1)) and not operation.landed():
                     host.sleep(LAND_POLL_SECONDS)
@@ -320,12 +320,16 @@ class Context:
 
         The order matters. Threads that may be in native code end first, since the interpreter must not exit
         while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
-        leave. If a step raises (Ctrl-C, say), the remaining steps still run. A second call does nothing: the
-        end of the program may come while a thread waits in ``finalize``.
+        leave. If a step raises (Ctrl-C, say), the remaining steps still run. A second call only waits for the
+        first (a signal handler, within the first, does not): the end of the program may come while a thread
+        is in ``finalize``.
         """
-        if self.closed:
-            return
-        self.closed = True
+        with self._closing:
+            if not self.closed:
+                self.closed = True
+                self._close(abort=abort, patience=patience, error=error)
+
+    def _close(self, *, abort: bool, patience: float, error: BaseException | None) -> None:
         leaving = min(patience, ABORT_SECONDS) if abort else patience
         steps: list[Callable[[], object]] = [
             partial(self.say_ended, "finalized", in_a_line(error) if error is not None else ""),
@@ -405,10 +409,7 @@ class Context:
             self.watch.lost(lane.broken.ranks)
         communicator = lane.communicator
         if communicator is not None:
-            try:
-                self._apart(communicator.abort, "asynccoll-abort")
-            except (RuntimeError, MemoryError):  # there are too many threads
-                communicator.abort()
+            self._apart(communicator.abort, "asynccoll-abort")
 
     def find_out(self, lane: Lane, error: CollectiveError) -> None:
         """Have another thread find the culprit of ``error`` and lose the lane with an error that names it."""
@@ -425,10 +426,11 @@ class Context:
             self._apart(look, "asynccoll-find-out")
 
     def _apart(self, action: Callable[[], object], name: str) -> None:
-        """Run ``action`` on a separate thread, which ``close`` waits for."""
+        """Run ``action`` on a separate thread, which ``close`` waits for; on this one if none can start."""
 
         def run() -> None:
             with contextlib.suppress(Exception):
                 action()
 
-        self._helpers.start(name, run)
+        if self._helpers.start(name, run) is None:
+            run()

@@ -23,7 +23,7 @@ from asynccoll.host import forks, give_way, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.endings import is_new
 from asynccoll.host.handing import received
-from asynccoll.host.helpers import start_once
+from asynccoll.host.helpers import Helpers, start_once
 from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.host.words import encoded
 from asynccoll.memory.aliasing import may_overlap
@@ -63,6 +63,7 @@ __all__ = [
     "Completion",
     "Context",
     "Exchange",
+    "Helpers",
     "Identity",
     "InProgress",
     "LaunchInfo",

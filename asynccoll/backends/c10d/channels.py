@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, InProgress, Promise, Waiters, encoded, unlike
+from asynccoll.backends.api import Completion, InProgress, Transfer, Waiters, encoded, unlike
 from asynccoll.backends.c10d.completion import NEVER
 from asynccoll.errors import PeerRefusedError
 
@@ -74,7 +74,8 @@ class Channels:
             with self._exchanging:
                 exchange(self._pair(peer), index)
 
-        return self._waiters.run(stream, run, Promise())
+        # gloo may write to the memory of a receive until its thread is back.
+        return self._waiters.run(stream, run, Transfer())
 
     def _pair(self, peer: int) -> object:
         with self._opening[peer]:  # a send and a receive may both be the first, but a pair is opened once

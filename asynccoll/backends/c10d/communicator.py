@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from time import monotonic
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch._C._autograd import _enable_record_function
 from torch.autograd import profiler
 
-from asynccoll.backends.api import Communicator, Completion, ReduceOp, forks, host, uncast
+from asynccoll.backends.api import Communicator, Completion, Helpers, ReduceOp, forks, host, uncast
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
 
@@ -38,8 +36,8 @@ _REDUCE_OPS: dict[ReduceOp, object] = {
 _DESTROY_SECONDS = 1.0
 #: How long to wait at the end of the program for those that did not; they end when their peers do.
 _EXIT_SECONDS = 5.0
-#: Threads that run destructors of native groups and have not ended in time.
-_destroying: list[threading.Thread] = []
+#: The threads that run destructors of native groups.
+_destroying = Helpers()
 
 
 def _options(kind: Any, **values: object) -> object:
@@ -281,32 +279,18 @@ def _destroy(held: list[Transport]) -> None:
     """Destroy native groups, to which ``held`` has the last references; wait a moment for their threads.
 
     The destructors join the groups' threads, and one of these may never end: if a connection is closed, gloo
-    does not fail a receive that has got its first bytes. So they run in a thread. Where none can start (in
-    the exit hooks of Python 3.12), the groups are left to the end of the process.
+    does not fail a receive that has got its first bytes. So they run in a thread. Where none can start, the
+    groups are left to the end of the process.
     """
-    thread = threading.Thread(target=held.clear, name="asynccoll-destroying", daemon=True)
-    _destroying.append(thread)  # first: Ctrl-C may end the wait
-    try:
-        thread.start()
-        thread.join(_DESTROY_SECONDS)
-    except RuntimeError:
+    thread = _destroying.start("asynccoll-destroying", held.clear)
+    if thread is None:
         forks.keep(*held)
-    finally:
-        if not thread.is_alive():
-            _destroying.remove(thread)
+    else:
+        thread.join(_DESTROY_SECONDS)
 
 
-def _await_destroyed() -> None:
-    """Wait at exit for gloo's threads, which call Python when they end.
-
-    If one of them does while the interpreter ends, the process is aborted.
-    """
-    deadline = monotonic() + _EXIT_SECONDS
-    for thread in _destroying:
-        thread.join(max(0.0, deadline - monotonic()))
-
-
-atexit.register(_await_destroyed)
+# gloo's threads call Python when they end: if one does while the interpreter ends, the process is aborted.
+atexit.register(_destroying.join, _EXIT_SECONDS)
 
 
 def _abort(native: Any) -> None:

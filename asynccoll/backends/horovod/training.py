@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from asynccoll.backends.api import Training
 
 if TYPE_CHECKING:
@@ -19,18 +17,11 @@ class HorovodTraining(Training):
     """No DDP, which does not support Horovod. Horovod's optimizer has gradients in flight until ``step``."""
 
     ddp = False
+    starts_as_first = True
 
     def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:
         import horovod.torch as hvd
 
         distributed: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
-        self.adopt(distributed)
+        distributed.state.update(optimizer.state)  # Horovod takes over only the parameters and their options
         return distributed
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Copy the state of rank 0's optimizer to the other ranks."""
-        import horovod.torch as hvd
-
-        # LBFGS has no state before its first step, and Horovod cannot broadcast a missing state.
-        if optimizer.state or not isinstance(optimizer, torch.optim.LBFGS):
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from datetime import timedelta
 from itertools import count
+from time import monotonic, sleep
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from asynccoll.backends.api import (
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
     Backend,
     Capabilities,
     Communicator,
@@ -31,7 +34,7 @@ from asynccoll.backends.api import (
     usable_cores,
 )
 from asynccoll.backends.mpi.library import Library, load
-from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
     from asynccoll.backends.mpi.communicator import MpiCommunicator
@@ -101,6 +104,9 @@ _ROWS = {
 #: The numbers of worlds, which keep the names of their communicators apart. All ranks use rank 0's number:
 #: after an ``initialize`` that failed halfway, ranks may have begun different numbers of worlds.
 _worlds = count(1)
+
+#: The duplicate that other ranks have yet to ask for: the next ``initialize`` goes on waiting for it.
+_duplicating: list[Any] = []
 
 
 class MpiTraining(Training):
@@ -180,9 +186,9 @@ def create(request: Request) -> Context:
         )
     library = load()
     mpi = library.MPI
-    base = mpi.COMM_WORLD.Dup()
+    _check_place(request, mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    base = _duplicate(library, request.timeout)
     base.Set_errhandler(mpi.ERRORS_RETURN)
-    _check_place(request, base.Get_rank(), base.Get_size())
     identity, nodes = _locate(mpi, base)
     number = base.bcast(next(_worlds))  # now, as what follows may raise on one rank only; others would block
     timeout = timedelta(seconds=request.timeout)
@@ -217,6 +223,28 @@ def _check_place(request: Request, rank: int, size: int) -> None:
         "with mpiexec (of the MPI library that mpi4py loads), with `asynccoll run --backend mpi`, or under "
         "SLURM with `srun --mpi=pmi2` if that library supports it (MPICH does)"
     )
+
+
+def _duplicate(library: Library, seconds: float) -> Any:
+    """Return a duplicate of the world's communicator, once every rank has asked for it.
+
+    It waits outside of MPI, so that Ctrl-C is handled.
+    """
+    world = library.MPI.COMM_WORLD
+    if not _duplicating:
+        _duplicating.append(library.call(world.Idup))
+    base, request = _duplicating[0]
+    deadline, nap = monotonic() + seconds, SHORTEST_NAP_SECONDS
+    while not library.call(request.Test):
+        if monotonic() >= deadline:
+            raise CollectiveTimeoutError(
+                f"not all of MPI's {world.Get_size()} ranks joined the world within {seconds:g} s: one has "
+                "not called ac.initialize, or has failed in it"
+            )
+        sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_SECONDS)
+    _duplicating.clear()
+    return base
 
 
 def _locate(mpi: ModuleType, base: Any) -> tuple[Identity, tuple[int, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from asynccoll.backends.api import Training
@@ -29,7 +31,11 @@ class XlaTraining(Training):
         class MpDeviceLoader(parallel_loader.MpDeviceLoader):  # type: ignore[misc]  # torch_xla is not typed
             def __iter__(self) -> Any:
                 counting = getattr(loader.sampler, "counting", None)  # if it is a sampler of ours
-                return counting(super().__iter__, loader) if counting else super().__iter__()
+                return counting(self._begin, loader) if counting else self._begin()
+
+            def _begin(self) -> _Batches:
+                self._loader = source = _Source(loader)
+                return _Batches(source, super().__iter__())
 
         log.info("DataLoader is wrapped by `MpDeviceLoader` on XLA")
         wrapped = MpDeviceLoader(loader, device)
@@ -38,6 +44,47 @@ class XlaTraining(Training):
 
     def adopt(self, optimizer: Optimizer) -> None:
         optimizer.register_step_post_hook(_execute)
+
+
+class _Source:
+    """``loader`` for one iteration in torch_xla's thread: it runs as the rank that began the iteration.
+
+    If it raises there, torch_xla would end the epoch as if there were no more batches.
+    """
+
+    def __init__(self, loader: DataLoader[object]) -> None:
+        self._loader = loader
+        self._run = copy_context().run
+        self.failed: list[Exception] = []
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[object]:
+        try:
+            batches = self._run(iter, self._loader)
+            while (batch := self._run(next, batches, self)) is not self:
+                yield batch
+        except Exception as error:  # for the training loop to raise
+            self.failed.append(error)
+
+
+class _Batches(Iterator[Any]):
+    """The batches of one iteration on the device, and the error of ``source`` after the last one."""
+
+    def __init__(self, source: _Source, batches: Any) -> None:
+        self._source, self._batches = source, batches
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._source.failed:
+                raise self._source.failed.pop() from None
+            raise
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 def _execute(*_: object) -> None:
