@@ -26,7 +26,7 @@ from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
-__all__ = ["ParameterChecker", "check_parameters", "checksum"]
+__all__ = ["ParameterChecker", "check_parameters", "checksum", "checksum_text"]
 
 #: Parameters are compared first, so all of them are equal if a buffer is the first that differs.
 _OF_BUFFERS = (
@@ -129,6 +129,11 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     words = x.contiguous().view(-1).view(word).to(torch.int64)
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return torch.stack([words.sum(), (words * (places * 2654435761 % 4294967291)).sum()]).cpu()
+
+
+def checksum_text(x: torch.Tensor) -> str:
+    """Return ``checksum`` of ``x`` as an error shows it."""
+    return "-".join(f"{number:x}" for number in checksum(x.detach()).tolist())
 
 
 def _check_sums(rows: list[list[list[int]]], names: list[str], buffers: set[str]) -> None:

@@ -62,7 +62,7 @@ from asynccoll.overlap.accepted import (
 )
 from asynccoll.overlap.buckets import FlaggedBucket, Gradients, assign
 from asynccoll.overlap.companion import EachStep
-from asynccoll.overlap.divergence import checksum
+from asynccoll.overlap.divergence import checksum_text
 from asynccoll.overlap.forwards import Forwards, forwards_seen, left_out
 from asynccoll.overlap.hooks import after_accumulation, before_accumulation, is_returned, remove_all
 from asynccoll.overlap.parameters import broadcast_buffers as send_buffers
@@ -274,7 +274,7 @@ class GradientReducer(EachStep):
         strides = ", ".join(map(str, parameter.stride()))
         told = f"{self._named(parameter)}, {parameter.dtype}, strides ({strides})"
         if self._compares_values:
-            told += " and values of the checksum {:x}-{:x}".format(*checksum(parameter.detach()).tolist())
+            told += f" and values of the checksum {checksum_text(parameter)}"
         return told
 
     def __repr__(self) -> str:

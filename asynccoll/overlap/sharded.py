@@ -51,7 +51,7 @@ from asynccoll.overlap.accepted import (
     unique,
 )
 from asynccoll.overlap.arrivals import Arrival
-from asynccoll.overlap.divergence import checksum
+from asynccoll.overlap.divergence import checksum_text
 from asynccoll.overlap.elementwise import check_elementwise
 from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.hyperparameters import hyperparameters_of, states_of
@@ -238,7 +238,7 @@ class ShardedOptimizer(Wrapping):
         that one rank has loaded, and sent to the others.
         """
         sums = [
-            f"the parameter {name!r} of the checksum {{:x}}-{{:x}}".format(*checksum(x.detach()).tolist())
+            f"the parameter {name!r} of the checksum {checksum_text(x)}"
             for name, (x, trained) in self._named.items()
             if trained
         ]
