@@ -356,6 +356,14 @@ async def batch(me: Rank, sends: Any, receives: Any) -> None:
                 ac.batch_isend_irecv([wrong])
         with raising(ac.InvalidArgumentError, "all_reduce"):
             ac.P2POp(ac.all_reduce, x, following)
+    # A refused message takes those behind it in the list along.
+    sent = [ac.P2POp(sends, x, following, tag=2), ac.P2POp(sends, x, me.size), ac.P2POp(sends, x, following)]
+    with raising(ac.InvalidArgumentError):
+        ac.batch_isend_irecv([*sent, ac.P2POp(receives, y, previous), ac.P2POp(sends, x, following, tag=1)])
+    oracle.same(await me.get(ac.recv(y, src=previous, tag=2)), torch.full((3,), float(previous)))
+    for tag in (0, 1):
+        with raising(ac.PeerRefusedError, f"rank {previous} refused its side"):
+            await me.get(ac.recv(y, src=previous, tag=tag))
 
 
 def test_messages_of_a_batch_as_torch_makes_them_are_answered_with_what_to_write() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.host import misfits
-from asynccoll.ops.collectives import recv, send
+from asynccoll.ops.collectives import recv, refuse_send, send
 from asynccoll.ops.signatures import fitting
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
@@ -55,6 +55,12 @@ class P2POp:
             return send(self.tensor, dst=self.peer, group_dst=self.group_peer, **common)
         return recv(self.tensor, src=self.peer, group_src=self.group_peer, out=self.tensor, **common)
 
+    def refuse(self, lane: str | None, error: Exception) -> None:
+        """Notify the receiver of a send that is not made: ``error`` has ended the batch."""
+        if self.op is send:
+            to = {"dst": self.peer, "group_dst": self.group_peer}
+            refuse_send(error, **to, tag=self.tag, group=self.group, lane=lane)
+
 
 @fitting
 def batch_isend_irecv(
@@ -68,7 +74,8 @@ def batch_isend_irecv(
 
     Raises:
         PayloadTypeError: an item of the list is not a ``P2POp``; nothing was sent.
-        InvalidArgumentError: an argument of a message is invalid; those before it in the list were sent.
+        InvalidArgumentError: an argument of a message is invalid; those before it in the list were sent, and
+            those after it are refused: their receivers get a ``PeerRefusedError``.
 
     Source: ``torch.distributed.batch_isend_irecv``.
     """
@@ -86,8 +93,11 @@ def batch_isend_irecv(
     works: list[Work[object]] = []
     try:
         works.extend(one.start(lane, timeout) for one in messages)
-    except BaseException:
+    except BaseException as error:
         for work in works:
             work.detach()  # the caller does not get them, so they must not warn
+        if isinstance(error, Exception):
+            for one in messages[len(works) + 1 :]:
+                one.refuse(lane, error)
         raise
     return works

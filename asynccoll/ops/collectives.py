@@ -221,6 +221,15 @@ def _tell_refused(
     leaves_its_call(error)
 
 
+def refuse_send(
+    error: Exception, *, dst: int | None, tag: int, group_dst: int | None, group: GroupLike, lane: str | None
+) -> None:
+    """Notify the receiver of a send that is not made because of ``error``, unless it is itself wrong."""
+    with suppress(AsyncCollError):
+        at = lane_of(current(), group, lane)
+        payload.refuse_message(at, "send", _peer("dst", dst, group_dst, group), tag, error)
+
+
 def _check_result_is_kept(start: Callable[..., Started[Any]], args: Sequence[object], at: Lane) -> None:
     """Warn if the result of a call is discarded, and the call would have changed its input in torch."""
     roots_own = _IN_PLACE_IN_TORCH[start]
