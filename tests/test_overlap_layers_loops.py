@@ -718,3 +718,35 @@ def test_an_optimizer_takes_a_state_from_before_its_first_step() -> None:
     assert layers.full_optimizer_state(optimizer).wait()["state"]
     layers.load_full_optimizer_state(optimizer, before)
     assert not layers.full_optimizer_state(optimizer).wait()["state"]
+
+
+async def stepped_otherwise(me: Rank, change: str) -> None:
+    layers = ac.overlap.shard_layers(blocks())
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.25)
+    skips = change == "none"
+    for turn in range(2):
+        (await through_gathered(layers, rows(me.rank, turn))).square().mean().backward()
+        if turn and change == "rate" and me.rank == 0:
+            optimizer.param_groups[0]["lr"] = 0.5
+        if turn and change == "steps" and me.rank == 0:
+            optimizer.step()
+        if not (turn and skips and me.rank == 0):
+            optimizer.step()
+        optimizer.zero_grad()
+    rest = "rank 1" if me.size == 2 else f"ranks {', '.join(map(str, range(1, me.size)))}"
+    first = "rank 0: none" if skips else "rank 0: checksum"
+    own = "This rank's: none" if skips and me.rank == 0 else "This rank's: lr 0."
+    with (
+        me.case("unlike"),
+        raising(ac.CollectiveMismatchError, first, f"{rest}: checksum", own, "schedulers"),
+    ):
+        await through_gathered(layers, rows(me.rank, 2))
+    await layers.finish_loop()
+    optimizer.param_groups[0]["lr"] = 0.25
+    await through_gathered(layers, rows(me.rank, 3))
+
+
+@pytest.mark.parametrize("change", ["rate", "steps", "none"])
+def test_steps_that_differ_between_ranks_are_refused_in_the_next_loop(several: World, change: str) -> None:
+    """Each rank updates its own parts: with different learning rates, they were put together in silence."""
+    several.run(stepped_otherwise, change, runner="asyncio")

@@ -38,7 +38,7 @@ def states_of(optimizer: Optimizer) -> list[str]:
     Those of its first part alone: the others have made the same steps.
     """
     return [
-        f"a state with {name} {_plain(state[name]) if is_shared(name, state[name]) else ''} in "
+        f"a state with {name}{' ' + _plain(state[name]) if is_shared(name, state[name]) else ''} in "
         f"param_groups[{index}]"
         for index, given in enumerate(optimizer.param_groups)
         for state in (optimizer.state.get(x, {}) for x in given["params"][:1])

@@ -48,12 +48,13 @@ from asynccoll.overlap.accepted import (
 from asynccoll.overlap.elementwise import look_at_steps
 from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.gradients import check_unreduced
+from asynccoll.overlap.hyperparameters import hyperparameters_of, states_of
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import prefetch
 from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
-from asynccoll.overlap.turns import Turns
+from asynccoll.overlap.turns import SAME_STEPS, Turns
 from asynccoll.overlap.unsaved import Unsaved
 from asynccoll.runtime.process import get_rank
 from asynccoll.waiting.work import Work
@@ -144,7 +145,7 @@ class ShardedLayers(Uncopied, nn.Module):
         self._size = size
         self._share_out(emptied)
         look_at_steps()
-        _look_at_clipping()
+        _look_at_steps()
         self._ahead = ahead
         self._call: dict[str, Any] = {"group": group, "lane": _LANE if lane is None else lane}
         self._backward: dict[str, object] = {"group": group, "lane": backward_lane(of_backward)}
@@ -270,11 +271,11 @@ class ShardedLayers(Uncopied, nn.Module):
         agreed(optimizer)
         scaler.unscale_(optimizer)
 
-    def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of ``optimizer``, if it has our parts, while a call cut short has not completed."""
-        self._methods.check_finished(
-            "a step of the optimizer", lambda: has_any_of(optimizer, {id(x) for x in self.shards})
-        )
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step of ``optimizer``, if it has our parts; refuse it while a call is cut short."""
+        if has_any_of(optimizer, {id(x) for x in self.shards}):
+            self._methods.check_finished("a step of the optimizer")
+            self._turns.stepped([*hyperparameters_of(optimizer), *states_of(optimizer)])
 
     # Checkpoints
 
@@ -369,19 +370,19 @@ class _Loop(prefetch[GatheredLayer]):
 
     def _explain(self, error: CollectiveMismatchError) -> None:
         """Add the advice to the error of a backend that compares calls, which knows nothing about layers."""
-        if SAME_LOOPS not in str(error):
+        if not any(advice in str(error) for advice in (SAME_LOOPS, SAME_STEPS)):
             error.args = (f"{error}\n{SAME_LOOPS}",)
 
 
 @functools.cache
-def _look_at_clipping() -> None:
-    """Have each optimizer that steps from now on raise if clipping, or unscaling, was not waited for."""
-    register_optimizer_step_pre_hook(_check_clipped)
+def _look_at_steps() -> None:
+    """Have the layers look at each optimizer that steps from now on."""
+    register_optimizer_step_pre_hook(_look_at_step)
 
 
-def _check_clipped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _look_at_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for layers in list(_live):
-        layers.check_finished(optimizer)
+        layers.steps(optimizer)
 
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:

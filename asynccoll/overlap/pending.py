@@ -215,9 +215,9 @@ class Methods(Resumable):
         self._forgotten = forgotten or Forgotten()
         self._forgotten.left = self._left
 
-    def check_finished(self, wanted: str, concerns: Callable[[], bool] = lambda: True) -> None:
+    def check_finished(self, wanted: str) -> None:
         """Refuse ``wanted``, which changes gradients, while a call has yet to use them."""
-        if (told := self._forgotten.unfinished(wanted)) and concerns():
+        if told := self._forgotten.unfinished(wanted):
             raise InvalidArgumentError(told)
 
     def close(self) -> None:

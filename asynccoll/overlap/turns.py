@@ -13,19 +13,23 @@ reach that loop refuses its calls. It knows this if
 
 If backward has raised on several ranks, at different places, no rank waits, and none knows how far the others
 got, nor which loops it would have reached itself. So in the next loop, which they begin together, they
-compare how many calls each has made (``Standing``), and the ranks that are behind refuse the rest.
+compare how many calls each has made (``Standing``), and the ranks that are behind refuse the rest. There they
+also compare what the optimizer's steps since the last loop followed from: parts that ranks have updated with
+different learning rates would be put together in silence.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccoll import host
-from asynccoll.errors import InvalidArgumentError
+from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
+from asynccoll.host.words import by_text
 from asynccoll.ops.scopes import new_lane
 from asynccoll.runtime.process import current
 from asynccoll.world.resolving import resolve_group
@@ -34,7 +38,12 @@ if TYPE_CHECKING:
     from asynccoll.order.lane import Lane
     from asynccoll.world.group import GroupLike
 
-__all__ = ["Standing", "Turn", "Turns"]
+__all__ = ["SAME_STEPS", "Standing", "Turn", "Turns"]
+
+SAME_STEPS = (
+    "Each rank updates its own parts of the layers: have the same hyperparameters on every rank (step "
+    "schedulers everywhere), make the same steps, and load the same checkpoint of layers and optimizer"
+)
 
 #: How many loops that no backward can reach here are remembered, in case a peer waits in the backward of one:
 #: the latest that owe calls, and the latest that ran without gradients.
@@ -49,6 +58,8 @@ class Standing(NamedTuple):
     #: the calls made so far on the lane of gradients, and on the lane on which layers are gathered again
     scattered: int = 0
     gathered: int = 0
+    #: a checksum of what the optimizer's steps since the last loop followed from; 0 if there was none
+    followed: int = 0
 
 
 class Turn:
@@ -104,6 +115,8 @@ class Turns:
         self._lane = lane
         self._of_backward = of_backward
         self._interrupted = False
+        self._steps: list[str] = []  # since the last loop began
+        self._compared: list[str] = []  # what was sent last
         self._waits = context.waits
         self._refuse = context.refusals.refuse
         self._rank = context.rank
@@ -151,19 +164,37 @@ class Turns:
         turn.is_over = True
         self._interrupted = self._interrupted or turn.has_raised
 
+    def stepped(self, followed: Sequence[str]) -> None:
+        """Note a step of an optimizer on this rank's parts, and what it ``followed`` from."""
+        self._steps.append(", ".join(followed))
+
     def standing(self) -> Standing:
-        """Return how far backwards have got on this rank."""
+        """Return how far backwards have got on this rank, and what its steps since the last loop followed."""
         opened = [self._group.opened.get(lane) for lane in self._of_backward]
-        return Standing(self._interrupted, *(0 if lane is None else lane.sequence for lane in opened))
+        self._compared, self._steps = self._steps, []
+        followed = zlib.crc32("\n".join(self._compared).encode()) if self._compared else 0
+        made = (0 if lane is None else lane.sequence for lane in opened)
+        return Standing(self._interrupted, *made)._replace(followed=followed)
 
     def compare(self, standings: Sequence[Standing]) -> None:
-        """If a backward raised on any rank, refuse calls to catch up with the rank that got furthest.
+        """Catch up if a backward raised on any rank; refuse a loop after steps that were not alike."""
+        if any(one.interrupted for one in standings):
+            self._catch_up(standings)
+        sides = by_text(range(len(standings)), (f"{one.followed:x}" for one in standings))
+        if len(sides) > 1:
+            told = "; ".join(f"{who}: " + ("none" if it == "0" else f"checksum {it}") for who, it in sides)
+            own = "\n".join(self._compared) or "none"
+            raise CollectiveMismatchError(
+                "the ranks (of the group) have not made the same optimizer steps since their last loop "
+                f"({told}). This rank's: {own}. {SAME_STEPS}"
+            )
+
+    def _catch_up(self, standings: Sequence[Standing]) -> None:
+        """Refuse calls up to those of the rank that got furthest.
 
         Every rank refuses one call more than that. So each knows of the refusals before it makes further
         calls, which would be lost behind a refusal.
         """
-        if not any(one.interrupted for one in standings):
-            return
         self._interrupted = False
         made = (max(one.scattered for one in standings), max(one.gathered for one in standings))
         for name, most in zip(self._of_backward, made, strict=True):
