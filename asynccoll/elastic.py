@@ -8,12 +8,15 @@ and turns our errors into the one that Horovod recovers from.
 from __future__ import annotations
 
 import functools
+import io
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, overload
 
+import torch
 from torch.optim import Optimizer
 
+from asynccoll.auto.models import load_in_place
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
 from asynccoll.host.endings import in_a_line, leaves
@@ -53,9 +56,12 @@ def _sync(hvd: Any, handler: Any) -> None:
 
     Horovod's own function makes a step on a new worker to get one, which decays its weights.
     """
-    optimizer = handler.value
-    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0))
-    handler.save()
+    saved = io.BytesIO()
+    if hvd.rank() == 0:
+        torch.save(handler.value.state_dict(), saved)
+    sent = io.BytesIO(hvd.broadcast_object(saved.getvalue(), root_rank=0))
+    # On the CPU: else every worker of a host would load it on the first GPU.
+    load_in_place(handler.value, torch.load(sent, map_location="cpu", weights_only=False))
 
 
 def _is_mistake(error: BaseException) -> bool:

@@ -129,7 +129,8 @@ class Run:
         """Run the program in a task, compare all results again, and check that the lanes are in step."""
         refusable = sum(call.refusable for call in self.program.calls)
         seconds = patient(HANG_SECONDS + REFUSAL_SECONDS * refusable)
-        with anyio.move_on_after(6 * HANG_SECONDS if self.hurt else seconds) as limit:
+        # If something is lost, a call may be waited for in three places, in each until its deadline of 20 s.
+        with anyio.move_on_after(8 * HANG_SECONDS if self.hurt else seconds) as limit:
             await self._whole()
         if limit.cancelled_caught:
             out = [record.label for record in self.records.values() if not record.outcome]

@@ -106,3 +106,28 @@ def test_ctrl_c_at_the_end_of_a_block_loses_its_calls_on_all_ranks_or_on_none() 
     report = simulate(main, world_size=2, loop="none", timeout=3600.0)
     report.check()
     assert sum(report.results[0]) > 90
+
+
+def test_ctrl_c_in_a_context_manager_of_the_end_of_a_block_gives_no_call_a_false_result() -> None:
+    """The calls were taken, and neither sent nor given up: with the interrupt at hand, each gave None."""
+    entering = contextlib._GeneratorContextManager.__enter__.__code__
+
+    def main(rank: int, left: int) -> bool:
+        works = []
+        try:
+            with contextlib.ExitStack() as strikes, ac.coalescing():
+                works = [ac.all_reduce(torch.ones(2)), ac.all_reduce(torch.ones(2), op="max")]
+                if not rank:
+                    strikes.enter_context(Strike(left, entering))
+        except KeyboardInterrupt as interrupt:
+            outcomes = [outcome(work) for work in works]
+            assert all(one == [2.0] * 2 or isinstance(one, type) for one in outcomes), (interrupt, outcomes)
+            return True
+        return False
+
+    struck = 0
+    for left in range(1, 8):
+        report = simulate(lambda rank, left=left: main(rank, left), world_size=2, loop="none", timeout=3600.0)
+        assert report.errors.keys() <= {1}, report.errors
+        struck += report.results[0]
+    assert struck > 2

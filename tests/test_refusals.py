@@ -37,6 +37,7 @@ from asynccoll.order.lane import Lane
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.runtime import process as runtime
 from asynccoll.testing import explore, simulate
+from asynccoll.testing.transport import _Communicator
 from asynccoll.transport.completion import READY, Completion, Promise, Ready, Transfer
 from asynccoll.waiting.work import Work
 from asynccoll.world.context import Context, Identity
@@ -829,3 +830,26 @@ def test_a_refusal_that_no_thread_can_settle_ends_the_calls_of_all(monkeypatch: 
     assert "no thread can be started" in after
     assert len(report.results[1]) == 2
     assert not any("Timeout" in one for one in report.results[1])
+
+
+def test_a_message_for_which_no_thread_can_start_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank looked for the culprit with the lane locked, on the thread that had locked it."""
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main(rank: int) -> str:
+        await ac.barrier()
+        if rank == 1:
+            return ""
+        monkeypatch.setattr(_Communicator, "send", no_thread)
+        monkeypatch.setattr(Helpers, "start", lambda *_: None)
+        try:
+            await ac.send(torch.ones(1), dst=1)
+        except ac.CollectiveError as error:
+            return str(error)
+        return "sent"
+
+    report = simulate(main, world_size=2)
+    assert report.deadlock is None, report.deadlock
+    assert "send on lane 'default' of the world failed: can't start new thread" in report.results[0]

@@ -15,6 +15,7 @@ import asynccoll as ac
 from asynccoll import host
 from asynccoll.testing import (
     PCT,
+    Cancel,
     Fail,
     Interrupt,
     Kill,
@@ -373,3 +374,16 @@ def test_a_lane_that_was_opened_anew_waits_at_its_end_for_all_threads_that_open_
     for seed in range(40):
         found, _ = complaints(program, seed, transport="memory", again=True)
         assert not found, found
+
+
+async def adds(rank: int) -> None:
+    await ac.all_reduce(1)
+
+
+def test_a_cancellation_that_comes_after_the_last_turn_of_trio_is_lost() -> None:
+    """There is nothing left to cancel; the fault ended in trio's RunFinishedError."""
+    for number in range(60, 130):
+        faults = [Cancel(1, at=number * 2e-5)]
+        report = simulate(adds, world_size=2, seed=number, loop="trio", faults=faults)
+        assert report.deadlock is None, report.deadlock
+        assert all("RunFinished" not in repr(error) for error in report.errors.values()), report.errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
 import signal
 
@@ -332,7 +333,12 @@ def test_what_cannot_be_recorded_is_told(start, script, capsys):
     script("print('no world')")
     code, output, errors = start("trace", "run", "-n", 1, "program.py").wait()
     assert (code, output) == (1, "no world\n")
-    assert "no rank called ac.initialize()" in errors
+    assert "nothing was recorded: did a rank call ac.initialize()?" in errors
+    pathlib.Path("taken/rank-00000.jsonl").mkdir(parents=True)  # by something else
+    script("import asynccoll as ac; ac.initialize(); ac.finalize(); print('done')")
+    code, output, errors = start("trace", "run", "-o", "taken", "-n", 1, "program.py").wait()
+    assert (code, output) == (1, "done\n")
+    assert "rank 0 is not recorded: [Errno 21] Is a directory" in errors
     assert main(["trace", "merge", "nowhere"]) == 2
     assert "there is no recording in 'nowhere'" in capsys.readouterr().err
 

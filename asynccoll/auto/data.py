@@ -20,6 +20,7 @@ from torch.utils.data.sampler import Sampler
 from asynccoll import host
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.host.forks import renew
 from asynccoll.host.misfits import check_count, misfit
 from asynccoll.runtime.process import get_rank, get_world_size
 
@@ -197,6 +198,7 @@ class _Taken(Iterator[Any]):
 
 #: Held while an order is drawn from torch's random numbers: ranks that are threads share these.
 _seeded = host.RLock()
+renew(_seeded)
 
 
 class DistributedProxySampler(_Resumable):

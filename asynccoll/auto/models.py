@@ -43,6 +43,7 @@ __all__ = [
     "auto_dataloader",
     "auto_model",
     "auto_optim",
+    "load_in_place",
 ]
 
 #: An option that ``auto_optim`` ignores where backward averages: only Horovod's messages use the names.
@@ -186,11 +187,19 @@ def _take_over(optimizer: Optimizer) -> None:
 
     Horovod's function makes a step on ranks that have no state yet, and that decays their weights.
     """
+    load_in_place(optimizer, broadcast_object(optimizer.state_dict()).wait())
+
+
+def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state, and keep the dicts of the groups, which a scheduler writes to.
+
+    Horovod's optimizer shares them with the one that it was made of.
+    """
     groups = optimizer.param_groups
-    optimizer.load_state_dict(broadcast_object(optimizer.state_dict()).wait())
+    optimizer.load_state_dict(state)
     for group, taken in zip(groups, optimizer.param_groups, strict=True):
         group.update(taken)
-    optimizer.param_groups = groups  # which Horovod's optimizer shares with the one that it was made of
+    optimizer.param_groups = groups
 
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:

@@ -135,7 +135,7 @@ def _run(given: argparse.Namespace) -> int:
         finally:
             del os.environ[VARIABLE]
         if not recordings(directory):
-            print("asynccoll trace: no rank called ac.initialize(), so nothing was recorded", file=sys.stderr)
+            print("asynccoll trace: nothing was recorded: did a rank call ac.initialize()?", file=sys.stderr)
             return code or 1
         _show(directory, given)
     return code

@@ -44,6 +44,10 @@ class Helpers:
         self._lock = host.Lock()
         self._running: dict[host.Thread, None] = {}
 
+    def forget_parent(self) -> None:
+        """Reset it in a forked child, which has none of the parent's threads."""
+        self.__init__()  # type: ignore[misc]  # the same object: others refer to it
+
     def start(self, name: str, action: Callable[[], object]) -> host.Thread | None:
         """Run ``action`` on a new thread of this name, and return it; None if no thread can be started."""
 

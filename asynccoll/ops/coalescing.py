@@ -383,25 +383,26 @@ class _Batch:
         lane, ranks may differ in which calls are made and deferred there; what is sent together on other
         lanes must not depend on these differences.
         """
+        self._settle(lane, self._send_each)
+
+    def _send_each(self, waiting: list[_Parts]) -> None:
         first: Exception | None = None
-        with self._taken(lane) as waiting:
-            for parts in waiting:
-                try:
-                    parts.send(self, _said_together(waiting, parts.lane))
-                except Exception as error:
-                    first = first or error
+        for parts in waiting:
+            try:
+                parts.send(self, _said_together(waiting, parts.lane))
+            except Exception as error:
+                first = first or error
         if first is not None:
             raise first
 
-    @contextmanager
-    def _taken(self, lane: Lane | None = None) -> Iterator[list[_Parts]]:
-        """Take the calls deferred on ``lane``, or on all lanes; give up those left if Ctrl-C comes."""
-        with self.lock:
+    def _settle(self, lane: Lane | None, settle: Callable[[list[_Parts]], object]) -> None:
+        """Take the calls deferred on ``lane``, or on all lanes, and ``settle`` them; give up those left."""
+        with self.lock:  # not a context manager of ours: Ctrl-C within it would leave them to nobody
             waiting: list[_Parts] = []
             try:
                 waiting = [parts for parts in self._parts.values() if lane is None or parts.lane is lane]
                 self._remove(waiting)
-                yield waiting
+                settle(waiting)
             except BaseException as interrupt:  # nobody would send the rest
                 self._remove(waiting)
                 self._give_up(waiting, interrupt)
@@ -418,8 +419,7 @@ class _Batch:
 
     def abandon(self, why: BaseException) -> None:
         """Fail all calls that are still deferred: the block ended with ``why``, and they are not sent."""
-        with self._taken() as waiting:
-            self._give_up(waiting, why)
+        self._settle(None, partial(self._give_up, why=why))
 
     def _give_up(self, waiting: list[_Parts], why: BaseException) -> None:
         for parts in waiting:

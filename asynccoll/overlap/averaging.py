@@ -29,13 +29,15 @@ from asynccoll.ops.collectives import all_reduce
 from asynccoll.ops.scopes import backward_lane
 from asynccoll.overlap.accepted import (
     check_unaliased,
+    check_whole,
     place_in,
     tensors_of,
     told_to_peers,
     unique,
 )
+from asynccoll.overlap.arrivals import wait_for
 from asynccoll.overlap.companion import EachStep
-from asynccoll.overlap.parameters import check_layouts, pairs_of
+from asynccoll.overlap.parameters import check_layouts, named_parameters
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
 from asynccoll.waiting.work import Work
@@ -94,7 +96,9 @@ class ParameterAverager(EachStep):
 
     def _trained(self) -> dict[str, torch.Tensor]:
         """Return the parameters trained now, by name: some may be added or unfrozen between two rounds."""
-        trained = {name: x for name, x in pairs_of(self._given) if x.requires_grad}
+        trained = {name: x for name, x in named_parameters(self._given) if x.requires_grad}
+        check_whole(trained.values())
+        wait_for(trained.values())
         if not trained:
             raise InvalidArgumentError("there is no parameter with requires_grad=True, so nothing to average")
         return trained
@@ -214,6 +218,9 @@ def average_parameters(
         group: the ranks whose parameters are averaged; as in every operation.
         lane: rounds are sent on the lane ``<lane>/backward``.
         timeout: seconds for a round's reduction.
+
+    It waits until every rank has made its averager, and compares their parameters; so ranks that make several
+    make them in one order.
 
     Raises:
         InvalidArgumentError: there is nothing to average, ``every`` or ``delay`` is invalid, or this rank is

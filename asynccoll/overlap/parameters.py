@@ -26,8 +26,8 @@ __all__ = [
     "first_rank",
     "first_that_differs",
     "is_of_told",
+    "named_parameters",
     "named_tensors",
-    "pairs_of",
     "start_alike",
     "tell_apart",
     "told_alike",
@@ -73,7 +73,7 @@ def start_alike(model: torch.nn.Module | Iterable[torch.Tensor], **tail: Any) ->
     """
     if get_world_size(tail.get("group")) == 1:
         return
-    pairs = pairs_of(model)
+    pairs = _pairs(model)
     check_layouts(pairs, **tail)
     _broadcast([x.detach() for _, x in pairs], src=first_rank(**tail), **tail).wait()
 
@@ -83,16 +83,20 @@ def named_tensors(model: torch.nn.Module | Iterable[torch.Tensor]) -> tuple[list
 
     Waits for tensors that a sharded optimizer has sent.
     """
-    pairs = pairs_of(model)
+    pairs = _pairs(model)
     return [name for name, _ in pairs], [x.detach() for _, x in pairs]
 
 
-def pairs_of(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return what ``named_tensors`` does, as pairs, and not detached."""
+def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the parameters of a module with their names, or tensors with their numbers."""
     if isinstance(model, torch.nn.Module):
-        pairs = [*model.named_parameters(), *model.named_buffers()]
-    else:
-        pairs = [(f"number {index}", x) for index, x in enumerate(model)]
+        return model.named_parameters()
+    return ((f"number {index}", x) for index, x in enumerate(model))
+
+
+def _pairs(model: torch.nn.Module | Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return what ``named_tensors`` does, as pairs, and not detached."""
+    pairs = [*named_parameters(model), *(model.named_buffers() if isinstance(model, torch.nn.Module) else ())]
     check_whole(x for _, x in pairs)
     wait_for(x for _, x in pairs)
     return pairs

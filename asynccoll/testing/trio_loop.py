@@ -117,7 +117,8 @@ def run_trio(scheduler: Scheduler, main: Coroutine[object, object, object]) -> o
         if interrupt is not None:
             runner.deliver_ki()
         else:
-            runner.entry_queue.run_sync_soon(lambda: [scope.cancel() for scope in scopes])
+            with contextlib.suppress(trio.RunFinishedError):  # there is nothing left to cancel
+                runner.entry_queue.run_sync_soon(lambda: [scope.cancel() for scope in scopes])
 
     scheduler.cancellers[me.rank] = cancel
     turns = _run.unrolled_run(runner, whole, ())

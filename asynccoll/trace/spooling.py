@@ -122,7 +122,12 @@ def _record(context: Context, path: Callable[[], Path]) -> Callable[[], None]:
     timeline.recorder.when_failed = due.set  # the launcher may soon end this rank
 
     def write_at_intervals() -> None:
-        writer = Writer(timeline.recorder, context, path())
+        try:
+            writer = Writer(timeline.recorder, context, path())
+        except OSError as error:
+            end()
+            warnings.warn(f"rank {context.rank} is not recorded: {error}", stacklevel=1)
+            return
         while timeline.recorder.ended is None:
             due.wait(_EVERY_SECONDS)
             due.clear()

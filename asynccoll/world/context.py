@@ -321,16 +321,19 @@ class Context:
         The order matters. Threads that may be in native code end first, since the interpreter must not exit
         while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
         leave. If a step raises (Ctrl-C, say), the remaining steps still run. A second call only waits for the
-        first (a signal handler, within the first, does not): the end of the program may come while a thread
-        is in ``finalize``.
+        first, as long as it would itself (a signal handler, within the first, does not): the end of the
+        program may come while a thread is in ``finalize``.
         """
-        with self._closing:
-            if not self.closed:
-                self.closed = True
-                self._close(abort=abort, patience=patience, error=error)
-
-    def _close(self, *, abort: bool, patience: float, error: BaseException | None) -> None:
         leaving = min(patience, ABORT_SECONDS) if abort else patience
+        if self._closing.acquire(timeout=leaving):
+            try:
+                if not self.closed:
+                    self.closed = True
+                    self._close(abort=abort, leaving=leaving, error=error)
+            finally:
+                self._closing.release()
+
+    def _close(self, *, abort: bool, leaving: float, error: BaseException | None) -> None:
         steps: list[Callable[[], object]] = [
             partial(self.say_ended, "finalized", in_a_line(error) if error is not None else ""),
             self.watch.stop,
@@ -408,8 +411,15 @@ class Context:
         if lane.broken is not None:
             self.watch.lost(lane.broken.ranks)
         communicator = lane.communicator
-        if communicator is not None:
-            self._apart(communicator.abort, "asynccoll-abort")
+        if communicator is None:
+            return
+
+        def abort() -> None:
+            with contextlib.suppress(Exception):
+                communicator.abort()
+
+        if self._helpers.start("asynccoll-abort", abort) is None:
+            abort()
 
     def find_out(self, lane: Lane, error: CollectiveError) -> None:
         """Have another thread find the culprit of ``error`` and lose the lane with an error that names it."""
@@ -420,17 +430,9 @@ class Context:
                 found = self.diagnose(lane, error)
             except Exception:  # no file descriptors, no store: the lane is lost anyway
                 _log.debug("could not find which rank caused %r", error, exc_info=True)
-            lane.lose(found)
+            with contextlib.suppress(Exception):
+                lane.lose(found)
 
         if not self.closed:
-            self._apart(look, "asynccoll-find-out")
-
-    def _apart(self, action: Callable[[], object], name: str) -> None:
-        """Run ``action`` on a separate thread, which ``close`` waits for; on this one if none can start."""
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                action()
-
-        if self._helpers.start(name, run) is None:
-            run()
+            # If no thread can start, waits end by their deadlines: the caller may hold the lane's lock.
+            self._helpers.start("asynccoll-find-out", look)

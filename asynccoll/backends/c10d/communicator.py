@@ -37,7 +37,7 @@ _DESTROY_SECONDS = 1.0
 #: How long to wait at the end of the program for those that did not; they end when their peers do.
 _EXIT_SECONDS = 5.0
 #: The threads that run destructors of native groups.
-_destroying = Helpers()
+_destroying = host.per_process(Helpers, Helpers.forget_parent)
 
 
 def _options(kind: Any, **values: object) -> object:
