@@ -748,7 +748,14 @@ def takes_over(me: Rank) -> None:
         optimizer.step()
     mine = [model.weight.tolist(), optimizer.state_dict()["state"]]
     state = ac.elastic.state(model=model, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    groups = [*optimizer.param_groups]
     state.sync()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05, (
+        "the scheduler writes to the groups that the optimizer reads"
+    )
+    assert all(one is ours for one, ours in zip(optimizer.param_groups, groups, strict=True))
     wanted = ac.broadcast_object(mine).wait()
     torch.testing.assert_close([model.weight.tolist(), optimizer.state_dict()["state"]], wanted)
 
