@@ -48,6 +48,7 @@ def state(**kept: object) -> Any:
     for handler in made._handlers.values():
         if isinstance(handler.value, Optimizer):
             handler.sync = functools.partial(_sync, hvd, handler)
+            handler.restore = functools.partial(_restore, handler)
     return made
 
 
@@ -62,6 +63,11 @@ def _sync(hvd: Any, handler: Any) -> None:
     sent = io.BytesIO(hvd.broadcast_object(saved.getvalue(), root_rank=0))
     # On the CPU: else every worker of a host would load it on the first GPU.
     load_in_place(handler.value, torch.load(sent, map_location="cpu", weights_only=False))
+
+
+def _restore(handler: Any) -> None:
+    """Return to the state that was saved last; Horovod's own function cuts schedulers off."""
+    load_in_place(handler.value, handler._saved_optimizer_state)
 
 
 def _is_mistake(error: BaseException) -> bool:

@@ -751,6 +751,8 @@ def takes_over(me: Rank) -> None:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     groups = [*optimizer.param_groups]
     state.sync()
+    state.commit()
+    state.restore()
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05, (
         "the scheduler writes to the groups that the optimizer reads"

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch import Tensor, nn
@@ -750,3 +751,31 @@ async def stepped_otherwise(me: Rank, change: str) -> None:
 def test_steps_that_differ_between_ranks_are_refused_in_the_next_loop(several: World, change: str) -> None:
     """Each rank updates its own parts: with different learning rates, they were put together in silence."""
     several.run(stepped_otherwise, change, runner="asyncio")
+
+
+async def stepped_alike(me: Rank) -> None:
+    layers, others = ac.overlap.shard_layers(blocks()), ac.overlap.shard_layers(blocks())
+    local = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW(
+        [{"params": [local], "lr": 0.1 + me.rank}, {"params": [*layers.parameters(), *others.parameters()]}]
+    )
+    for turn in range(3):
+        for each in (layers, others):
+            (await through_gathered(each, rows(me.rank, turn))).square().mean().backward()
+        if me.rank == 0:
+            local.grad = torch.ones(2)
+            if turn == 1:
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await others.clip_grad_norm_(1.0)
+                with raising(ac.InvalidArgumentError, "again first"):
+                    optimizer.step()
+        await others.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    (await through_gathered(layers, rows(me.rank, 3))).sum().backward()
+
+
+def test_what_does_not_concern_the_layers_is_not_compared_nor_a_step_that_was_refused(pair: World) -> None:
+    """A rank's own parameter in the same optimizer may have its own rate and number of steps."""
+    pair.run(stepped_alike, runner="asyncio")

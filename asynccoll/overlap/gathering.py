@@ -448,6 +448,8 @@ class Pass:
 
     def expect(self, layer: Layer, lane: str) -> None:
         """Note that ``layer`` is being gathered; if autograd records, expect its gradients on ``lane``."""
+        if not self._gathered:
+            self._turns.sent()
         self._gathered.append(layer)
         self.expected += [shard for shard in layer.shards if shard in self.trained]
         if self._records:

@@ -6,7 +6,9 @@ parts made with different learning rates would be put together in silence.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from numbers import Real
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,31 +21,42 @@ __all__ = ["hyperparameters_of", "states_of"]
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def hyperparameters_of(optimizer: Optimizer) -> list[str]:
+def hyperparameters_of(optimizer: Optimizer, among: Container[int] | None = None) -> list[str]:
     """Return the hyperparameters of each group of parameters, a line each.
 
-    Those on a device are left out: reading a number from it would wait for the device.
+    ``among``: only of groups that have parameters with these ids. Those on a device are left out: reading a
+    number from it would wait for the device.
     """
     return [
         f"{name} {value} in param_groups[{index}]"
-        for index, given in enumerate(optimizer.param_groups)
+        for index, given, _ in _groups(optimizer, among)
         for name in optimizer.defaults
         if name not in _HOW and (value := _plain(given.get(name)))
     ]
 
 
-def states_of(optimizer: Optimizer) -> list[str]:
-    """Return what states each group of parameters has, and its number of steps, a line each.
+def states_of(optimizer: Optimizer, among: Container[int] | None = None) -> list[str]:
+    """Return what states each group of parameters (``among`` these) has, and its number of steps, in lines.
 
     Those of its first part alone: the others have made the same steps.
     """
     return [
         f"a state with {name}{' ' + _plain(state[name]) if is_shared(name, state[name]) else ''} in "
         f"param_groups[{index}]"
-        for index, given in enumerate(optimizer.param_groups)
-        for state in (optimizer.state.get(x, {}) for x in given["params"][:1])
+        for index, _, parts in _groups(optimizer, among)
+        for state in (optimizer.state.get(x, {}) for x in parts[:1])
         for name in sorted(state)
     ]
+
+
+def _groups(
+    optimizer: Optimizer, among: Container[int] | None
+) -> Iterator[tuple[int, dict[str, Any], list[torch.Tensor]]]:
+    """Yield the groups with their numbers, and those of their parameters that are ``among`` these, if any."""
+    for index, given in enumerate(optimizer.param_groups):
+        parts = [x for x in given["params"] if among is None or id(x) in among]
+        if parts or among is None:
+            yield index, given, parts
 
 
 def _plain(value: object) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError, InvalidCallError
@@ -271,11 +271,16 @@ class ShardedLayers(Uncopied, nn.Module):
         agreed(optimizer)
         scaler.unscale_(optimizer)
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step of ``optimizer``, if it has our parts; refuse it while a call is cut short."""
+    def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of ``optimizer``, if it has our parts, while a call cut short has not completed."""
         if has_any_of(optimizer, {id(x) for x in self.shards}):
             self._methods.check_finished("a step of the optimizer")
-            self._turns.stepped([*hyperparameters_of(optimizer), *states_of(optimizer)])
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step that ``optimizer`` has made, if it has our parts; the next loop compares it."""
+        own = {id(x) for x in self.shards}
+        if has_any_of(optimizer, own):
+            self._turns.stepped([*hyperparameters_of(optimizer, own), *states_of(optimizer, own)])
 
     # Checkpoints
 
@@ -377,12 +382,18 @@ class _Loop(prefetch[GatheredLayer]):
 @functools.cache
 def _look_at_steps() -> None:
     """Have the layers look at each optimizer that steps from now on."""
-    register_optimizer_step_pre_hook(_look_at_step)
+    register_optimizer_step_pre_hook(_check_step)
+    register_optimizer_step_post_hook(_note_step)
 
 
-def _look_at_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for layers in list(_live):
-        layers.steps(optimizer)
+        layers.check_finished(optimizer)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for layers in list(_live):
+        layers.stepped(optimizer)
 
 
 def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:

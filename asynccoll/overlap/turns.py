@@ -171,10 +171,13 @@ class Turns:
     def standing(self) -> Standing:
         """Return how far backwards have got on this rank, and what its steps since the last loop followed."""
         opened = [self._group.opened.get(lane) for lane in self._of_backward]
-        self._compared, self._steps = self._steps, []
-        followed = zlib.crc32("\n".join(self._compared).encode()) if self._compared else 0
+        followed = zlib.crc32("\n".join(self._steps).encode()) if self._steps else 0
         made = (0 if lane is None else lane.sequence for lane in opened)
         return Standing(self._interrupted, *made)._replace(followed=followed)
+
+    def sent(self) -> None:
+        """Note that ``standing`` was sent: from here on, steps are for the next loop to compare."""
+        self._compared, self._steps = self._steps, []
 
     def compare(self, standings: Sequence[Standing]) -> None:
         """Catch up if a backward raised on any rank; refuse a loop after steps that were not alike."""

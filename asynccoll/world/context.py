@@ -321,11 +321,11 @@ class Context:
         The order matters. Threads that may be in native code end first, since the interpreter must not exit
         while they run. The store is left last; rank 0, which may serve it, first waits for the other ranks to
         leave. If a step raises (Ctrl-C, say), the remaining steps still run. A second call only waits for the
-        first, as long as it would itself (a signal handler, within the first, does not): the end of the
-        program may come while a thread is in ``finalize``.
+        first, for a bounded time (a signal handler, within the first, does not): the end of the program may
+        come while a thread is in ``finalize``.
         """
         leaving = min(patience, ABORT_SECONDS) if abort else patience
-        if self._closing.acquire(timeout=leaving):
+        if self._closing.acquire(timeout=leaving + 2 * ABORT_SECONDS):
             try:
                 if not self.closed:
                     self.closed = True
