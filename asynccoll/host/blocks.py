@@ -10,6 +10,7 @@ it strikes while it is left is left (except before the first statement of ``__ex
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
@@ -42,7 +43,7 @@ def innermost(entries: Entries[T]) -> T | None:
     return entered[-1].value if entered else None
 
 
-class Block(Generic[T]):
+class Block(ABC, Generic[T]):
     """A block whose entry has a value, which ``_begin`` makes."""
 
     _entries: Entries[T]
@@ -50,9 +51,9 @@ class Block(Generic[T]):
     def __init__(self) -> None:
         self._open: dict[Entry[T], None] = {}  # in any context
 
+    @abstractmethod
     def _begin(self) -> T:
         """Return the value of a new entry."""
-        raise NotImplementedError
 
     def _end(self, value: T, error: BaseException | None) -> None:
         """Do what remains to be done once the block has been left; ``error`` has ended it."""

@@ -5,6 +5,7 @@ Other libraries return the model in a wrapper, so users may write ``model = ac.o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,12 +46,12 @@ class Companion(Uncopied):
             raise AttributeError(told, name=name)
 
 
-class EachStep(Companion):
+class EachStep(Companion, ABC):
     """Base of companions that are awaited once per step, or waited for without an event loop."""
 
+    @abstractmethod
     def _step(self) -> Steps[None]:
         """Do this step's part, and yield what to wait for. A wait that was cut short is continued."""
-        raise NotImplementedError
 
     def __await__(self) -> Generator[object, object, None]:
         return run(self._step()).__await__()

@@ -55,11 +55,11 @@ class Standing(NamedTuple):
 
     #: whether a backward has raised since the ranks last compared this
     interrupted: int = 0
+    #: a checksum of what the optimizer's steps since the last loop followed from; 0 if there was none
+    followed: int = 0
     #: the calls made so far on the lane of gradients, and on the lane on which layers are gathered again
     scattered: int = 0
     gathered: int = 0
-    #: a checksum of what the optimizer's steps since the last loop followed from; 0 if there was none
-    followed: int = 0
 
 
 class Turn:
@@ -173,7 +173,7 @@ class Turns:
         opened = [self._group.opened.get(lane) for lane in self._of_backward]
         followed = zlib.crc32("\n".join(self._steps).encode()) if self._steps else 0
         made = (0 if lane is None else lane.sequence for lane in opened)
-        return Standing(self._interrupted, *made)._replace(followed=followed)
+        return Standing(self._interrupted, followed, *made)
 
     def sent(self) -> None:
         """Note that ``standing`` was sent: from here on, steps are for the next loop to compare."""
