@@ -87,6 +87,8 @@ class Strike:
     def _counts(self, frame: types.FrameType, event: str) -> bool:
         if self._at != "call" or event != "opcode":
             return event == self._at
-        before = self._latest.get(frame, "")
-        self._latest[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        return before.startswith(("CALL", "JUMP_BACKWARD"))
+        before, now = self._latest.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        self._latest[frame] = now
+        # Behind a call that has raised, Python handles no signal before the handler has begun. An exception
+        # there would be cleaned up as one of the handler, and what the call raised stay ``sys.exc_info()``.
+        return before.startswith(("CALL", "JUMP_BACKWARD")) and now != "PUSH_EXC_INFO"
