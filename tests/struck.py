@@ -67,10 +67,11 @@ class Strike:
         self._latest: dict[types.FrameType, str] = {}  # the opcode that each frame has run last
 
     def __enter__(self) -> None:
+        self._before = sys.gettrace()
         sys.settrace(self._trace)
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._before)  # e.g. of `make coverage`, which would measure no later test
         self._latest.clear()
 
     def _trace(self, frame: types.FrameType, event: str, _: object) -> object:
