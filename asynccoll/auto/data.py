@@ -17,10 +17,9 @@ from torch.utils import data as torch_data
 from torch.utils.data import Dataset, IterableDataset, distributed
 from torch.utils.data.sampler import Sampler
 
-from asynccoll import host
+from asynccoll.auto.drawing import Drawing
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
-from asynccoll.host.forks import renew
 from asynccoll.host.misfits import check_count, misfit
 from asynccoll.runtime.process import get_rank, get_world_size
 
@@ -196,18 +195,14 @@ class _Taken(Iterator[Any]):
         return getattr(self._batches, name)
 
 
-#: Held while an order is drawn from torch's random numbers: ranks that are threads share these.
-_seeded = host.RLock()
-renew(_seeded)
-
-
 class DistributedProxySampler(_Resumable):
     """This rank's share of what another sampler draws; every rank draws the same.
 
     The order of an epoch is what ``sampler`` draws with the epoch's number as the seed (``set_epoch``); if
-    it does not divide evenly, another draw fills it up. The seed is that of torch's random numbers, whose
-    state is restored afterwards. A sampler with a ``generator``, which must have the same seed on every rank,
-    draws with the sum of that seed and the epoch's number.
+    it does not divide evenly, another draw fills it up. The seed applies to what torch's functions draw
+    meanwhile in this thread, on the CPU; torch's own random numbers stay as they are. A sampler with a
+    ``generator``, which must have the same seed on every rank, draws with the sum of that seed and the
+    epoch's number.
 
     An epoch can be resumed in the middle, also on another number of ranks: ``state_dict`` says how far all
     ranks together have got, and after ``load_state_dict`` the next iteration yields what is left. Until that
@@ -246,11 +241,10 @@ class DistributedProxySampler(_Resumable):
 
     def _order(self, size: int) -> list[Any]:
         drawn: list[Any] = []
-        # Restored afterwards: the loop's own random numbers (dropout, seeds of workers) may differ by rank.
-        with _seeded, torch.random.fork_rng(devices=()):
-            torch.default_generator.manual_seed(self.epoch)
-            if self._generator is not None:
-                self._generator.manual_seed((self.seed + self.epoch) % (1 << 64))
+        if self._generator is not None:
+            self._generator.manual_seed((self.seed + self.epoch) % (1 << 64))
+        # The loop's own random numbers (dropout, seeds of workers) may differ by rank.
+        with Drawing(torch.Generator().manual_seed(self.epoch)):
             while len(drawn) < size:
                 before = len(drawn)
                 drawn += list(self.sampler)
