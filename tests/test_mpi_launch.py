@@ -476,6 +476,24 @@ def test_mpi_is_initialised_by_us_only_where_nobody_did(tmp_path: Path) -> None:
     assert ended.out.split() == ["2", "2"]
 
 
+FORKS = """
+    import os, sys
+    import asynccoll as ac
+    ac.initialize("mpi")
+    if (child := os.fork()) == 0:
+        sys.exit(3)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    sys.stdout.write(f"{code} {ac.all_reduce(1).wait()}\\n")
+"""
+
+
+def test_a_forked_child_leaves_mpi_to_its_parent(tmp_path: Path) -> None:
+    """Regression: mpi4py finalized MPI in it, which waits for ranks that do not know the child."""
+    ended = by_hand(tmp_path, FORKS)
+    assert ended.code == 0, ended.said
+    assert sorted(ended.out.split()) == ["2", "2", "3", "3"], ended.said
+
+
 FINALIZED_BY_HAND = """
     import asynccoll as ac
     from mpi4py import MPI

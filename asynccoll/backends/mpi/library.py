@@ -1,9 +1,9 @@
 """The MPI library of this process: how it is loaded, what it can do, and how it ends.
 
 mpi4py initializes MPI when it is imported, as ``mpi4py.rc`` says; if it did, it also finalizes MPI when the
-process ends. So in a job that uses mpi4py both are taken care of. We initialize and finalize MPI ourselves
-only if the user told mpi4py not to, and has not done it either. We never communicate on ``COMM_WORLD``, only
-on a duplicate.
+process ends, and tries to in forked children that end, which then wait forever. So if it has not been
+imported yet, we have it do neither, and initialize and finalize MPI ourselves. We never communicate on
+``COMM_WORLD``, only on a duplicate.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def load() -> Library:
 def _examine(mpi: ModuleType) -> Library:
     """Find out what the library can do, and register what is to run when the process ends."""
     if not mpi.Is_initialized():  # mpi4py.rc.initialize is False, so it is left to us
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        import mpi4py
+
+        mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
         atexit.register(_finalize, mpi, os.getpid())
         atexit.unregister(progress.stop)
         atexit.register(progress.stop)  # runs before _finalize, since the thread may be in the library
@@ -98,6 +100,10 @@ def _examine(mpi: ModuleType) -> Library:
 
 def _import() -> Any:
     try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False
         from mpi4py import MPI
     except ImportError as error:
         raise BackendNotFoundError(
@@ -155,7 +161,7 @@ def _path_of_library() -> str | None:
 
 
 def _finalize(mpi: ModuleType, pid: int) -> None:
-    if os.getpid() == pid and not mpi.Is_finalized():
+    if os.getpid() == pid and not mpi.Is_finalized() and not _ends_job(mpi):
         mpi.Finalize()
 
 
@@ -164,6 +170,9 @@ def _end_job_if_died(mpi: ModuleType, pid: int) -> None:
 
     The other ranks wait for this one, and MPI_Finalize would wait for them.
     """
-    died = os.getpid() == pid and getattr(sys, "last_value", None) is not None
-    if died and mpi.COMM_WORLD.Get_size() > 1:
+    if os.getpid() == pid and _ends_job(mpi):
         mpi._set_abort_status(1)  # aborted instead of finalized
+
+
+def _ends_job(mpi: ModuleType) -> bool:
+    return getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.Get_size() > 1
