@@ -178,6 +178,28 @@ def test_what_is_in_flight_on_a_lane_that_is_being_closed() -> None:
     worlds.world("gloo", 2).run(while_a_lane_closes, timeout=patient(60))
 
 
+async def while_a_future_waits(me: Rank) -> None:
+    if me.rank == 0:
+        future = ac.all_reduce(1, lane="waited for").as_concurrent_future()
+        called: list[object] = []
+        future.add_done_callback(called.append)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(patient(20)))
+            failed = error_of(lambda: future.result(patient(5))) == "ForkedProcessError"
+            os._exit(0 if failed and not called else 9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    await me.get(ac.all_reduce(1, lane="afterwards"))
+    if me.rank > 0:
+        future = ac.all_reduce(1, lane="waited for").as_concurrent_future()
+    assert future.result(patient(20)) == me.size
+
+
+def test_a_future_that_a_thread_of_the_parent_settles() -> None:
+    """It has failed in the child, which has no such thread. Regression: the child waited for it forever."""
+    worlds.world("gloo", 2).run(while_a_future_waits, timeout=patient(60))
+
+
 ENDS = """
     import gc, os, signal, sys, torch, asynccoll as ac
     import torch.distributed as dist

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from asynccoll import host
 from asynccoll.errors import (
@@ -65,6 +66,19 @@ _FEW = 64
 _claim = host.Lock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
+
+
+def _disown(waited: WeakKeyDictionary[concurrent.futures.Future[Any], str]) -> None:
+    """In a forked child, fail the futures that threads of the parent settle, and drop their callbacks."""
+    for future, work in list(waited.items()):
+        future.__init__()  # type: ignore[misc]  # as new: another thread may have held its lock
+        error = f"this process was forked while a thread of its parent waited for {work}: do it there"
+        future.set_exception(ForkedProcessError(error))
+    waited.clear()
+
+
+#: The futures that are not settled yet, each with what the work is.
+_waited: WeakKeyDictionary[concurrent.futures.Future[Any], str] = host.per_process(WeakKeyDictionary, _disown)
 #: How often a waiter checks whether another thread is still finishing the work: after Ctrl-C, that thread may
 #: fail to wake it.
 _LOOK_SECONDS = 1.0
@@ -401,9 +415,12 @@ class Work(NotItsResult, Generic[T]):
             except BaseException as error:
                 future.set_exception(error)
 
+            _waited.pop(future, None)  # afterwards: a fork meanwhile copies the future's lock as held
+
         if self.done():
             settle()
         else:  # a separate thread waits, so that the deadline is enforced
+            _waited[future] = ", ".join(f"{one.name} at {one.place}" for one in self._operations[:3])
             _waiters.submit(future, carried(settle))
         return future
 
