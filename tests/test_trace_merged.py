@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, replace
 from threading import Thread
 from types import SimpleNamespace
@@ -415,6 +416,35 @@ def test_a_run_that_is_given_up_leaves_earlier_recordings(tmp_path, monkeypatch)
     with pytest.raises(SystemExit):
         main(["trace", "run", "-o", str(out), "-n", "1", str(program)])
     assert left == [out / "rank-00000.jsonl"]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_a_killed_run_had_set_aside_is_settled_by_the_next(tmp_path, monkeypatch, recorded):
+    """Put back, or deleted if the killed one had recorded. Regression: it lay there forever."""
+    out, program, found = tmp_path / "out", tmp_path / "program.py", []
+    program.write_text("")
+    for directory in (out, out / "world-2"):
+        directory.mkdir()
+        write(directory, [part(0, [call(0.1, 0.2)], ranks=1)])
+    line = ["trace", "run", "-o", str(out), "-n", "1", str(program)]
+
+    def killed(_request):
+        if recorded:
+            write(out, [part(0, [call(0.3, 0.4)], ranks=1)])
+        found.extend((one, one.read_text()) for one in sorted(out.rglob("rank-*")))
+        return 3
+
+    monkeypatch.setattr(engines, "run", killed)
+    with monkeypatch.context() as patched:
+        patched.setattr(passing, "undoing", lambda _: nullcontext())
+        main(line)
+    before = [] if recorded else [(one.with_suffix(".jsonl"), text) for one, text in found]
+    before += [one for one in found if recorded and one[0].suffix == ".jsonl"]
+    assert len(before) == 2 - recorded
+
+    monkeypatch.setattr(engines, "run", lambda _: 3)
+    main(line)
+    assert [(one, one.read_text()) for one in sorted(out.rglob("rank-*"))] == before
 
 
 def test_chance_makes_no_rank_late():

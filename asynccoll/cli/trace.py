@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -166,21 +167,25 @@ def _replacing(output: Path) -> Iterator[None]:
     from asynccoll.launch import passing
     from asynccoll.trace.spooling import later_worlds, recordings
 
-    earlier = [one for directory in (output, *later_worlds(output)) for one in recordings(directory)]
-    aside: dict[Path, Path] = {}
+    _settle(output)  # a run that was killed could not
+    with passing.undoing(partial(_settle, output)):
+        for directory in (output, *later_worlds(output)):
+            for one in recordings(directory):
+                one.rename(one.with_suffix(_EARLIER))
+        yield
 
-    def settle() -> None:
-        replaced = recordings(output)
-        for moved, one in aside.items():
+
+def _settle(output: Path) -> None:
+    """Delete the recordings that were set aside, or put them back if none have replaced them."""
+    from asynccoll.trace.spooling import later_worlds, recordings
+
+    replaced = recordings(output)
+    for directory in (output, *later_worlds(output)):
+        for moved in directory.glob(f"rank-*{_EARLIER}"):
             if replaced:
                 moved.unlink()
             else:
-                moved.rename(one)
-
-    with passing.undoing(settle):
-        for one in earlier:
-            aside[one.rename(one.with_suffix(_EARLIER))] = one
-        yield
+                moved.rename(moved.with_suffix(".jsonl"))
 
 
 def _written_to(directory: Path) -> tuple[Path, Path]:
