@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -360,6 +361,19 @@ def test_a_state_of_a_first_parameter_of_another_kind(kind: Any, first: Tensor) 
     for number, state in before.items():
         for name, value in state.items():
             oracle.same(after[number][name], value)
+
+
+def test_a_rank_that_is_alone_compares_its_steps_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which costs time for each hyperparameter and state in every step."""
+    compared = Mock(return_value="")
+    monkeypatch.setattr(ac.overlap.ShardedOptimizer, "_followed", compared)
+    model = nn.Linear(2, 1)
+    with ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0)) as optimizer:
+        model(torch.ones(2)).sum().backward()
+        before = model.bias - 1
+        optimizer.step().wait()
+    assert close(model.bias, before)
+    assert not compared.called
 
 
 def test_gradients_zeroed_by_data() -> None:

@@ -207,7 +207,8 @@ class ShardedOptimizer(Wrapping):
         If this rank refuses the step, perhaps alone, the others hear of it in the calls for which they wait.
         """
         gradients, wrong = self.gradients, self._wrong()
-        followed = "" if wrong is not None else self._followed(f"parameters written to: {gradients.written}")
+        compares = wrong is None and gradients.buckets[0].size > 1
+        followed = self._followed(f"parameters written to: {gradients.written}") if compares else ""
         digest = zlib.crc32(followed.encode()) if followed else -1
         heard = all_gather(2 * digest + (wrong is not None or gradients.touched), **self._tail)
         heard.detach()  # it is not looked at if the gradients cannot be reduced
