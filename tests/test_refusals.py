@@ -853,3 +853,31 @@ def test_a_message_for_which_no_thread_can_start_is_refused_here(monkeypatch: py
     report = simulate(main, world_size=2)
     assert report.deadlock is None, report.deadlock
     assert "send on lane 'default' of the world failed: can't start new thread" in report.results[0]
+
+
+def test_a_lane_that_has_not_opened_fails_though_no_thread_can_look_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the rank waited forever for a communicator that it could not open."""
+
+    def nobody_came(*_: object) -> None:
+        raise ac.PeerLostError("nobody came")
+
+    async def main(rank: int) -> str:
+        await ac.barrier()
+        said = ""
+        if rank == 0:
+            lane = runtime.current().world.lane("another")
+            with monkeypatch.context() as patched:
+                patched.setattr(type(lane.world.backend), "open", nobody_came)
+                patched.setattr(Helpers, "start", lambda *_: None)
+                try:
+                    lane.open()
+                except ac.PeerLostError as error:
+                    said = str(error)
+        await ac.barrier()
+        return said
+
+    report = simulate(main, world_size=2)
+    report.check()
+    assert "nobody came" in report.results[0]

@@ -378,9 +378,7 @@ class Lane:
     def _failed_to_open(self, error: BaseException) -> None:
         """Break the lane off after a helper thread failed to open the communicator."""
         failure = collective_error(error, f"opening {self}")
-        if isinstance(failure, PeerLostError):
-            self.world.find_out(self, failure)
-        else:
+        if not (isinstance(failure, PeerLostError) and self.world.find_out(self, failure)):
             self.break_off(failure)
 
     def _restart(self, in_step: bool) -> Callable[[], bool] | None:

@@ -140,8 +140,11 @@ class World(Protocol):
     def diagnose(self, lane: Any, error: CollectiveError) -> CollectiveError:
         """Return the same failure, with its culprit named."""
 
-    def find_out(self, lane: Any, error: CollectiveError) -> None:
-        """Make another thread find the culprit of this failure and then lose the lane."""
+    def find_out(self, lane: Any, error: CollectiveError) -> bool:
+        """Make another thread find the culprit of this failure and then lose the lane.
+
+        Returns False if no thread can start.
+        """
 
     def blame(self, operation: Any) -> Blame:
         """Ask the ranks, within a bounded time, which of them keep an operation from completing, and why."""

@@ -421,8 +421,11 @@ class Context:
         if self._helpers.start("asynccoll-abort", abort) is None:
             abort()
 
-    def find_out(self, lane: Lane, error: CollectiveError) -> None:
-        """Have another thread find the culprit of ``error`` and lose the lane with an error that names it."""
+    def find_out(self, lane: Lane, error: CollectiveError) -> bool:
+        """Have another thread find the culprit of ``error`` and lose the lane with an error that names it.
+
+        Returns False if no thread can start.
+        """
 
         def look() -> None:
             found = error
@@ -433,6 +436,6 @@ class Context:
             with contextlib.suppress(Exception):
                 lane.lose(found)
 
-        if not self.closed:
-            # If no thread can start, waits end by their deadlines: the caller may hold the lane's lock.
-            self._helpers.start("asynccoll-find-out", look)
+        # If no thread can start, waits for operations end by their deadlines: the caller may hold the lane's
+        # lock.
+        return self.closed or self._helpers.start("asynccoll-find-out", look) is not None
