@@ -10,14 +10,11 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable
 
-from asynccoll import host
 from asynccoll.health.liveness import Liveness
 from asynccoll.host.store import Clients
 from asynccoll.order.lane import Lane
 
 __all__ = ["Farewells"]
-
-LEAVE_POLL_SECONDS = 0.005
 
 
 class Farewells:
@@ -71,19 +68,20 @@ class Farewells:
             if self._rank > 0:
                 if not self._liveness.lost((0,)):
                     with self._clients.borrow() as store:
-                        store.set(f"left/{self._rank}", "")
+                        store.set(_left(self._rank), "")
                 return
-            deadline = host.monotonic() + patience
-            while (staying := self._staying()) and host.monotonic() < deadline:
-                if set(staying) <= set(self._liveness.lost(staying)):
-                    return
-                host.sleep(LEAVE_POLL_SECONDS)
+            self._clients.await_keys([_left(r) for r in self._others], patience, self._only_dead_stay)
 
-    def _staying(self) -> tuple[int, ...]:
-        """Return the ranks that have not left yet."""
+    def _only_dead_stay(self) -> bool:
+        """Whether all ranks that have not left are dead."""
         assert self._clients is not None
         with self._clients.borrow() as store:
-            return tuple(r for r in self._others if not store.check([f"left/{r}"]))
+            staying = tuple(r for r in self._others if not store.check([_left(r)]))
+        return set(staying) <= set(self._liveness.lost(staying))
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
 
 
 def _farewell(rank: int) -> str:
