@@ -376,6 +376,29 @@ def test_a_rank_that_is_alone_compares_its_steps_with_nobody(monkeypatch: pytest
     assert not compared.called
 
 
+def test_a_parameter_that_is_first_used_after_resuming() -> None:
+    """It begins as without sharding. Regression: Rprop began with steps of a millionth."""
+    saved, resumed, twin = (nn.ParameterList([torch.ones(3), torch.ones(2)]) for _ in range(3))
+    first = torch.optim.Rprop(saved.parameters(), lr=0.25)
+    saved[0].square().sum().backward()
+    first.step()
+    whole = torch.optim.Rprop(twin.parameters())
+    whole.load_state_dict(first.state_dict())
+    other = torch.optim.Rprop(resumed.parameters())
+    with ac.overlap.shard_optimizer(resumed, other, init_sync=False) as optimizer:
+        optimizer.load_full_state_dict(first.state_dict())
+        for _ in range(2):
+            optimizer.zero_grad()
+            whole.zero_grad()
+            for model in (resumed, twin):
+                (model[0].square().sum() + model[1].square().sum()).backward()
+            optimizer.step().wait()
+            whole.step()
+            optimizer.gathered().wait()
+    for mine, its in zip(resumed, twin, strict=True):
+        assert close(mine, its)
+
+
 def test_gradients_zeroed_by_data() -> None:
     """`.data` bumps no version. Regression: the next gradients were added to the old ones."""
     model, whole = network(), network()

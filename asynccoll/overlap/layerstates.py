@@ -124,7 +124,7 @@ def load_optimizer_state(layers: Sequence[Layer], optimizer: Optimizer, state: M
             whole = [loaded(saved_states(state).get(name, {}), own, kept) for name in names]
             if any(whole):
                 named = [f"the parameter {name!r}" for name in names].__getitem__
-                parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size, named)
+                parts[own] = parts_of(whole, shard.cut, shard.zeros(), shard.rank, shard.size, named, kept)
     optimizer.state = parts
     for given, kept in zip(optimizer.param_groups, state["param_groups"], strict=True):
         given.update(options_of(kept))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from typing import Any, NoReturn
@@ -137,16 +137,16 @@ class ShardedOptimizer(Wrapping):
             "timeout": options.get("timeout"),
         }
         self._lane = lane
-        self._take_over(dict(optimizer.state))
+        self._take_over(dict(optimizer.state), optimizer.param_groups)
         hooks = list(waiting_hooks(model, self.gradients.buckets))
         arrivals = [bucket.arrival for bucket in self.gradients.buckets]
         self._unhook = weakref.finalize(self, _dropped, hooks, arrivals, caller(1))
         self._unhook.atexit = False
 
-    def _take_over(self, states: dict[Any, State]) -> None:
+    def _take_over(self, states: dict[Any, State], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace the optimizer's parameters by this rank's parts, and its state by that of the parts.
 
-        ``states``: the state of whole parameters, by parameter.
+        ``states``: the state of whole parameters, by parameter. ``groups``: the options of each group.
         """
         parts: defaultdict[Any, State] = defaultdict(dict)
         for index, given in enumerate(self.wrapped.param_groups):
@@ -157,7 +157,7 @@ class ShardedOptimizer(Wrapping):
                 if any(own):
                     named = partial(self._named_of, bucket)
                     parts[bucket.shard] = parts_of(
-                        own, bucket.cut, bucket.values, bucket.rank, bucket.size, named
+                        own, bucket.cut, bucket.values, bucket.rank, bucket.size, named, groups[index]
                     )
         self._of_frozen = {x: state for x, state in states.items() if not x.requires_grad}
         self.wrapped.state = parts
@@ -435,7 +435,7 @@ class ShardedOptimizer(Wrapping):
                 f"the state has entries for parameters {sorted(found)}, which are in none of its groups: "
                 "they would be lost"
             )
-        self._take_over(states)
+        self._take_over(states, state_dict["param_groups"])
         for given, saved in zip(self.wrapped.param_groups, state_dict["param_groups"], strict=True):
             given.update(options_of(saved))
         self._loaded = True

@@ -35,6 +35,8 @@ T = TypeVar("T")
 State = dict[str, object]
 #: The names of such states in torch's optimizers. In others they may be vectors.
 _SHARED = frozenset({"step", "mu_product", "eta", "mu"})
+#: States of torch's optimizers (Rprop) whose elements begin with a hyperparameter, not with zero.
+_BEGINS = {"step_size": "lr"}
 #: Returns the parameters' views of a flat tensor, in their shapes.
 Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
@@ -85,11 +87,12 @@ def parts_of(
     rank: int,
     size: int,
     named: Callable[[int], str],
+    options: Mapping[str, Any],
 ) -> State:
     """Return this rank's part of the ``states`` of the parameters in a flat tensor laid out as ``like``.
 
-    Parameters without a state (they never had a gradient) count as zeros. ``named`` describes a parameter
-    for errors, by its index.
+    Parameters without a state (they never had a gradient) count as zeros, or as what a step begins with by
+    the ``options`` of their group. ``named`` describes a parameter for errors, by its index.
 
     Raises:
         InvalidArgumentError: a state has another shape than its parameter, as that of another model.
@@ -109,7 +112,7 @@ def parts_of(
                 )
         if any(fitting):
             dtype = next(value.dtype for value in values if isinstance(value, torch.Tensor))
-            flat = torch.zeros_like(like, dtype=dtype)
+            flat = torch.full_like(like, float(options.get(_BEGINS.get(name, ""), 0.0)), dtype=dtype)
             for view, value in zip(cut(flat), values, strict=True):
                 if value is not None:
                     view.copy_(value)
