@@ -212,6 +212,24 @@ def test_layers_in_another_order_are_refused(pair: World) -> None:
     pair.run(in_another_order, runner="blocking")
 
 
+def frozen_differently(me: Rank) -> None:
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    averaging = ac.overlap.average_parameters(model, every=1)
+    model[me.rank % 2].requires_grad_(False)
+    with raising(ac.CollectiveMismatchError, "some are frozen", "the same parameters on every rank"):
+        averaging.wait()
+    with raising(ac.CollectiveMismatchError, "some are frozen"):
+        averaging.finish().wait()
+    model.requires_grad_(True)
+    averaging.finish().wait()
+    ac.overlap.check_parameters(model).wait()
+
+
+def test_layers_that_are_frozen_on_some_ranks_only_are_refused(several: World) -> None:
+    """Regression: a layer was averaged with another one of its shape, in silence."""
+    several.run(frozen_differently, runner="blocking")
+
+
 def steps_on(me: Rank) -> None:
     model = network()
     averaging = ac.overlap.average_parameters(model, every=2)

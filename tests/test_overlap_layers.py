@@ -187,6 +187,39 @@ def test_layers_that_are_frozen_and_unfrozen_in_the_model() -> None:
         iter(layers)
 
 
+def test_a_hook_on_a_part_is_refused() -> None:
+    """Regression: it ran before the gradient was there, and a step in it used that of the backward before."""
+    layers = ac.overlap.shard_layers([nn.Linear(3, 3)])
+    (part,) = layers.parameters()
+    for register in (part.register_hook, part.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        with raising(ac.InvalidArgumentError, "has a hook", "after backward()"):
+            iter(layers)
+        with torch.no_grad():
+            iter(layers)
+        handle.remove()
+    iter(layers)
+
+
+def test_an_optimizer_of_the_empty_parameters_is_refused() -> None:
+    """Regression: made before the layers were sharded, it silently trained none of them."""
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = ac.overlap.shard_layers([model[0]])
+    both = torch.optim.SGD([*model.parameters(), *layers.parameters()], lr=0.1)
+    rest = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    (layer,) = layers
+    model[1](layer(torch.ones(2, 3))).sum().backward()
+    with raising(ac.InvalidArgumentError, "own parameters of layer 0", "of `layers.parameters()`"):
+        before.step()
+    rest.step()
+    start = [x.clone() for x in layers.parameters()]
+    both.step()
+    assert not any(map(torch.equal, layers.parameters(), start))
+    both.zero_grad()
+    before.step()  # there is nothing to leave out, as if the layers were frozen
+
+
 async def refused_on_one(me: Rank) -> None:
     if me.rank == 0:
         with raising(ac.InvalidArgumentError, "ahead"):

@@ -316,6 +316,27 @@ def test_frozen_layers_that_ranks_leave_out(several: World) -> None:
     several.run(frozen_and_dropped, runner="asyncio", timeout=patient(20))
 
 
+async def frozen_differently(me: Rank) -> None:
+    model = alike(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)))
+    layers = ac.overlap.shard_layers(model)
+    model[me.rank % 2].requires_grad_(False)
+    on = f"'weight' of layer 0 is frozen on ranks {[*range(0, me.size, 2)]}"
+    with raising(ac.CollectiveMismatchError, on, "the same layers on every rank"):
+        await through_gathered(layers, rows(me.rank, 0))
+    model.requires_grad_(True)
+    (await through_gathered(layers, rows(me.rank, 1))).square().mean().backward()
+    twin = alike(nn.ModuleList(nn.Linear(8, 8) for _ in range(3)))
+    for rank in range(me.size):
+        through(twin, rows(rank, 1)).square().mean().backward()
+    for own, whole in zip(layers.parameters(), _parts_of_gradients(twin, me), strict=True):
+        assert close(own.grad, whole)
+
+
+def test_layers_that_are_frozen_on_some_ranks_only_are_refused(several: World) -> None:
+    """Regression: gradients of different layers were added up, and ranks waited for gradients of no one."""
+    several.run(frozen_differently, runner="asyncio", timeout=patient(20))
+
+
 async def at_different_layers(me: Rank) -> None:
     layers = ac.overlap.shard_layers([nn.Linear(8, 8) for _ in range(3)], ahead=0, lane="crossed")
     loop = reversed(layers) if me.rank else layers

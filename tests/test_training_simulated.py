@@ -526,3 +526,28 @@ def test_layers_skip_a_step_together_when_one_rank_overflows() -> None:
     for rank, (scale, moved) in simulate(rank_does, world_size=3).results.items():
         assert scale == 32.0, rank
         assert not any(moved), rank
+
+
+def test_an_overflow_leaves_the_gradients_of_another_optimizer_alone() -> None:
+    """As in one process. Regression: they became NaN, also those that accumulate over several steps."""
+
+    async def rank_does(rank: int) -> list[bool]:
+        torch.manual_seed(0)
+        layers = ac.overlap.shard_layers(nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]))
+        parts = list(layers.parameters())
+        optimizers = [torch.optim.SGD([part], lr=0.1) for part in parts]
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        x = torch.ones(2, 4)
+        async for layer in layers:
+            x = layer(x)
+        scaler.scale(x.sum()).backward()
+        if rank == 0:
+            parts[0].grad[0] = float("inf")
+        before = [part.detach().clone() for part in parts]
+        for optimizer in optimizers:
+            await layers.unscale_(scaler, optimizer)
+            scaler.step(optimizer)
+        return [torch.equal(old, part) for old, part in zip(before, parts, strict=True)]
+
+    for rank, unmoved in simulate(rank_does, world_size=3).results.items():
+        assert unmoved == [True, False], rank

@@ -6,7 +6,7 @@ Knows nothing about reducers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from numbers import Real
@@ -38,7 +38,7 @@ __all__ = [
     "check_whole",
     "ddp_models",
     "failed",
-    "has_any_of",
+    "ids_in",
     "is_part",
     "module_with_buffers",
     "named_in",
@@ -238,9 +238,9 @@ def named_in(model: object) -> Callable[[torch.Tensor], str]:
     return named
 
 
-def has_any_of(optimizer: torch.optim.Optimizer, ids: Container[int]) -> bool:
-    """Whether ``optimizer`` steps a tensor whose ``id`` is one of ``ids``."""
-    return any(id(x) in ids for given in optimizer.param_groups for x in given["params"])
+def ids_in(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ``id`` of each tensor that ``optimizer`` steps."""
+    return {id(x) for given in optimizer.param_groups for x in given["params"]}
 
 
 def replaced_in(model: object, parameters: Iterable[torch.Tensor]) -> Callable[[], str]:

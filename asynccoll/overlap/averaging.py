@@ -17,6 +17,7 @@ Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; wi
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,8 @@ __all__ = ["ParameterAverager", "average_parameters"]
 
 #: The step number that ``finish`` sends; steps are numbered from 1.
 _FINISH = 0
+#: Checksums of names are below this, so that their squares are averaged without rounding.
+_CHECKSUMS = 1 << 20
 
 
 class ParameterAverager(EachStep):
@@ -81,7 +84,7 @@ class ParameterAverager(EachStep):
             check_timeout(timeout)
             check_unaliased(trained.items())
         check_layouts(trained.items(), **self._tail)
-        self._parameters = [*trained.values()]
+        self._parameters = trained
         self._every, self._delay = every, delay
         self._methods = Methods("ParameterAverager", "averager", "this averager")
         self._steps = 0
@@ -128,26 +131,28 @@ class ParameterAverager(EachStep):
         self._midway = False
 
     def _begin(self) -> None:
-        self._parameters = [*self._trained().values()]
-        self._copies = [parameter.detach().clone() for parameter in self._parameters]
+        self._parameters = self._trained()
+        self._copies = [parameter.detach().clone() for parameter in self._parameters.values()]
         self._work = self._averaged(self._copies, self._steps)
         self._begun, self._due = self._steps, self._steps + self._delay
 
     def _averaged(self, tensors: list[torch.Tensor], step: int) -> Work[list[torch.Tensor]]:
-        """Start to average ``tensors``, and check that all ranks are at the same ``step``.
+        """Start to average ``tensors``; check that all ranks are at this ``step`` and train the same ones.
 
         The number of the step and its square are averaged, too: the average of the squares is the square of
-        the average only if all ranks have the same number.
+        the average only if all ranks have the same number. So is a checksum of the parameters' names.
         """
-        number = torch.tensor([step, step**2], dtype=torch.float64, device=tensors[0].device)
-        averages = all_reduce([number, *tensors], op="avg", **self._tail)
-        return averages.map(lambda found: _checked(found, step))
+        names = zlib.crc32("\n".join(self._parameters).encode()) % _CHECKSUMS
+        told = [step, step**2, names, names**2]
+        numbers = torch.tensor(told, dtype=torch.float64, device=tensors[0].device)
+        averages = all_reduce([numbers, *tensors], op="avg", **self._tail)
+        return averages.map(lambda found: _checked(found, step, names))
 
     def _take(self) -> Steps[None]:
         """Wait for the average and correct each parameter by it: once, also if Ctrl-C interrupts this."""
         assert self._work is not None
         averages = yield from self._received(self._work)
-        tensors = zip(self._parameters, averages, self._copies, strict=True)
+        tensors = zip(self._parameters.values(), averages, self._copies, strict=True)
         for index, (parameter, average, copy) in enumerate(tensors):
             last, value = self._corrected
             if index > last:
@@ -186,10 +191,10 @@ class ParameterAverager(EachStep):
         if self._work is not None:
             yield from self._take()
         if self._last is None:
-            self._parameters = [*self._trained().values()]
-            self._last = self._averaged([x.detach() for x in self._parameters], _FINISH)
+            self._parameters = self._trained()
+            self._last = self._averaged([x.detach() for x in self._parameters.values()], _FINISH)
         average = yield from self._received(self._last)
-        for parameter, value in zip(self._parameters, average, strict=True):
+        for parameter, value in zip(self._parameters.values(), average, strict=True):
             parameter.detach().copy_(value)
         self._end_round()
 
@@ -231,15 +236,21 @@ def average_parameters(
     return ParameterAverager(model, every=every, delay=delay, group=group, lane=lane, timeout=timeout)
 
 
-def _checked(found: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """Return the averages; refuse them if ranks began them at different steps."""
-    number, *averages = found
+def _checked(found: list[torch.Tensor], step: int, names: int) -> list[torch.Tensor]:
+    """Return the averages; refuse them if ranks began them at different steps, or with other parameters."""
+    numbers, *averages = found
     # Checked on the CPU only: reading a number from a device waits for the device.
-    if number.device.type == "cpu" and _differ(number.tolist(), step):
+    told = numbers.tolist() if numbers.device.type == "cpu" else [step, step**2, names, names**2]
+    if _differ(told[:2], step):
         here = "finish()" if step == _FINISH else f"step {step}"
         raise CollectiveMismatchError(
             f"this rank averages at {here}, and others at another step: every rank has to await equally "
             "often before finish(), even one whose data has ended"
+        )
+    if _differ(told[2:], names):
+        raise CollectiveMismatchError(
+            "the ranks average different parameters, because some are frozen (requires_grad=False) or were "
+            "added on some ranks only: train the same parameters on every rank"
         )
     return averages
 

@@ -36,6 +36,7 @@ SAME_LOOPS = (
     "Every rank has to run the same loops over the layers; one whose loop ended early calls "
     "`await layers.finish_loop()`"
 )
+SAME_FROZEN = "Freeze and unfreeze the same layers on every rank"
 
 
 class Shard:
@@ -54,7 +55,8 @@ class Shard:
         self.layout: Layout = Layout(
             [parameter.numel() for _, parameter in named], first.element_size(), size
         )
-        self._parameters = [parameter for _, parameter in named]
+        #: the layer's own parameters, which have no elements while the layers are sharded
+        self.emptied: list[nn.Parameter] = [parameter for _, parameter in named]
         self._trained = first.requires_grad
         zeros = first.detach().new_zeros(self.layout.elements)
         whole = self.join([parameter.detach() for _, parameter in named], zeros)
@@ -62,7 +64,7 @@ class Shard:
 
     def follow(self) -> None:
         """Freeze or unfreeze the part, if all the layer's own parameters were; refuse if only some were."""
-        changed = [x.requires_grad is not self._trained for x in self._parameters]
+        changed = [x.requires_grad is not self._trained for x in self.emptied]
         if not any(changed):
             return
         if not all(changed):
@@ -144,11 +146,14 @@ class Layer:
     def gathered(self, turns: Turns | None = None, **call: Any) -> Work[list[torch.Tensor]]:
         """Start to gather all ranks' parts; the result is a flat tensor for each shard.
 
-        Each rank also sends the number of the layer, since parts of different layers could have one shape.
+        Each rank also sends the number of the layer, since parts of different layers could have one shape,
+        and which of its shards are trained, since only those have gradients to send.
         ``turns``: given for the first layer of a loop, where ranks compare how far their backwards have got.
         """
         standing = Standing() if turns is None else turns.standing()
-        number = torch.tensor([[self.owner, self.index, *standing]], device=self.shards[0].own.device)
+        trained = sum(shard.own.requires_grad << place for place, shard in enumerate(self.shards))
+        numbers = [[self.owner, self.index, trained, *standing]]
+        number = torch.tensor(numbers, device=self.shards[0].own.device)
         parts = {f"layer {self.name}": [number, *(shard.own.detach() for shard in self.shards)]}
         return all_gather(parts, **call).map(partial(self._checked, turns))
 
@@ -157,8 +162,9 @@ class Layer:
         # Checked on the CPU only: reading a number from a device waits for the device.
         rows = numbers.tolist() if numbers.device.type == "cpu" else []
         self._check([row[:2] for row in rows])
+        self._check_trained([row[2] for row in rows])
         if turns is not None:
-            turns.compare([Standing(*row[2:]) for row in rows])
+            turns.compare([Standing(*row[3:]) for row in rows])
         return flats
 
     def _check(self, of_ranks: list[list[int]]) -> None:
@@ -171,6 +177,17 @@ class Layer:
             raise CollectiveMismatchError(
                 f"the ranks (of the group) gathered different layers at the same time: {told}. {SAME_LOOPS}"
             )
+
+    def _check_trained(self, of_ranks: list[int]) -> None:
+        """Refuse a layer that is frozen on some ranks only, given which shards each rank trains, as bits."""
+        for place, shard in enumerate(self.shards):
+            frozen = [rank for rank, trained in enumerate(of_ranks) if not trained >> place & 1]
+            if 0 < len(frozen) < len(of_ranks):
+                raise CollectiveMismatchError(
+                    f"the parameter {shard.names[0]!r} of layer {self.name} is frozen on ranks {frozen} (of "
+                    "the group) and trained on the others, and gradients of different layers would be added "
+                    f"up. {SAME_FROZEN}"
+                )
 
     def filled(
         self,

@@ -51,7 +51,7 @@ from asynccoll.overlap.accepted import (
     check_place,
     check_whole,
     failed,
-    has_any_of,
+    ids_in,
     module_with_buffers,
     named_in,
     place_in,
@@ -401,7 +401,7 @@ class GradientReducer(EachStep):
             raise InvalidArgumentError(told)
 
     def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        return has_any_of(optimizer, self._identity[2])
+        return not self._identity[2].isdisjoint(ids_in(optimizer))
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of ``optimizer`` if it has our parameters; only the last of each group is looked up."""

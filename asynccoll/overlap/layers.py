@@ -40,13 +40,13 @@ from asynccoll.overlap.accepted import (
     check_scaler,
     check_unaliased,
     check_whole,
-    has_any_of,
+    ids_in,
     place_in,
     share_out,
     told_to_peers,
 )
 from asynccoll.overlap.elementwise import look_at_steps
-from asynccoll.overlap.gathering import SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
+from asynccoll.overlap.gathering import SAME_FROZEN, SAME_LOOPS, GatheredLayer, Layer, Pass, Scattering
 from asynccoll.overlap.gradients import check_unreduced
 from asynccoll.overlap.hyperparameters import hyperparameters_of, states_of
 from asynccoll.overlap.pending import Methods, Pending
@@ -231,6 +231,8 @@ class ShardedLayers(Uncopied, nn.Module):
         check_place(self._place, self._call["group"], "the sharding of these layers")
         for shard in (shard for layer in layers for shard in layer.shards):
             shard.follow()
+        if torch.is_grad_enabled():
+            _check_unhooked(self.shards)
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
@@ -267,19 +269,33 @@ class ShardedLayers(Uncopied, nn.Module):
         )
 
     def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
-        yield from norms.agree_on_overflow(list(self.shards), **self._backward)
+        stepped = ids_in(optimizer)
+        own = [x for x in self.shards if id(x) in stepped]  # others may be those of another optimizer
+        yield from norms.agree_on_overflow(own, **self._backward)
         agreed(optimizer)
         scaler.unscale_(optimizer)
 
-    def check_finished(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step of ``optimizer``, if it has our parts, while a call cut short has not completed."""
-        if has_any_of(optimizer, {id(x) for x in self.shards}):
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of ``optimizer``, if it has our parts, while a call cut short has not completed.
+
+        Also refuse one that has the layers' own parameters, which are empty, in place of the parts.
+        """
+        stepped = ids_in(optimizer)
+        if not stepped.isdisjoint(map(id, self.shards)):
             self._methods.check_finished("a step of the optimizer")
+        for shard in (shard for layer in self._layers for shard in layer.shards):
+            left_out = shard.own.grad is not None and id(shard.own) not in stepped
+            if left_out and not stepped.isdisjoint(map(id, shard.emptied)):
+                raise InvalidArgumentError(
+                    f"the optimizer has the own parameters of layer {shard.place[0]}, which are empty since "
+                    "shard_layers, and not this rank's part of them, which has a gradient and would not be "
+                    "trained: make the optimizer after shard_layers, of `layers.parameters()`"
+                )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that ``optimizer`` has made, if it has our parts; the next loop compares it."""
         own = {id(x) for x in self.shards}
-        if has_any_of(optimizer, own):
+        if not own.isdisjoint(ids_in(optimizer)):
             self._turns.stepped([*hyperparameters_of(optimizer, own), *states_of(optimizer, own)])
 
     # Checkpoints
@@ -375,7 +391,7 @@ class _Loop(prefetch[GatheredLayer]):
 
     def _explain(self, error: CollectiveMismatchError) -> None:
         """Add the advice to the error of a backend that compares calls, which knows nothing about layers."""
-        if not any(advice in str(error) for advice in (SAME_LOOPS, SAME_STEPS)):
+        if not any(advice in str(error) for advice in (SAME_FROZEN, SAME_LOOPS, SAME_STEPS)):
             error.args = (f"{error}\n{SAME_LOOPS}",)
 
 
@@ -388,7 +404,7 @@ def _look_at_steps() -> None:
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for layers in list(_live):
-        layers.check_finished(optimizer)
+        layers.check_step(optimizer)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -418,6 +434,16 @@ def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
             "pass those of the model, shard_layers(model.blocks), say"
         )
     return modules
+
+
+def _check_unhooked(parts: Iterable[torch.Tensor]) -> None:
+    """Refuse hooks on parts: autograd calls them when it reaches a layer, before its gradient is reduced."""
+    if any(x._backward_hooks or x._post_accumulate_grad_hooks for x in parts):
+        raise InvalidArgumentError(
+            "a parameter of the sharded layers has a hook (register_hook, or "
+            "register_post_accumulate_grad_hook, as for an optimizer that steps in backward), which would "
+            "run before its gradient is there: remove it, and use the gradients after backward()"
+        )
 
 
 def _check_addresses(parameters: Sequence[torch.Tensor]) -> None:

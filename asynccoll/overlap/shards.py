@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from asynccoll.errors import InvalidArgumentError, still_pending
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.ops.collectives import all_gather, reduce_scatter
-from asynccoll.overlap.accepted import has_any_of
+from asynccoll.overlap.accepted import ids_in
 from asynccoll.overlap.arrivals import Arrival
 from asynccoll.overlap.buckets import Bucket, Gradients, assign
 from asynccoll.overlap.gradients import GradientReducer
@@ -223,7 +223,7 @@ class ShardReducer(GradientReducer):
             raise InvalidArgumentError(f"{self!r}: {self._calls.stepped_too_early}")
 
     def _has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        return has_any_of(optimizer, {id(bucket.shard) for bucket in self.buckets})
+        return not ids_in(optimizer).isdisjoint(id(bucket.shard) for bucket in self.buckets)
 
     def _reduce(self, flat: torch.Tensor, bucket: Gradients) -> Work[torch.Tensor]:
         assert isinstance(bucket, ShardBucket)
