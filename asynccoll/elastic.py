@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from asynccoll.auto.models import load_in_place
 from asynccoll.backends.horovod.library import load, start
@@ -39,6 +40,10 @@ def state(**kept: object) -> Any:
 
     >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
 
+    It also keeps other objects that have ``state_dict`` and ``load_state_dict``: schedulers, gradient
+    scalers, and the samplers of ``auto_dataloader``, which share what is left of an epoch among the workers
+    of the new world.
+
     ``state.commit()`` in the training loop keeps a copy, to which all workers return after a failure; new
     workers get rank 0's.
     """
@@ -49,7 +54,20 @@ def state(**kept: object) -> Any:
         if isinstance(handler.value, Optimizer):
             handler.sync = functools.partial(_sync, hvd, handler)
             handler.restore = functools.partial(_restore, handler)
+    for name in [name for name, value in made._saved_state.items() if hasattr(value, "load_state_dict")]:
+        # Horovod would keep no copy, and give other workers a new object: a scheduler with its own optimizer.
+        value = made._saved_state.pop(name)
+        made._handlers[name] = hvd.elastic.state.SamplerStateHandler(value)
+        if isinstance(value, DistributedSampler):
+            made.register_reset_callbacks([functools.partial(_share_anew, hvd, value)])
     return made
+
+
+def _share_anew(hvd: Any, sampler: Any) -> None:
+    """Have the next iteration of ``sampler``, one of ours, share what is left among the workers of now."""
+    left = sampler.state_dict()
+    sampler.num_replicas, sampler.rank = hvd.size(), hvd.rank()
+    sampler.load_state_dict(left)
 
 
 def _sync(hvd: Any, handler: Any) -> None:

@@ -767,6 +767,35 @@ def test_a_new_worker_takes_over_the_first_ones_optimizer(pair: worlds.World) ->
     pair.run(takes_over)
 
 
+def takes_over_more(me: Rank) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    sampler = ac.auto_dataloader(range(12), batch_size=2, shuffle=False).sampler
+    if me.rank == 0:
+        drawn = iter(sampler)
+        assert [next(drawn), next(drawn)] == [0, 2]
+        optimizer.step()
+        schedule.step()
+    state = ac.elastic.state(optimizer=optimizer, schedule=schedule, sampler=sampler)
+    state.sync()
+    state.commit()
+    schedule.step()
+    state.restore()
+    assert state.schedule is schedule, "another one would step a copy of the optimizer"
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.1)
+    schedule.step()
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (2, 0.05)
+    sampler.num_replicas, sampler.rank = 4, 3  # as in a larger world, of which these workers are left
+    state.on_reset()
+    assert [*sampler] == [*range(4, 12)][me.rank :: 2]
+
+
+def test_schedulers_and_samplers_are_kept_too(pair: worlds.World) -> None:
+    """Regression: nothing took them back, and a new worker's scheduler stepped a copy of the optimizer."""
+    pair.run(takes_over_more)
+
+
 def contradictions(me: Rank) -> None:
     for options in ({"rank": 1 - me.rank, "world_size": 2}, {"rank": me.rank, "world_size": 3}):
         with pytest.raises(ac.LaunchEnvironmentError, match="Horovod says"):
