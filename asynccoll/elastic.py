@@ -41,8 +41,7 @@ def state(**kept: object) -> Any:
     >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
 
     It also keeps other objects that have ``state_dict`` and ``load_state_dict``: schedulers, gradient
-    scalers, and the samplers of ``auto_dataloader``, which share what is left of an epoch among the workers
-    of the new world.
+    scalers, and our samplers, which share what is left of an epoch among the workers of the new world.
 
     ``state.commit()`` in the training loop keeps a copy, to which all workers return after a failure; new
     workers get rank 0's.
@@ -59,6 +58,7 @@ def state(**kept: object) -> Any:
         value = made._saved_state.pop(name)
         made._handlers[name] = hvd.elastic.state.SamplerStateHandler(value)
         if isinstance(value, DistributedSampler):
+            _share_anew(hvd, value)  # it may have been made before there was a world
             made.register_reset_callbacks([functools.partial(_share_anew, hvd, value)])
     return made
 

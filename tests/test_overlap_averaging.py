@@ -230,6 +230,31 @@ def test_layers_that_are_frozen_on_some_ranks_only_are_refused(several: World) -
     several.run(frozen_differently, runner="blocking")
 
 
+def averaged_after_sharded_steps(me: Rank) -> None:
+    model = network()
+    optimizer = ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    averaging = ac.overlap.average_parameters(model, every=2, delay=1)
+    twin = network()
+    alone = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        loss_of(model, batch(me.rank, step)).backward()
+        for rank in range(me.size):
+            (loss_of(twin, batch(rank, step)) / me.size).backward()
+        optimizer.step().wait()
+        averaging.wait()  # averages what is the same on all ranks
+        alone.step()
+    averaging.finish().wait()
+    assert all(map(close, model.parameters(), twin.parameters()))
+    optimizer.close()
+
+
+def test_an_average_that_is_due_while_a_sharded_step_is_gathered(pair: World) -> None:
+    """Regression: it was added to parameters that had not arrived, and the next forward was refused."""
+    pair.run(averaged_after_sharded_steps, runner="blocking")
+
+
 def steps_on(me: Rank) -> None:
     model = network()
     averaging = ac.overlap.average_parameters(model, every=2)

@@ -551,3 +551,28 @@ def test_an_overflow_leaves_the_gradients_of_another_optimizer_alone() -> None:
 
     for rank, unmoved in simulate(rank_does, world_size=3).results.items():
         assert unmoved == [True, False], rank
+
+
+def test_an_overflow_in_one_of_two_sets_of_layers_skips_the_step_of_their_optimizer() -> None:
+    """Regression: the ranks agreed on one set alone, and only the rank that saw the overflow skipped it."""
+
+    async def rank_does(rank: int) -> list[bool]:
+        torch.manual_seed(0)
+        sets = [ac.overlap.shard_layers([nn.Linear(4, 4)]) for _ in range(2)]
+        parts = [part for layers in sets for part in layers.parameters()]
+        optimizer = torch.optim.SGD(parts, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        x = torch.ones(2, 4)
+        for layers in sets:
+            async for layer in layers:
+                x = layer(x)
+        scaler.scale(x.sum()).backward()
+        if rank == 0:
+            parts[1].grad[0] = float("inf")
+        before = [part.detach().clone() for part in parts]
+        await sets[0].unscale_(scaler, optimizer)
+        scaler.step(optimizer)
+        return [torch.equal(old, part) for old, part in zip(before, parts, strict=True)]
+
+    for rank, unmoved in simulate(rank_does, world_size=3).results.items():
+        assert unmoved == [True, True], rank

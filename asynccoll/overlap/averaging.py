@@ -152,6 +152,7 @@ class ParameterAverager(EachStep):
         """Wait for the average and correct each parameter by it: once, also if Ctrl-C interrupts this."""
         assert self._work is not None
         averages = yield from self._received(self._work)
+        wait_for(self._parameters.values())
         tensors = zip(self._parameters.values(), averages, self._copies, strict=True)
         for index, (parameter, average, copy) in enumerate(tensors):
             last, value = self._corrected

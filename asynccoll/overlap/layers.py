@@ -41,6 +41,7 @@ from asynccoll.overlap.accepted import (
     check_unaliased,
     check_whole,
     ids_in,
+    is_part,
     place_in,
     share_out,
     told_to_peers,
@@ -260,7 +261,8 @@ class ShardedLayers(Uncopied, nn.Module):
     def unscale_(self, scaler: object, optimizer: torch.optim.Optimizer) -> Pending[None]:
         """Call ``scaler.unscale_(optimizer)`` after all ranks have agreed on whether one of them overflowed.
 
-        Each rank sees only its part of the gradients, so call this before each ``scaler.step(optimizer)``.
+        Each rank sees only its part of the gradients, so call this before each ``scaler.step(optimizer)``:
+        once, even if the optimizer has the parts of several such objects.
         """
         check_scaler(scaler)
         check("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
@@ -269,8 +271,7 @@ class ShardedLayers(Uncopied, nn.Module):
         )
 
     def _unscale(self, scaler: Any, optimizer: torch.optim.Optimizer) -> Steps[None]:
-        stepped = ids_in(optimizer)
-        own = [x for x in self.shards if id(x) in stepped]  # others may be those of another optimizer
+        own = [x for given in optimizer.param_groups for x in given["params"] if is_part(x)]
         yield from norms.agree_on_overflow(own, **self._backward)
         agreed(optimizer)
         scaler.unscale_(optimizer)
