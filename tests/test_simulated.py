@@ -22,6 +22,7 @@ import torch
 
 import asynccoll as ac
 from asynccoll import host
+from asynccoll.host import locks
 from asynccoll.testing import (
     PCT,
     Cancel,
@@ -452,7 +453,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 def test_the_host_is_as_it_was() -> None:
     simulate(busy, world_size=2)
-    assert host.Lock is threading.Lock
+    assert host.Lock is locks.Lock
     assert host.monotonic is time.monotonic
     assert not ac.is_initialized()
     assert ac.all_reduce(torch.tensor([3.0])).wait().tolist() == [3.0]  # the world of one

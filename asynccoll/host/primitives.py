@@ -13,9 +13,11 @@ from collections.abc import Callable
 from os import getpid
 from queue import SimpleQueue
 from socket import gethostname
-from threading import Condition, Event, Lock, RLock, Thread, current_thread, get_ident
+from threading import Condition, Event, Thread, current_thread, get_ident
 from time import monotonic, perf_counter, sleep
 from time import time as wall_clock
+
+from asynccoll.host.locks import Lock, RLock
 
 __all__ = [
     "Condition",

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
-from threading import RLock
 from typing import Any
 
 import torch.autograd.profiler as torchs
 
 from asynccoll.host.forks import renew
+from asynccoll.host.locks import RLock
 from asynccoll.host.state import per_process
 
 __all__ = ["annotation", "begin"]

@@ -19,7 +19,7 @@ from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.backends.api.within import within
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.health.checks import misfit, mismatch
-from asynccoll.host import forks, give_way, network
+from asynccoll.host import forks, give_way, locks, network
 from asynccoll.host.cores import usable_cores
 from asynccoll.host.endings import is_new
 from asynccoll.host.handing import received
@@ -94,6 +94,7 @@ __all__ = [
     "host",
     "is_new",
     "locate",
+    "locks",
     "make_default_group",
     "may_overlap",
     "meet",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,6 +37,7 @@ from asynccoll.backends.api import (
     detect,
     host,
     locate,
+    locks,
     meet,
     network,
     of_torch,
@@ -109,7 +109,7 @@ class C10dBackend(Backend):
         self._opening = InProgress()
         self._devices: list[object] = []
         self._published: dict[str, dist.ProcessGroup] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
 
     def capabilities(self, device: str) -> Capabilities:
         return _row(self.by_device, device)

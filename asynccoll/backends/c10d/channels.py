@@ -8,14 +8,13 @@ that does not fit is received into other memory, and refused by name.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from asynccoll.backends.api import Completion, InProgress, Transfer, Waiters, encoded, unlike
+from asynccoll.backends.api import Completion, InProgress, Transfer, Waiters, encoded, locks, unlike
 from asynccoll.backends.c10d.completion import NEVER
 from asynccoll.errors import PeerRefusedError
 
@@ -38,7 +37,7 @@ class Channels:
         self._await_others = await_others
         self._rank = rank
         self._pairs: dict[int, object] = {}
-        self._opening: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._opening: defaultdict[int, locks.Lock] = defaultdict(locks.Lock)
         self._waiters = Waiters("asynccoll-p2p")
         self._exchanging = InProgress()
 

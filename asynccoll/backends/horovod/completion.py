@@ -14,14 +14,20 @@ The function that Horovod's ``synchronize`` calls spins until the operation is o
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Callable
 from time import monotonic
 
 from horovod.torch.mpi_ops import _basics, mpi_lib
 
-from asynccoll.backends.api import LONGEST_NAP_SECONDS, SHORTEST_NAP_SECONDS, Callback, Polled, progress
+from asynccoll.backends.api import (
+    LONGEST_NAP_SECONDS,
+    SHORTEST_NAP_SECONDS,
+    Callback,
+    Polled,
+    locks,
+    progress,
+)
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError, CollectiveError
 
@@ -74,7 +80,7 @@ class HorovodCompletion(Polled):
         self._common = common
         self._finish = finish
         self._started = monotonic()
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
 
     def enter(self) -> None:
         """Issue the call, unless it was given up before its turn. Runs on a thread that may wait."""

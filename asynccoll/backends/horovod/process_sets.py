@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Clients, Opening, Promise, start_once
+from asynccoll.backends.api import Clients, Opening, Promise, locks, start_once
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError
 
@@ -41,7 +41,7 @@ class ProcessSets:
         self._hvd = hvd
         self._rank: int = hvd.rank()
         self._size: int = hvd.size()
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
         self._made: dict[tuple[int, ...], Promise] = {}
         self._sets: dict[tuple[int, ...], object] = {}
         #: the ranks of sets that are not made yet, by the group's key; and the keys written to the store

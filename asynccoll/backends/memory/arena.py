@@ -12,13 +12,12 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccoll.backends.api import forks
+from asynccoll.backends.api import forks, locks
 from asynccoll.backends.memory.layout import BLOCK_WORDS, LEFT, Layout
 
 __all__ = ["Arena", "map_region"]
@@ -80,7 +79,7 @@ class Arena:
         self._end = PAGE  # the first page is for the words that prove shared memory (``neighbours``)
         self._lent: list[_Lent] = []
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets, by length
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
 
     def lend(self, size: int) -> tuple[int, Layout]:
         """Lend a new region, all zeros, to ``size`` ranks; return its offset and its layout."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Waiters, usable_cores, values
+from asynccoll.backends.api import Waiters, locks, usable_cores, values
 from asynccoll.backends.memory.arena import Arena, map_region
 from asynccoll.backends.memory.layout import ABORTED, ASLEEP, BLOCK_WORDS, LEFT, STATE, Layout
 from asynccoll.backends.memory.neighbours import (
@@ -48,7 +47,7 @@ class Hub:
     def __init__(self, arena: Arena, ranks: Sequence[int], rank: int, handed: Sequence[Descriptors]) -> None:
         self._arena = arena
         # held while a bell is rung, so that it is not closed meanwhile; a finalizer may ring another one then
-        self._ringing = threading.RLock()
+        self._ringing = locks.RLock()
         self._handed = dict(zip(ranks, handed, strict=True))
         others = {one: held.process for one, held in self._handed.items() if one != rank}
         self.watcher: Watcher = Watcher(self._handed[rank].bell, others)

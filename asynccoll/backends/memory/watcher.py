@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from asynccoll.backends.api import is_new
+from asynccoll.backends.api import is_new, locks
 
 __all__ = ["Watcher"]
 
@@ -34,7 +34,7 @@ class Watcher:
         self._bell = bell
         self._ranks = {descriptor: rank for rank, descriptor in processes.items()}
         self._engines: weakref.WeakSet[object] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = locks.Lock()
         self._logged: set[object] = set()
         self._stopped = False
         #: the ranks whose processes have ended

@@ -9,7 +9,6 @@ Two threads must not test a request at the same time. A thread that finds its lo
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from asynccoll.backends.api import (
     Callback,
     Polled,
     give_way,
+    locks,
     progress,
 )
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
@@ -54,7 +54,7 @@ BURST = 64
 BURST_WHERE_CROWDED = 4
 ONCE = range(1)
 
-_new_lock = threading.Lock
+_new_lock = locks.Lock
 watch: Callable[[MpiCompletion], None] = progress.watch
 
 #: Requests that will never end, or were lost to an interrupt, with the memory that MPI may still write to.
@@ -294,7 +294,7 @@ class Guarded:
 
     __slots__ = ("_gate", "_request")
 
-    def __init__(self, request: Any, gate: threading.Lock) -> None:
+    def __init__(self, request: Any, gate: locks.Lock) -> None:
         self._request = request
         self._gate = gate
 

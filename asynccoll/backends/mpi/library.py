@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from asynccoll.backends.api import progress
+from asynccoll.backends.api import locks, progress
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 
 __all__ = ["INSTALL", "Library", "load"]
@@ -42,7 +41,7 @@ class Library:
     MPI: ModuleType
     name: str
     #: held during every call if the library takes one at a time (MPI_THREAD_SERIALIZED), else None
-    gate: threading.Lock | None
+    gate: locks.Lock | None
     #: whether it can make a communicator from a group and a name (MPI-4)
     by_name: bool
     #: the largest count of a call
@@ -90,7 +89,7 @@ def _examine(mpi: ModuleType) -> Library:
     return Library(
         mpi,
         _name(mpi),
-        gate=threading.Lock() if mpi.Query_thread() == mpi.THREAD_SERIALIZED else None,
+        gate=locks.Lock() if mpi.Query_thread() == mpi.THREAD_SERIALIZED else None,
         by_name=mpi.Get_version() >= (4, 0),
         limit=_COUNT_MAX if mpi.Get_version() >= (4, 0) else _INT_MAX,
         highest_tag=mpi.COMM_WORLD.Get_attr(mpi.TAG_UB),

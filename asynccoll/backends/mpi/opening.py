@@ -15,12 +15,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import threading
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.backends.api import InProgress, Opening, Waiting
+from asynccoll.backends.api import InProgress, Opening, Waiting, locks
 from asynccoll.backends.mpi.library import Library
 from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError
 
@@ -49,7 +48,7 @@ class Opener:
         self._rank: int = base.Get_rank()
         self._world = base.Get_group()
         self._prefix = prefix
-        self._turn = threading.Lock()
+        self._turn = locks.Lock()
         self._making = InProgress()
         self._read = 0
         self._made: dict[str, object] = {}
