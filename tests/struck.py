@@ -15,6 +15,19 @@ __all__ = ["Strike", "Struck", "nth"]
 
 _LIBRARY = str(Path(asynccoll.__file__).parent)
 _SIMULATED = str(Path(_LIBRARY, "testing"))
+#: The opcodes at whose end some version of Python handles signals.
+_HANDLE_SIGNALS = frozenset(
+    [
+        "CALL",
+        "CALL_FUNCTION",
+        "CALL_FUNCTION_EX",
+        "CALL_FUNCTION_KW",
+        "CALL_KW",
+        "CALL_METHOD",
+        "JUMP_ABSOLUTE",
+        "JUMP_BACKWARD",
+    ]
+)
 
 
 def _is_ours(file: str) -> bool:
@@ -68,6 +81,8 @@ class Strike:
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
+        # Python 3.12 traces opcodes only if a frame wanted them before.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
 
     def __exit__(self, *_: object) -> None:
@@ -86,10 +101,13 @@ class Strike:
         return self._trace
 
     def _counts(self, frame: types.FrameType, event: str) -> bool:
+        if event == "exception":
+            # Behind a call that has raised, Python handles no signal before the handler has begun. An
+            # exception there would be cleaned up as one of the handler, and what the call raised stay
+            # ``sys.exc_info()``.
+            self._latest[frame] = ""
         if self._at != "call" or event != "opcode":
             return event == self._at
         before, now = self._latest.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
         self._latest[frame] = now
-        # Behind a call that has raised, Python handles no signal before the handler has begun. An exception
-        # there would be cleaned up as one of the handler, and what the call raised stay ``sys.exc_info()``.
-        return before.startswith(("CALL", "JUMP_BACKWARD")) and now != "PUSH_EXC_INFO"
+        return before in _HANDLE_SIGNALS
