@@ -17,12 +17,15 @@ import torch.distributed as dist
 
 import asynccoll
 import needs
+from asynccoll.backends.table import usual_device
 from asynccoll.bench.request import Row
 from asynccoll.cli import main
 from asynccoll.flight import Call, Hang, Parting, Unmet
 from asynccoll.health.accounts import Account, Peer
 from asynccoll.jobs.live import RankNow
 from asynccoll.jobs.whereabouts import Job, Whereabouts
+from asynccoll.ops.explaining import explain_offline
+from asynccoll.plan.spec import Wire
 from asynccoll.trace import findings
 from asynccoll.trace.stragglers import Straggling
 from patience import patient
@@ -177,6 +180,33 @@ def test_the_default_timeout_is_told() -> None:
     default = inspect.signature(asynccoll.initialize).parameters["timeout"].default
     for page in ("guide.md", "how-to.md"):
         assert f"{default:.0f}" in (DOCS / page).read_text(), page
+
+
+def sent(backend: str, dtype: str) -> str:
+    """Return how the elements of a sum are sent, as the table of dtypes says it."""
+    on = "gloo" if backend == "memory" else backend
+    where = {"backend": on, "device": usual_device(on), "world_size": 2, "memory": backend == "memory"}
+    plan = explain_offline("all_reduce", shape=(1 << 20,), dtype=dtype, **where)
+    if plan.via == "all_gather":
+        return "gathered"
+    named = {Wire.SAME: "unchanged", Wire.REAL: "pairs of reals"}
+    return named.get(plan.wire) or str(plan.wire_dtype).removeprefix("torch.")
+
+
+def test_the_table_of_dtypes_is_what_explain_says() -> None:
+    page = (DOCS / "backends" / "support.md").read_text()
+    table = page.partition("How the elements of an `all_reduce`")[2]
+    lines = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\|$", table, re.MULTILINE)]
+    (_, *backends), _, *rows = ([cell.strip() for cell in line] for line in lines)
+    told = {dtype: cells for first, *cells in rows for dtype in re.findall(r"`(\w+)`", first)}
+    assert len(told) > 10
+    assert {dtype: [sent(backend, dtype) for backend in backends] for dtype in told} == told
+
+
+def test_the_how_tos_are_all_in_the_list_at_the_top() -> None:
+    page = (DOCS / "how-to.md").read_text()
+    plain = [title.replace("`", "") for title in re.findall(r"^## (.+)$", page, re.MULTILINE)]
+    assert [listed.replace("`", "") for listed in re.findall(r"^- \[(.+)\]\(#", page, re.MULTILINE)] == plain
 
 
 def test_what_a_reader_types_to_look_at_a_hanging_job_is_about_one_job() -> None:
