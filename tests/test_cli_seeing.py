@@ -53,6 +53,10 @@ def test_a_backend_that_breaks_does_not_work(monkeypatch):
     monkeypatch.setattr(trials, "_PROGRAM", "import os; os.abort()")
     assert trials.try_all()["gloo"].why == "a world of one was killed by signal 6"
 
+    monkeypatch.setattr(trials, "_PROGRAM", "import signal; signal.pause()")
+    monkeypatch.setattr(trials, "_LIMIT_S", 0.1)
+    assert "busy machine, try again" in trials.try_all()["gloo"].why
+
 
 # --- tables ---------------------------------------------------------------------------------------
 

@@ -29,6 +29,11 @@ def _full(value: float, *shape: int) -> torch.Tensor:
     return torch.full(shape, float(value))
 
 
+def _here() -> str:
+    """Return the place of the caller's line, as errors show it."""
+    return f"{__file__}:{sys._getframe(1).f_lineno}"
+
+
 def _sequence() -> int:
     """Return how many places of the default lane's order are used."""
     return current().world.lane().sequence
@@ -478,8 +483,8 @@ async def filled_beside(me: Rank) -> None:
         *([] if me.lacks("recv") else [lambda: ac.recv(x, src=(me.rank - 1) % n, out=x)]),
     ):
         with ac.coalescing():
-            work = ac.all_reduce(x, lane="c")
-            with raising(ac.InvalidArgumentError, "reads, which has not been waited for"):
+            work, here = ac.all_reduce(x, lane="c"), _here()
+            with raising(ac.InvalidArgumentError, f"{here} reads, which has not been waited for"):
                 fills()
         oracle.same(await me.get(work), _full(total, n))
     with ac.coalescing():  # on its own lane, a refused call takes the block along
@@ -493,6 +498,22 @@ async def filled_beside(me: Rank) -> None:
 def test_what_waits_to_be_sent_is_not_overwritten_by_a_call_that_does_not(several: World) -> None:
     """The other call may be on another lane, between two ranks, or sent already."""
     several.run(filled_beside)
+
+
+async def read_too_early(me: Rank) -> None:
+    x = _full(me.rank + 1, 3)
+    with ac.coalescing():
+        work, here = ac.all_reduce(x, out=x), _here()
+        assert here in repr(work)
+        mapped = work.map(torch.clone)
+        assert here in repr(mapped)
+        with raising(ac.InvalidArgumentError, f"the call at {here} in a coalescing block fills (out=)"):
+            ac.all_reduce(x, lane="other")
+    oracle.same(await me.get(mapped), _full(sum(range(1, me.size + 1)), 3))
+
+
+def test_a_call_that_reads_what_a_deferred_one_fills_shows_where_that_one_was_made(several: World) -> None:
+    several.run(read_too_early)
 
 
 async def one_dropped(me: Rank) -> None:

@@ -15,6 +15,7 @@ import torch
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_number import numbered
+from asynccoll.host.call_site import Spot
 from asynccoll.memory.aliasing import Claim, Claims
 
 __all__ = ["claims", "filler_of", "let_go", "refuse_unfilled"]
@@ -49,6 +50,14 @@ class Filling(Protocol):
 
     def done(self) -> bool:
         """Whether the operation is over for its waiters."""
+
+
+class Unsent(Protocol):
+    """A work of a coalescing block that has no operation yet."""
+
+    @property
+    def spot(self) -> Spot:
+        """Where the call was made."""
 
 
 class Filler(Claim, Protocol):
@@ -119,7 +128,7 @@ def refuse_unfilled(name: str, xs: Iterable[torch.Tensor], but: Claim | None = N
     by = (
         f"{first.name} {numbered(first.sequence)} at {first.place}"
         if first
-        else "an earlier call of a coalescing block"
+        else f"the call at {cast('Unsent', found).spot.place} in a coalescing block"
     )
     why = "and that call has not been waited for yet; await it first"
     if isinstance(found, _Dropped) or not found.pending:

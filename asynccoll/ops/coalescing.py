@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -53,17 +53,20 @@ U = TypeVar("U")
 class Deferred(Work[T]):
     """The work of a deferred call. Waiting for it sends all calls that the block has deferred on its lane."""
 
-    __slots__ = ("_batch", "_callbacks", "_derived", "_lane")
+    __slots__ = ("_batch", "_callbacks", "_derived", "_lane", "spot")
 
-    def __init__(self, batch: _Batch, lane: Lane) -> None:
+    def __init__(self, batch: _Batch, lane: Lane, spot: Spot) -> None:
         super().__init__((), None)
         self._batch: _Batch | None = batch
         self._lane = lane
+        self.spot = spot  # where the call was made
         self._derived: list[Deferred[Any]] = []
         self._callbacks: list[Callable[[Work[Any]], object]] = []
 
     def __repr__(self) -> str:
-        return super().__repr__() if self._batch is None else "<Work of a coalescing block: not sent yet>"
+        if self._batch is None:
+            return super().__repr__()
+        return f"<Work of a coalescing block from {self.spot.place}: not sent yet>"
 
     @property
     def put_off(self) -> bool:
@@ -112,7 +115,7 @@ class Deferred(Work[T]):
         with self._unsent() as batch:
             if batch is not None:
                 self._heard = True
-                derived: Deferred[U] = Deferred(batch, self._lane)
+                derived: Deferred[U] = Deferred(batch, self._lane, self.spot)
                 derived._finish = as_called(lambda: function(self._outcome()))
                 derived._origin = self
                 self._derived.append(derived)
@@ -142,7 +145,6 @@ class _Call(NamedTuple):
     x: torch.Tensor
     out: torch.Tensor | None
     modes: Modes
-    spot: Spot
     work: Deferred[object]
 
 
@@ -173,7 +175,7 @@ class _Parts:
     def send(self, batch: _Batch, together: str | None) -> None:
         """Send the calls. ``together`` names all kinds that are sent now, for ranks to compare."""
         modes = {call.modes for call in self.calls}
-        before = called_at.set(self.calls[0].spot)
+        before = called_at.set(self.calls[0].work.spot)
         try:
             with batch.place_on(self.lane, self.fuse.name, together):
                 if len(modes) == 1:
@@ -226,15 +228,15 @@ def _result_of(
 class _Read:
     """A claim on the input of a pending deferred call, which no later call of the block may fill."""
 
-    __slots__ = ("__weakref__", "_work", "out")
+    __slots__ = ("__weakref__", "out", "work")
 
-    def __init__(self, x: torch.Tensor, work: Work[object]) -> None:
+    def __init__(self, x: torch.Tensor, work: Deferred[object]) -> None:
         self.out = x
-        self._work = work
+        self.work = work
 
     @property
     def claims(self) -> bool:
-        return self._work.pending
+        return self.work.pending
 
 
 class _Batch:
@@ -314,7 +316,7 @@ class _Batch:
             with self.place_on(lane, name), lane.after(partial(self.flush, lane)):
                 return begin()
         except _PLACE_LOST as error:  # as in ``_Parts.send``
-            lost: Deferred[T] = Deferred(self, lane)
+            lost: Deferred[T] = Deferred(self, lane, site())
             lost.abandoned(error)
             return noted(lost)
 
@@ -350,12 +352,12 @@ class _Batch:
             tensors.check_out(out, x, x.shape)
             autograd.records(fuse.name, (x,), (out,))
         key = (lane, fuse.name, fuse.detail, timeout)
-        work: Deferred[object] = Deferred(self, lane)
+        work: Deferred[object] = Deferred(self, lane, site())
         with self.lock:
             parts = self._parts.get(key)
             if parts is None:
                 parts = self._parts[key] = _Parts(lane, fuse, timeout)
-            parts.calls.append(_Call(x, out, Modes.now(), site(), work))
+            parts.calls.append(_Call(x, out, Modes.now(), work))
         self._reads.append(read := _Read(x, work))
         self._read.add(read)
         if out is not None:
@@ -369,11 +371,12 @@ class _Batch:
         different calls.
         """
         filled = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
-        if self._read.find(filled) is not None:
+        read = self._read.find(filled)
+        if read is not None:
             raise InvalidArgumentError(
-                f"{name} in a coalescing block fills memory (out=) that an earlier call of the block reads, "
-                "which has not been waited for; await it first (which sends the deferred calls), or "
-                "make this one after the block"
+                f"{name} in a coalescing block fills memory (out=) that the block's call at "
+                f"{cast('_Read', read).work.spot.place} reads, which has not been waited for; await it first "
+                "(which sends the deferred calls), or make this one after the block"
             )
 
     def flush(self, lane: Lane | None = None) -> None:

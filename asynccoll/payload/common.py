@@ -48,7 +48,9 @@ def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
 
 def no_out(name: str, out: object) -> None:
     if out is not None:
-        raise InvalidArgumentError(f"{name}: out= is for a payload that is one tensor")
+        raise InvalidArgumentError(
+            f"{name}: out= is for a result that is known to be one tensor; omit it, and use what is returned"
+        )
 
 
 def require_tensor(name: str, x: object, role: str = "a tensor") -> torch.Tensor:

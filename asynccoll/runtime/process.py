@@ -220,8 +220,8 @@ def initialize(
             share memory. False: always through sockets. The environment variable ``ASYNCCOLL_MEMORY`` (``1``
             or ``0``) sets the default. Must be the same on every rank.
         backend_options: further options of the chosen backend (gloo: ``interface``, the name of the network
-            interface, and ``by_node``, whether all_reduces sum within each node first); unknown ones are
-            refused.
+            interface, and ``by_node``, whether calls on several nodes go through each node first: True at
+            any size, False never); unknown ones are refused.
 
     Raises:
         InvalidArgumentError: called twice, or arguments that contradict each other.
