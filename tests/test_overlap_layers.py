@@ -137,6 +137,18 @@ def test_refused() -> None:
     assert tied.weight.numel() == 4
 
 
+def test_a_call_outside_of_a_loop_says_where_the_parameters_are() -> None:
+    """A forward of the model that calls its layers itself used to fail in torch, about shapes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, expected = torch.ones(2, 4), model(torch.ones(2, 4))
+    layers = ac.overlap.shard_layers(model)
+    with raising(ac.InvalidArgumentError, "call them in a loop over what shard_layers returned"):
+        model(x)
+    for layer in layers:
+        x = layer(x)
+    oracle.same(x, expected)
+
+
 def test_an_optimizer_state_of_other_layers_is_refused() -> None:
     """By the name of its parameter, with both shapes."""
     layers = ac.overlap.shard_layers([nn.Linear(3, 4)])

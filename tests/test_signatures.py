@@ -291,7 +291,7 @@ OF_ANOTHER_TYPE = {
     "gradients of a function": (
         lambda: called.overlap_gradients(lambda: None),
         "expected a torch.nn.Module",
-        "a NoneType",
+        "got None",
     ),
     "gradients' option": (
         lambda: called.overlap_gradients(_net(), codec=None),
@@ -444,6 +444,25 @@ def test_a_factor_is_a_number(name: str) -> None:
 def test_sources_are_listed(sources: Any) -> None:
     with raising(ac.PayloadTypeError, f"sources must be a list of ranks, got {sources!r}"):
         called.recv_any(X, sources=sources)
+
+
+NO_RANK_HERE = {
+    "a group": lambda: called.all_reduce(X, group=[0, 1]),
+    "a source": lambda: called.broadcast(X, src=1),
+}
+
+
+@pytest.mark.parametrize("name", NO_RANK_HERE)
+def test_in_a_world_of_one_an_error_about_other_ranks_says_how_to_start_some(name: str) -> None:
+    with raising(ac.InvalidArgumentError, "expected 0, as this is a world of one; a launcher starts more"):
+        NO_RANK_HERE[name]()
+
+
+def test_there_is_no_out_for_a_list() -> None:
+    with raising(ac.InvalidArgumentError, "out= is for a result that is known to be one tensor"):
+        called.all_gather(X, uneven=True, out=X)
+    with raising(ac.PayloadTypeError, "scatter got None; expected on src"):
+        called.scatter(None)
 
 
 def test_of_what_is_no_work_nobody_is_missing() -> None:

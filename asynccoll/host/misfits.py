@@ -94,7 +94,9 @@ def check_options(called: str, given: Collection[str], known: Collection[str]) -
 
 
 def named_type(given: object) -> str:
-    """Describe the type of ``given`` in words: ``a Tensor``, ``a list of int``, ``the class Adam``."""
+    """Describe the type of ``given`` in words: ``a Tensor``, ``a list of int``, ``the class Adam``, ``None``."""
+    if given is None:
+        return "None"
     if isinstance(given, type):
         return f"the class {given.__name__}"
     if isinstance(given, (list, tuple)) and given:

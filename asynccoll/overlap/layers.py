@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -145,6 +146,8 @@ class ShardedLayers(Uncopied, nn.Module):
         )
         self._size = size
         self._share_out(emptied)
+        for module in modules:
+            module.register_forward_pre_hook(_refuse_empty)
         look_at_steps()
         _look_at_steps()
         self._ahead = ahead
@@ -334,6 +337,12 @@ class ShardedLayers(Uncopied, nn.Module):
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
         """Give ``optimizer`` this rank's part of a state from ``full_optimizer_state``. Nothing is sent."""
         layerstates.load_optimizer_state(self._layers, optimizer, state)
+
+
+def _refuse_empty(module: nn.Module, _: object) -> None:
+    """Refuse a call of a layer outside of a loop, where its parameters are empty (a hook)."""
+    if not torch.compiler.is_compiling():
+        check_whole(itertools.islice(module.parameters(), 1))
 
 
 @fitting

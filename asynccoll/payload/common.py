@@ -10,6 +10,7 @@ import torch
 
 from asynccoll import tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.host.misfits import named_type
 from asynccoll.memory.plain import all_plain, plain_tensor, sharing, writable
 from asynccoll.memory.unwritten import beside
 from asynccoll.order.lane import Lane
@@ -43,7 +44,7 @@ def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
         hint = " (convert it with torch.as_tensor)"
     elif isinstance(x, (Iterator, set, frozenset, range, KeysView, ValuesView)):
         hint = " (make a list of it, in an order that is the same on every rank)"
-    return PayloadTypeError(f"{name} got a {type(x).__name__}{hint}; expected {expected}")
+    return PayloadTypeError(f"{name} got {named_type(x)}{hint}; expected {expected}")
 
 
 def no_out(name: str, out: object) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from asynccoll import tensors
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
+from asynccoll.host.misfits import named_type
 from asynccoll.memory.plain import plain_tensor
 from asynccoll.order.lane import Lane
 from asynccoll.payload.common import (
@@ -159,7 +160,7 @@ def scatter_parts(x: object, size: int) -> list[object]:
         return list(x.chunk(size)) if x.shape[0] else [x] * size
     if not isinstance(x, (list, tuple)):
         raise PayloadTypeError(
-            f"scatter got a {type(x).__name__}; expected on src a list of {size}, one for each rank, or a "
+            f"scatter got {named_type(x)}; expected on src a list of {size}, one for each rank, or a "
             "tensor to cut along dim 0"
         )
     return parts_of("scatter", x, size)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from asynccoll.transport.completion import Completion, Promise
     from asynccoll.waiting.children import Children
 
-__all__ = ["MAX_LANES", "Group", "GroupLike"]
+__all__ = ["MAX_LANES", "Group", "GroupLike", "ranks_of"]
 
 #: What a user may write as ``group=``: None is the world, ranks are global, a mesh has one dimension.
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
@@ -89,6 +89,13 @@ class _Closed:
 
     def admit(self, epoch: int, turn: Promise) -> None:
         turn.settle()
+
+
+def ranks_of(size: int) -> str:
+    """Say which ranks a world of this size has."""
+    if size > 1:
+        return f"0 to {size - 1}"
+    return "0, as this is a world of one; a launcher starts more ranks (`asynccoll run -n 4 program.py`)"
 
 
 class Group:
@@ -424,8 +431,4 @@ class Group:
         return index
 
     def _members(self) -> str:
-        if not self.is_world:
-            return f"one of {list(self.ranks)} (global ranks)"
-        if self.size > 1:
-            return f"0 to {self.size - 1}"
-        return "0, as this is a world of one; a launcher starts more ranks (`asynccoll run -n 4 program.py`)"
+        return ranks_of(self.size) if self.is_world else f"one of {list(self.ranks)} (global ranks)"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.world.context import Context
-from asynccoll.world.group import Group, GroupLike
+from asynccoll.world.group import Group, GroupLike, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +61,7 @@ def check_ranks(context: Context, ranks: object) -> tuple[int, ...]:
         raise InvalidArgumentError(f"a group lists each rank once and at least one, got {listed!r}")
     if wanted[0] < 0 or wanted[-1] >= context.world_size:
         raise InvalidArgumentError(
-            f"group {listed!r} names ranks outside the world; expected 0 to {context.world_size - 1}"
+            f"group {listed!r} names ranks outside the world; expected {ranks_of(context.world_size)}"
         )
     return wanted
 
