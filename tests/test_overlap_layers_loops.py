@@ -757,7 +757,7 @@ async def stepped_otherwise(me: Rank, change: str) -> None:
         optimizer.zero_grad()
     rest = "rank 1" if me.size == 2 else f"ranks {', '.join(map(str, range(1, me.size)))}"
     first = "rank 0: none" if skips else "rank 0: checksum"
-    own = "This rank's: none" if skips and me.rank == 0 else "This rank's: lr 0."
+    own = "This rank's: none" if skips and me.rank == 0 else "This rank's: parts [0, 1, 2, 3]: lr 0."
     with (
         me.case("unlike"),
         raising(ac.CollectiveMismatchError, first, f"{rest}: checksum", own, "schedulers"),
@@ -772,6 +772,26 @@ async def stepped_otherwise(me: Rank, change: str) -> None:
 def test_steps_that_differ_between_ranks_are_refused_in_the_next_loop(several: World, change: str) -> None:
     """Each rank updates its own parts: with different learning rates, they were put together in silence."""
     several.run(stepped_otherwise, change, runner="asyncio")
+
+
+async def stepped_apart(me: Rank) -> None:
+    layers = ac.overlap.shard_layers(blocks())
+    parts = list(layers.parameters())
+    halves = [torch.optim.SGD(parts[:2], lr=0.1), torch.optim.SGD(parts[2:], lr=0.2)]
+    (await through_gathered(layers, rows(me.rank, 0))).square().mean().backward()
+    for half in halves[:: 1 if me.rank else -1]:
+        half.step()
+    (await through_gathered(layers, rows(me.rank, 1))).square().mean().backward()
+    halves[1].param_groups[0]["lr"] = 0.1
+    halves[min(me.rank, 1)].step()
+    own = "This rank's: parts [2, 3]: lr 0.1" if me.rank else "This rank's: parts [0, 1]: lr 0.1"
+    with raising(ac.CollectiveMismatchError, "have not made the same optimizer steps", own):
+        await through_gathered(layers, rows(me.rank, 2))
+
+
+def test_optimizers_of_different_parts_may_step_in_any_order_but_on_all_ranks(several: World) -> None:
+    """Regression: only their numbers and hyperparameters were compared, in the order of the steps."""
+    several.run(stepped_apart, runner="asyncio", timeout=patient(20))
 
 
 async def stepped_alike(me: Rank) -> None:

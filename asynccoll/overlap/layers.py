@@ -299,8 +299,9 @@ class ShardedLayers(Uncopied, nn.Module):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that ``optimizer`` has made, if it has our parts; the next loop compares it."""
         own = {id(x) for x in self.shards}
-        if not own.isdisjoint(ids_in(optimizer)):
-            self._turns.stepped([*hyperparameters_of(optimizer, own), *states_of(optimizer, own)])
+        stepped = ids_in(optimizer)
+        if parts := [index for index, x in enumerate(self.shards) if id(x) in stepped]:
+            self._turns.stepped(parts, [*hyperparameters_of(optimizer, own), *states_of(optimizer, own)])
 
     # Checkpoints
 

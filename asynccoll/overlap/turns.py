@@ -164,9 +164,13 @@ class Turns:
         turn.is_over = True
         self._interrupted = self._interrupted or turn.has_raised
 
-    def stepped(self, followed: Sequence[str]) -> None:
-        """Note a step of an optimizer on this rank's parts, and what it ``followed`` from."""
-        self._steps.append(", ".join(followed))
+    def stepped(self, parts: Sequence[int], followed: Sequence[str]) -> None:
+        """Note a step of an optimizer on these ``parts``, by number, and what it ``followed`` from.
+
+        Ranks may step different parts in different orders.
+        """
+        self._steps.append(f"parts {list(parts)}: {', '.join(followed)}")
+        self._steps.sort(key=lambda step: step.partition(":")[0])
 
     def standing(self) -> Standing:
         """Return how far backwards have got on this rank, and what its steps since the last loop followed."""
