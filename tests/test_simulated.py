@@ -524,6 +524,7 @@ def test_a_message_does_not_end_what_the_thread_of_the_transport_waits_for() -> 
     assert seen == [True, "next"]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.TaskGroup came with 3.11")
 def test_tasks_that_nobody_can_wake_are_not_told_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
