@@ -390,6 +390,34 @@ def test_a_prepared_call_shares_the_place_of_its_block() -> None:
     explore(prepared_refused, seeds=range(6), world_size=2).check()
 
 
+async def prepared_again(me: Rank) -> None:
+    x, n = _full(me.rank + 1, 4), me.size
+    operation = ac.prepare("all_reduce", x)
+    works = []
+    with ac.coalescing():
+        works.append(ac.all_reduce(_full(1, 3)))
+        if me.rank == 0:
+            works.append(operation.start())
+        else:
+            with raising(ac.InvalidArgumentError, "nonsense"):
+                ac.all_reduce(x, op="nonsense")
+    for work in works:
+        with raising(ac.PeerRefusedError, "nonsense"):
+            await me.get(work)
+    for turn in range(2):
+        with ac.coalescing():
+            before, started = ac.all_reduce(_full(turn, 3)), operation.start()
+            behind = ac.all_reduce(_full(turn + 1, 5))
+        oracle.same(await me.get(before), _full(turn * n, 3))
+        oracle.same(await me.get(started), _full(n * (n + 1) / 2, 4))
+        oracle.same(await me.get(behind), _full(turn * n + n, 5))
+
+
+def test_a_prepared_call_in_blocks_behind_one_that_was_refused(pair: World, runner: str) -> None:
+    """It is sent with the block again, though the memory of its refused start may still be written to."""
+    pair.run(prepared_again, runner=runner)
+
+
 async def sent_before(me: Rank, everybody: bool) -> None:
     n = me.size
     for turn in range(12):
