@@ -68,7 +68,7 @@ class Drawing(TorchFunctionMode):
         return func(*args, **given)
 
     def _draw_from_torchs(
-        self, func: Callable[..., object], args: tuple[object, ...], given: dict[str, Any]
+        self, func: Callable[..., object], args: tuple[object, ...], given: dict[str, object]
     ) -> object:
         with _replaced, torch.random.fork_rng(devices=()):
             torch.default_generator.set_state(self._generator.get_state())

@@ -143,7 +143,7 @@ class ShardedOptimizer(Wrapping):
         self._unhook = weakref.finalize(self, _dropped, hooks, arrivals, caller(1))
         self._unhook.atexit = False
 
-    def _take_over(self, states: dict[Any, State], groups: Sequence[Mapping[str, Any]]) -> None:
+    def _take_over(self, states: dict[Any, State], groups: Sequence[Mapping[str, object]]) -> None:
         """Replace the optimizer's parameters by this rank's parts, and its state by that of the parts.
 
         ``states``: the state of whole parameters, by parameter. ``groups``: the options of each group.
