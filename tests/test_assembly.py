@@ -91,7 +91,8 @@ def test_who_does_not_come_is_named(rank: int) -> None:
         done.set()
 
     threading.Thread(target=come_in_vain).start()
-    with pytest.raises(CollectiveTimeoutError, match=f"rank {rank} timed out waiting for rank 1 of 3"):
+    told = f"rank {rank} timed out waiting for rank 1 of 3 to join within 0.5 s"
+    with pytest.raises(CollectiveTimeoutError, match=told):
         come(store, rank, 3, seconds=0.5)
     assert done.wait(SECONDS)
 

@@ -355,8 +355,15 @@ def called_wrongly(me: Rank, port: int) -> None:
         ac.initialize("gloo", store=dist.HashStore())
     with raising(ac.InvalidArgumentError, "speed", "gloo"):
         ac.initialize("gloo", init_method=method, speed=11, **place)
-    with raising(ac.InvalidArgumentError, "nowhere"):
-        ac.initialize("gloo", init_method="nowhere://x", **place)
+    for elsewhere, says in {
+        "nowhere://x": "No rendezvous handler",
+        "tcp://localhost": "names no port",
+        "tcp://localhost:0": "names no port",
+        "tcp://localhost:any": "does not work: Port",
+        "file:///nowhere/x": "a directory that does not exist",
+    }.items():
+        with raising(ac.InvalidArgumentError, f"init_method {elsewhere!r}", says):
+            ac.initialize("gloo", init_method=elsewhere, **place)
     with (
         environment(RANK="0"),
         raising(ac.LaunchEnvironmentError, "RANK", "WORLD_SIZE"),

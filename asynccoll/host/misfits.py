@@ -94,7 +94,7 @@ def check_options(called: str, given: Collection[str], known: Collection[str]) -
 
 
 def named_type(given: object) -> str:
-    """Describe the type of ``given`` in words: ``a Tensor``, ``a list of int``, ``the class Adam``, ``None``."""
+    """Describe the type of ``given``: ``None``, ``a Tensor``, ``a list of int``, ``the class Adam``."""
     if given is None:
         return "None"
     if isinstance(given, type):

@@ -62,7 +62,7 @@ def assemble(
         PeerLostError: the process that serves the store has ended.
     """
     word = secrets.token_hex(8)
-    assembly = _Assembly(dist.PrefixStore("asynccoll", store), rank, world_size, monotonic() + seconds)
+    assembly = _Assembly(dist.PrefixStore("asynccoll", store), rank, world_size, seconds)
     try:
         assembly.set({f"here/{rank}": json.dumps([word, asdict(me)])})
         world = assembly.lead() if rank == 0 else assembly.follow(word)
@@ -78,11 +78,12 @@ def assemble(
 class _Assembly:
     """One rank's side of the meeting."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, deadline: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
         self.store = store
         self._rank = rank
         self._size = world_size
-        self._deadline = deadline
+        self._seconds = seconds
+        self._deadline = monotonic() + seconds
         self._here = [f"here/{index}" for index in range(world_size)]
 
     def set(self, entries: Mapping[str, str]) -> None:
@@ -165,7 +166,9 @@ class _Assembly:
                 missing = absent()
                 who = listed(missing)
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} timed out waiting for {who} of {self._size} to join"
+                    f"rank {self._rank} timed out waiting for {who} of {self._size} to join within "
+                    f"{self._seconds:g} s: start every rank, with the same address to meet at, or pass a "
+                    "longer timeout= to ac.initialize"
                 )
             sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

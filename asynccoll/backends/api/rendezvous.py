@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 
@@ -84,7 +85,10 @@ def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     rank, world_size = _place(request)
     url = urlsplit(method)
     if url.scheme == "tcp" and url.hostname and not url.query:
-        return _meet_at(url.hostname, url.port or 0, rank, world_size, timeout)
+        return _meet_at(url.hostname, _port_of(url, world_size), rank, world_size, timeout)
+    if url.scheme == "file" and url.path and not Path(url.path).parent.is_dir():
+        # torch would wait five minutes for the directory to appear
+        raise InvalidArgumentError(f"init_method {method!r} is in a directory that does not exist here")
     try:
         store, rank, world_size = next(dist.rendezvous(method, rank, world_size, timeout=timeout))
     except dist.DistStoreError as error:
@@ -94,6 +98,20 @@ def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     except (ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"init_method {method!r} does not work: {error}") from error
     return store, rank, world_size
+
+
+def _port_of(url: SplitResult, world_size: int) -> int:
+    """Return the port of ``init_method``; 0 lets a world of one take any."""
+    try:
+        port = url.port or 0
+    except ValueError as error:
+        raise InvalidArgumentError(f"init_method {url.geturl()!r} does not work: {error}") from error
+    if not port and world_size > 1:
+        raise InvalidArgumentError(
+            f"init_method {url.geturl()!r} names no port, so the ranks could not find each other: add one "
+            f"that is free on the host of rank 0, as in 'tcp://{url.hostname}:29400'"
+        )
+    return port
 
 
 def _place(request: Request) -> tuple[int, int]:
