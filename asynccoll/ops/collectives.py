@@ -1024,7 +1024,12 @@ def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """Return the plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
     It takes the arguments of the call. The plan says which native call runs, how the elements are sent, and
-    why.
+    why. A payload that the call would refuse is refused here, with the same error.
+
+    >>> print(ac.explain("all_reduce", torch.ones(3)))        # ranks on one host
+    all_reduce on memory: all_reduce
+      - through memory that ranks share
+      - memory has all_reduce with sum
     """
     from asynccoll.ops.explaining import explain_call
 

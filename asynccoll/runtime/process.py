@@ -484,6 +484,14 @@ def new_group(ranks: object) -> Group:
     Only its members need to call it; on Horovod every rank must. Nothing is sent: a group connects in its
     first call. Members pass it as ``group=``; on other ranks ``get_rank(group)`` is -1. Calling it again with
     the same ranks returns the same group.
+
+    >>> outer = ac.new_group([0, 2])                          # three ranks
+    >>> if ac.get_rank(outer) >= 0:                           # 0 on rank 0, 1 on rank 2, -1 on rank 1
+    ...     await ac.all_reduce(x, group=outer)               # the sum over ranks 0 and 2
+
+    Raises:
+        InvalidArgumentError: ``ranks`` is empty, or has a rank twice or one outside the world.
+        PayloadTypeError: ``ranks`` is not a list of ints.
     """
     context = current()
     group = context.add_group(check_ranks(context, ranks))
