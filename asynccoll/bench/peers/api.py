@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,7 +11,18 @@ import torch
 
 from asynccoll.bench.operations import Case
 
-__all__ = ["IN", "OUT", "Library", "Way", "Ways", "blocking", "nothing", "own_memory", "with_output"]
+__all__ = [
+    "IN",
+    "OUT",
+    "Library",
+    "Way",
+    "Ways",
+    "blocking",
+    "not_installed",
+    "nothing",
+    "own_memory",
+    "with_output",
+]
 
 #: The result is in fresh memory; allocating it in each call is part of the time.
 OUT = "out-of-place"
@@ -36,6 +48,11 @@ class Library:
     ways: Ways
     #: joins the library's world on the ranks of ours; returns what leaves it again
     join: Callable[[], Callable[[], object]] = lambda: nothing
+
+
+def not_installed(package: str, cure: str) -> str:
+    """Return why a package cannot be measured; empty if it is installed."""
+    return f"not installed: {cure}" if importlib.util.find_spec(package) is None else ""
 
 
 def blocking(call: Callable[[], object]) -> Way:

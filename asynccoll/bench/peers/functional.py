@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +20,10 @@ _ALL_GATHER = raw.newest(functional, "all_gather_single", "all_gather_tensor")
 _REDUCE_SCATTER = raw.newest(functional, "reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def _fresh(call: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[[Case], dict[str, Way]]:
-    def ways(case: Case) -> dict[str, Way]:
-        x, group = case.input(), dist.group.WORLD
-        wait: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
-        return {OUT: blocking(lambda: wait(call(x, group)))}
-
-    return ways
-
-
-def _all_reduce(case: Case) -> dict[str, Way]:
-    return _fresh(lambda x, group: functional.all_reduce(x, _op(case), group))(case)
-
-
-def _reduce_scatter(case: Case) -> dict[str, Way]:
-    return _fresh(lambda x, group: _REDUCE_SCATTER(x, _op(case), 0, group))(case)
-
-
-def _broadcast(case: Case) -> dict[str, Way]:
-    return _fresh(lambda x, group: functional.broadcast(x, case.root, group))(case)
+def _fresh(call: Callable[[Case, torch.Tensor, Any], torch.Tensor], case: Case) -> dict[str, Way]:
+    x, group = case.input(), dist.group.WORLD
+    wait: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
+    return {OUT: blocking(lambda: wait(call(case, x, group)))}
 
 
 def _op(case: Case) -> str:
@@ -45,11 +31,11 @@ def _op(case: Case) -> str:
 
 
 WAYS: Ways = {
-    "all_reduce": _all_reduce,
-    "all_gather": _fresh(lambda x, group: _ALL_GATHER(x, 0, group)),
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _fresh(lambda x, group: functional.all_to_all_single(x, None, None, group)),
-    "broadcast": _broadcast,
+    "all_reduce": partial(_fresh, lambda case, x, group: functional.all_reduce(x, _op(case), group)),
+    "all_gather": partial(_fresh, lambda _, x, group: _ALL_GATHER(x, 0, group)),
+    "reduce_scatter": partial(_fresh, lambda case, x, group: _REDUCE_SCATTER(x, _op(case), 0, group)),
+    "all_to_all": partial(_fresh, lambda _, x, group: functional.all_to_all_single(x, None, None, group)),
+    "broadcast": partial(_fresh, lambda case, x, group: functional.broadcast(x, case.root, group)),
 }
 
 LIBRARY = Library("functional", raw.LIBRARY.missing, WAYS)

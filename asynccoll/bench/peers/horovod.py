@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import asynccoll as ac
 from asynccoll.bench.operations import Case
-from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking
+from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking, not_installed
 
 __all__ = ["LIBRARY", "join"]
 
 
 def _missing() -> str:
-    if importlib.util.find_spec("horovod") is None:
-        return "not installed: it has to be built, see docs/backends/horovod.md"
-    return ""
+    return not_installed("horovod", "it has to be built, see docs/backends/horovod.md")
 
 
 def join() -> Callable[[], object]:
@@ -30,9 +29,8 @@ def join() -> Callable[[], object]:
 
     if hvd.is_initialized():
         return lambda: None
-    server = _serve()
-    address = (socket.gethostname(), server.start_server()) if server else ("", 0)
-    host, port = ac.broadcast_object(address).wait()
+    server, port = _serve()
+    host, port = ac.broadcast_object((socket.gethostname(), port)).wait()
     nodes = ac.get_nnodes()
     os.environ |= {
         "HOROVOD_RANK": str(ac.get_rank()),
@@ -52,34 +50,22 @@ def join() -> Callable[[], object]:
     return lambda: _leave(server)
 
 
-class _Server:
-    """Horovod's rendezvous server, told how many ranks each host has."""
-
-    def __init__(self, hosts: list[str]) -> None:
-        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-        from horovod.runner.http.http_server import RendezvousServer
-
-        slots = ",".join(f"{host}:{hosts.count(host)}" for host in dict.fromkeys(hosts))
-        self._assignments = get_host_assignments(parse_hosts(slots), len(hosts))
-        self._server = RendezvousServer()
-
-    def start_server(self) -> int:
-        """Start to listen; returns the port."""
-        port = int(self._server.start())
-        self._server.init(self._assignments)
-        return port
-
-    def stop(self) -> None:
-        self._server.stop()
-
-
-def _serve() -> _Server | None:
-    """Return the rendezvous server on rank 0, None on the others."""
+def _serve() -> tuple[Any, int]:
+    """Start Horovod's rendezvous server, told how many ranks each host has, on rank 0; return its port."""
     hosts = ac.all_gather(ac.hostname()).wait()
-    return _Server(hosts) if ac.get_rank() == 0 else None
+    if ac.get_rank() > 0:
+        return None, 0
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    slots = ",".join(f"{host}:{hosts.count(host)}" for host in dict.fromkeys(hosts))
+    server = RendezvousServer()
+    port = int(server.start())
+    server.init(get_host_assignments(parse_hosts(slots), len(hosts)))
+    return server, port
 
 
-def _leave(server: _Server | None) -> None:
+def _leave(server: Any) -> None:
     import horovod.torch as hvd
 
     hvd.shutdown()
@@ -94,55 +80,31 @@ def _op(case: Case) -> object:
     return getattr(hvd, names[case.reduction])
 
 
-def _all_reduce(case: Case) -> dict[str, Way]:
+def _fresh(name: str, case: Case, **options: object) -> dict[str, Way]:
     import horovod.torch as hvd
 
-    x, again, op = case.input(), case.input(), _op(case)
-    return {
-        OUT: blocking(lambda: hvd.allreduce(x, op=op, name="bench")),
-        IN: blocking(lambda: hvd.allreduce_(again, op=op, name="bench in place")),
-    }
+    call, x = getattr(hvd, name), case.input()
+    return {OUT: blocking(lambda: call(x, name="bench", **options))}
 
 
-def _all_gather(case: Case) -> dict[str, Way]:
+def _and_in_place(name: str, case: Case, **options: object) -> dict[str, Way]:
     import horovod.torch as hvd
 
-    x = case.input()
-    return {OUT: blocking(lambda: hvd.allgather(x, name="bench"))}
+    call, x = getattr(hvd, f"{name}_"), case.input()
+    filled = blocking(lambda: call(x, name="bench in place", **options))
+    return {**_fresh(name, case, **options), IN: filled}
 
 
 def _reduce_scatter(case: Case) -> dict[str, Way]:
-    import horovod.torch as hvd
-
-    if case.reduction not in ("sum", "avg"):
-        return {}
-    x, op = case.input(), _op(case)
-    return {OUT: blocking(lambda: hvd.reducescatter(x, op=op, name="bench"))}
-
-
-def _all_to_all(case: Case) -> dict[str, Way]:
-    import horovod.torch as hvd
-
-    x = case.input()
-    return {OUT: blocking(lambda: hvd.alltoall(x, name="bench"))}
-
-
-def _broadcast(case: Case) -> dict[str, Way]:
-    import horovod.torch as hvd
-
-    x, again = case.input(), case.input()
-    return {
-        OUT: blocking(lambda: hvd.broadcast(x, case.root, name="bench")),
-        IN: blocking(lambda: hvd.broadcast_(again, case.root, name="bench in place")),
-    }
+    return _fresh("reducescatter", case, op=_op(case)) if case.reduction in ("sum", "avg") else {}
 
 
 WAYS: Ways = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
+    "all_reduce": lambda case: _and_in_place("allreduce", case, op=_op(case)),
+    "all_gather": partial(_fresh, "allgather"),
     "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
+    "all_to_all": partial(_fresh, "alltoall"),
+    "broadcast": lambda case: _and_in_place("broadcast", case, root_rank=case.root),
 }
 
 LIBRARY = Library("horovod", _missing, WAYS, join)

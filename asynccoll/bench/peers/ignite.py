@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 from asynccoll.bench.operations import Case
 from asynccoll.bench.peers import raw
-from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking, nothing
+from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking, not_installed, nothing
 
 __all__ = ["LIBRARY"]
 
 
 def _missing() -> str:
-    if importlib.util.find_spec("ignite") is None:
-        return "not installed: pip install pytorch-ignite"
-    return raw.LIBRARY.missing()
+    return not_installed("ignite", "pip install pytorch-ignite") or raw.LIBRARY.missing()
 
 
 def _join() -> Callable[[], object]:
@@ -28,28 +26,21 @@ def _join() -> Callable[[], object]:
 
 def _all_reduce(case: Case) -> dict[str, Way]:
     """Return the only way, which is in place: ignite reduces in the tensor it is given."""
+    op = {"prod": "PRODUCT"}.get(case.reduction, case.reduction.upper())
+    return {} if case.reduction == "avg" else _way(IN, "all_reduce", case, op=op)
+
+
+def _way(place: str, name: str, case: Case, **options: object) -> dict[str, Way]:
     import ignite.distributed as idist
 
-    x, op = case.input(), {"prod": "PRODUCT"}.get(case.reduction, case.reduction.upper())
-    if case.reduction == "avg":
-        return {}
-    return {IN: blocking(lambda: idist.all_reduce(x, op))}
+    call, x = getattr(idist, name), case.input()
+    return {place: blocking(lambda: call(x, **options))}
 
 
-def _all_gather(case: Case) -> dict[str, Way]:
-    import ignite.distributed as idist
-
-    x = case.input()
-    return {OUT: blocking(lambda: idist.all_gather(x))}
-
-
-def _broadcast(case: Case) -> dict[str, Way]:
-    import ignite.distributed as idist
-
-    x = case.input()
-    return {IN: blocking(lambda: idist.broadcast(x, src=case.root))}
-
-
-WAYS: Ways = {"all_reduce": _all_reduce, "all_gather": _all_gather, "broadcast": _broadcast}
+WAYS: Ways = {
+    "all_reduce": _all_reduce,
+    "all_gather": partial(_way, OUT, "all_gather"),
+    "broadcast": lambda case: _way(IN, "broadcast", case, src=case.root),
+}
 
 LIBRARY = Library("ignite", _missing, WAYS, _join)

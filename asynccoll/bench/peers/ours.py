@@ -38,36 +38,22 @@ def _pair(
     return {OUT: fresh, IN: filled}
 
 
-def _reducing(call: Callable[..., ac.Work[object]], case: Case, *, own: bool = False) -> dict[str, Way]:
-    return _pair(call, case, own=own, op=case.reduction)
-
-
-def _reduce(case: Case) -> dict[str, Way]:
-    return _pair(ac.reduce, case, receives=case.rank == case.root, dst=case.root, op=case.reduction)
-
-
-def _gather(case: Case) -> dict[str, Way]:
-    return _pair(ac.gather, case, receives=case.rank == case.root, dst=case.root)
-
-
-def _scatter(case: Case) -> dict[str, Way]:
-    return _pair(ac.scatter, case, sends=case.rank == case.root, src=case.root)
-
-
 def _ring(case: Case) -> dict[str, Way]:
     pairs = [(rank, (rank + 1) % case.ranks) for rank in range(case.ranks)]
     return _pair(lambda x, **options: ac.permute(x, pairs, **options), case)
 
 
 WAYS: Ways = {
-    "all_reduce": partial(_reducing, ac.all_reduce, own=True),
+    "all_reduce": lambda case: _pair(ac.all_reduce, case, own=True, op=case.reduction),
     "all_gather": partial(_pair, ac.all_gather),
-    "reduce_scatter": partial(_reducing, ac.reduce_scatter),
+    "reduce_scatter": lambda case: _pair(ac.reduce_scatter, case, op=case.reduction),
     "all_to_all": partial(_pair, ac.all_to_all),
     "broadcast": partial(_pair, ac.broadcast, own=True),
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
+    "reduce": lambda case: _pair(
+        ac.reduce, case, receives=case.rank == case.root, dst=case.root, op=case.reduction
+    ),
+    "gather": lambda case: _pair(ac.gather, case, receives=case.rank == case.root, dst=case.root),
+    "scatter": lambda case: _pair(ac.scatter, case, sends=case.rank == case.root, src=case.root),
     "sendrecv": _ring,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,48 +43,18 @@ def _all_reduce(case: Case) -> dict[str, Way]:
     return own_memory(lambda x: dist.all_reduce(x, op, async_op=True).wait(), case)
 
 
-def _reduce(case: Case) -> dict[str, Way]:
-    op = reduce_op(case)
-    return own_memory(lambda x: dist.reduce(x, case.root, op, async_op=True).wait(), case)
-
-
-def _broadcast(case: Case) -> dict[str, Way]:
-    return own_memory(lambda x: dist.broadcast(x, case.root, async_op=True).wait(), case)
-
-
-def _all_gather(case: Case) -> dict[str, Way]:
-    return with_output(lambda out, x: _ALL_GATHER(out, x, async_op=True).wait(), case)
-
-
 def _reduce_scatter(case: Case) -> dict[str, Way]:
     op = reduce_op(case)
     return with_output(lambda out, x: _REDUCE_SCATTER(out, x, op, async_op=True).wait(), case)
 
 
-def _all_to_all(case: Case) -> dict[str, Way]:
-    return with_output(lambda out, x: dist.all_to_all_single(out, x, async_op=True).wait(), case)
+def _reduce(case: Case) -> dict[str, Way]:
+    op = reduce_op(case)
+    return own_memory(lambda x: dist.reduce(x, case.root, op, async_op=True).wait(), case)
 
 
-def _gather(case: Case) -> dict[str, Way]:
-    at_root = case.rank == case.root
-
-    def gather(out: torch.Tensor, x: torch.Tensor) -> object:
-        return dist.gather(
-            x, list(out.chunk(case.ranks)) if at_root else None, case.root, async_op=True
-        ).wait()
-
-    return with_output(gather, case)
-
-
-def _scatter(case: Case) -> dict[str, Way]:
-    at_root = case.rank == case.root
-
-    def scatter(out: torch.Tensor, x: torch.Tensor) -> object:
-        return dist.scatter(
-            out, list(x.chunk(case.ranks)) if at_root else None, case.root, async_op=True
-        ).wait()
-
-    return with_output(scatter, case)
+def _parts(case: Case, whole: torch.Tensor) -> list[torch.Tensor] | None:
+    return list(whole.chunk(case.ranks)) if case.rank == case.root else None
 
 
 def _ring(case: Case) -> dict[str, Way]:
@@ -102,13 +73,17 @@ def _ring(case: Case) -> dict[str, Way]:
 
 WAYS: Ways = {
     "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
+    "all_gather": partial(with_output, lambda out, x: _ALL_GATHER(out, x, async_op=True).wait()),
     "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
+    "all_to_all": partial(with_output, lambda out, x: dist.all_to_all_single(out, x, async_op=True).wait()),
+    "broadcast": lambda case: own_memory(lambda x: dist.broadcast(x, case.root, async_op=True).wait(), case),
     "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
+    "gather": lambda case: with_output(
+        lambda out, x: dist.gather(x, _parts(case, out), case.root, async_op=True).wait(), case
+    ),
+    "scatter": lambda case: with_output(
+        lambda out, x: dist.scatter(out, _parts(case, x), case.root, async_op=True).wait(), case
+    ),
     "sendrecv": _ring,
 }
 
