@@ -18,11 +18,9 @@ import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
+from asynccoll.host.looks import looks
 
 __all__ = ["Clients", "Exchange", "Waiting", "enlist", "host_of", "is_of_store", "values", "values_of_listed"]
-
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.02
 
 
 def host_of(store: dist.Store) -> str | None:
@@ -108,16 +106,14 @@ class Clients:
 
     def await_keys(self, keys: list[str], seconds: float, given_up: Callable[[], bool]) -> list[str]:
         """Wait up to ``seconds``, or until ``given_up()``, for ``keys`` to be set. Returns those missing."""
-        deadline = host.monotonic() + seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
+        for _ in looks(seconds):
             with self.borrow() as client:
                 if client.check(keys):
                     return []
-                if given_up() or host.monotonic() >= deadline:
-                    return [key for key in keys if not client.check([key])]
-            host.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if given_up():
+                break
+        with self.borrow() as client:
+            return [key for key in keys if not client.check([key])]
 
 
 class Waiting(dist.Store):

@@ -24,6 +24,7 @@ from asynccoll.errors import (
     PayloadTypeError,
     UnsupportedOpError,
 )
+from asynccoll.host.looks import looks
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.order.needs import World
 from asynccoll.order.start_order import StartOrder
@@ -46,9 +47,6 @@ __all__ = ["MAX_LANES", "Group", "GroupLike", "ranks_of"]
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
 #: Lanes cost threads and file descriptors; a program that needs more is leaking names.
 MAX_LANES = 32
-#: The shortest and longest polling interval while a lane to be closed still has operations in flight.
-_FIRST_PAUSE_SECONDS = 0.001
-_LONGEST_PAUSE_SECONDS = 0.02
 #: After a child task was cancelled, other ranks have this long to close its lane too. Then they are told that
 #: this rank makes no more calls on it (a refusal).
 _CLOSES_ALONE_SECONDS = 1.0
@@ -284,10 +282,9 @@ class Group:
         context = self.context
         for operation in lane.outstanding():
             context.watch_over(operation)  # so that it fails if a peer is gone or has refused its side
-        pause = _FIRST_PAUSE_SECONDS
-        while lane.outstanding() and lane.broken is None and not context.closed:
-            host.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        for _ in looks():
+            if not lane.outstanding() or lane.broken is not None or context.closed:
+                break
         broken = lane.broken is not None
         if context.clients is not None and self.size > 1 and not broken:
             # A peer may still be in a call that is done here, and need this rank's connections.

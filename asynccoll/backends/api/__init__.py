@@ -24,6 +24,7 @@ from asynccoll.host.cores import usable_cores
 from asynccoll.host.endings import is_new
 from asynccoll.host.handing import received
 from asynccoll.host.helpers import Helpers, start_once
+from asynccoll.host.looks import looks
 from asynccoll.host.store import Clients, Exchange, Waiting, values
 from asynccoll.host.words import encoded
 from asynccoll.memory.aliasing import may_overlap
@@ -95,6 +96,7 @@ __all__ = [
     "is_new",
     "locate",
     "locks",
+    "looks",
     "make_default_group",
     "may_overlap",
     "meet",

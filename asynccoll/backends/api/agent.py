@@ -13,17 +13,14 @@ import json
 import os
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic, sleep
 
 import torch.distributed as dist
 
 from asynccoll.backends.api.resolver import names_are_quick
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
+from asynccoll.host.looks import looks
 
 __all__ = ["is_agents", "meet_under_one_agent"]
-
-_FIRST_PAUSE_SECONDS = 0.001
-_LONGEST_PAUSE_SECONDS = 0.02
 
 
 def is_agents(host: str, port: int) -> bool:
@@ -77,14 +74,10 @@ def _note(world_size: int) -> Path | None:
 
 
 def _await(note: Path, seconds: float) -> dict[str, int]:
-    deadline = monotonic() + seconds
-    pause = _FIRST_PAUSE_SECONDS
-    while (found := _read(note)) is None:
-        if monotonic() >= deadline:
-            raise TimeoutError(f"rank 0 did not leave the port of its store in {note}")
-        sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    return found
+    for _ in looks(seconds):
+        if (found := _read(note)) is not None:
+            return found
+    raise TimeoutError(f"rank 0 did not leave the port of its store in {note}")
 
 
 def _read(note: Path) -> dict[str, int] | None:

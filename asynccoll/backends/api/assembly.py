@@ -15,19 +15,18 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
 
 from asynccoll.errors import CollectiveTimeoutError, PeerLostError
+from asynccoll.host.looks import looks
 from asynccoll.host.store import values
 from asynccoll.host.words import listed
 
 __all__ = ["Member", "assemble"]
 
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.02
 _GO = "go"
 
 
@@ -159,16 +158,11 @@ class _Assembly:
 
     def _looks(self, absent: Callable[[], list[int]]) -> Iterator[None]:
         """Yield now and then until the deadline; then raise an error that names the absent ranks."""
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
+        for _ in looks(self._deadline - monotonic()):
             yield
-            if monotonic() >= self._deadline:
-                missing = absent()
-                who = listed(missing)
-                raise CollectiveTimeoutError(
-                    f"rank {self._rank} timed out waiting for {who} of {self._size} to join within "
-                    f"{self._seconds:g} s: start every rank, with the same address to meet at, or pass a "
-                    "longer timeout= to ac.initialize"
-                )
-            sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        who = listed(absent())
+        raise CollectiveTimeoutError(
+            f"rank {self._rank} timed out waiting for {who} of {self._size} to join within "
+            f"{self._seconds:g} s: start every rank, with the same address to meet at, or pass a "
+            "longer timeout= to ac.initialize"
+        )

@@ -13,13 +13,14 @@ import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from time import monotonic, sleep
+from time import monotonic
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from asynccoll.backends.api.resolver import without_lookups
 from asynccoll.backends.api.within import within
+from asynccoll.host.looks import looks
 
 __all__ = ["LOOPBACK", "await_name", "await_server", "connect", "connect_as", "served"]
 
@@ -27,8 +28,6 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-_FIRST_PAUSE_SECONDS = 0.002
-_LONGEST_PAUSE_SECONDS = 0.05
 _KNOCK_SECONDS = 1.0
 #: torch's own errors, at the end of the time limit, say more.
 _LATER_SECONDS = 0.5
@@ -170,13 +169,11 @@ def await_name(host: str) -> None:
 def _await(attempt: Callable[[], T], seconds: float) -> T:
     """Retry ``attempt`` until it does not raise ``OSError``, or the time is up; return what it returns."""
     started = monotonic()
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
+    for pause in looks(first=0.002, longest=0.05):
         try:
             return attempt()
         except OSError as error:
             unknown = isinstance(error, socket.gaierror)
             if monotonic() - started + pause > (min(seconds, _NAME_SECONDS) if unknown else seconds):
                 raise
-        sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    raise AssertionError("there is always another attempt")

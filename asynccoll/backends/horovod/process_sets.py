@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Clients, Opening, Promise, locks, start_once
+from asynccoll.backends.api import Clients, Opening, Promise, locks, looks, start_once
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError
 
@@ -28,8 +27,6 @@ __all__ = ["ProcessSets"]
 
 #: How often a lane that waits for a process set checks whether it is still wanted.
 _LOOK_SECONDS = 0.1
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.02
 #: How long closing waits for the set that is being made.
 _CLOSE_SECONDS = 2.0
 
@@ -94,8 +91,7 @@ class ProcessSets:
             thread.join(_CLOSE_SECONDS)
 
     def _run(self, given_up: Callable[[], bool]) -> None:
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
+        for _ in looks():
             over: BaseException | None = AbortedError("its world was left") if given_up() else None
             try:
                 self._go_on()  # also at the end, since the other ranks make what is in the journal
@@ -108,8 +104,6 @@ class ProcessSets:
                 if not self._wanted:
                     self._thread = None
                     break
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         for ranks in unmade:
             self._made[ranks].settle(over)
 

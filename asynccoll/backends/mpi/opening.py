@@ -16,10 +16,10 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from asynccoll.backends.api import InProgress, Opening, Waiting, locks
+from asynccoll.backends.api import InProgress, Opening, Waiting, locks, looks
 from asynccoll.backends.mpi.library import Library
 from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError
 
@@ -31,8 +31,6 @@ __all__ = ["Opener"]
 
 #: MPI bounds names (256 bytes in MPICH); longer ones are shortened with a digest.
 _LONGEST_NAME = 200
-_FIRST_PAUSE_SECONDS = 0.0005
-_LONGEST_PAUSE_SECONDS = 0.02
 #: The fate of a name: all members are ready for it, or one has given it up.
 _COMPLETE, _GIVEN_UP = "complete", "given up"
 #: How long closing waits for communicators that are being made.
@@ -75,8 +73,7 @@ class Opener:
         given_up: Callable[[], bool],
     ) -> object:
         deadline = monotonic() + seconds
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
+        for _ in looks():
             with self._turn, self._making:
                 if given_up() and self._decide(store, name, ranks, _GIVEN_UP):
                     raise AbortedError(f"opening {name} was given up")
@@ -88,8 +85,7 @@ class Opener:
                 self._follow(store)
                 if name in self._made:
                     return self._made.pop(name)
-            sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        raise AssertionError("there is always another look")
 
     def _announce(self, store: dist.Store, name: str, ranks: tuple[int, ...]) -> None:
         """Write that this rank is ready for ``name``; the last member to do so writes it into the journal."""
