@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from asynccoll.backends.api import Training
 from asynccoll.runtime.process import (
     device,
     get_local_rank,
@@ -16,9 +16,6 @@ from asynccoll.runtime.process import (
     get_world_size,
     known,
 )
-
-if TYPE_CHECKING:
-    from asynccoll.backends.api import Training
 
 __all__ = ["Place", "here"]
 

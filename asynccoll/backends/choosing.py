@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from asynccoll.backends.table import C10D, ROWS, check_usable, is_of_torch, norm
 from asynccoll.environment.detection import LaunchInfo, detect_here
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 from asynccoll.host.misfits import check_count
-
-if TYPE_CHECKING:
-    from asynccoll.plan.spec import Capabilities
-    from asynccoll.world.context import Context
+from asynccoll.plan.spec import Capabilities
+from asynccoll.world.context import Context
 
 __all__ = ["adopt", "alone", "capabilities_among", "capabilities_of", "completed", "create", "lazy"]
 

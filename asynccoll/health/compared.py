@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING
 
 from asynccoll.errors import CollectiveMismatchError
 from asynccoll.flight import Headers, Recorder
 from asynccoll.flight.layout import TEXT_BYTES
 from asynccoll.health.checks import mismatch
-from asynccoll.health.confirming import Announced
+from asynccoll.health.confirming import Announced, Confirming
+from asynccoll.host.call_site import Spot
 from asynccoll.host.words import encoded
+from asynccoll.order.lane import Lane
 from asynccoll.plan.texts import at_line, shown
-
-if TYPE_CHECKING:
-    from asynccoll.health.confirming import Confirming
-    from asynccoll.host.call_site import Spot
-    from asynccoll.order.lane import Lane
-    from asynccoll.transport.completion import Promise
+from asynccoll.transport.completion import Promise
 
 __all__ = ["Compared"]
 

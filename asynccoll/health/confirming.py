@@ -26,20 +26,17 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from asynccoll import host
-from asynccoll.errors import collective_error
+from asynccoll.errors import CollectiveMismatchError, collective_error
 from asynccoll.health.accounts import NOTE
 from asynccoll.health.checks import mismatch
 from asynccoll.health.prediction import Prediction
 from asynccoll.host.helpers import start_once
+from asynccoll.order.lane import Lane
 from asynccoll.transport.completion import Promise
-
-if TYPE_CHECKING:
-    from asynccoll.errors import CollectiveMismatchError
-    from asynccoll.order.lane import Lane
 
 __all__ = ["Announced", "Confirmations", "Confirming"]
 

@@ -14,17 +14,14 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asynccoll import host
+from asynccoll.flight import Flight
 from asynccoll.health.accounts import Account, Accounts, Peer
 from asynccoll.health.blame import ending, last_words
 from asynccoll.host import lines, network
-from asynccoll.host.store import values
-
-if TYPE_CHECKING:
-    from asynccoll.flight import Flight
-    from asynccoll.host.store import Clients
+from asynccoll.host.store import Clients, values
 
 __all__ = ["Liveness"]
 

@@ -40,11 +40,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
+from typing_extensions import Unpack
 
 from asynccoll import payload, tensors
 from asynccoll.errors import (
@@ -62,6 +63,7 @@ from asynccoll.ops import compiled
 from asynccoll.ops.coalescing import name_of, own_block
 from asynccoll.ops.scopes import lane_of
 from asynccoll.ops.signatures import Misfit, fitting
+from asynccoll.order.lane import Lane
 from asynccoll.payload import objects
 from asynccoll.payload.codecs import Codec
 from asynccoll.payload.scaling import is_one
@@ -70,14 +72,9 @@ from asynccoll.runtime.process import current
 from asynccoll.waiting.discarded import thrown_away_by
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
+from asynccoll.world.context import Context
 from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from asynccoll.order.lane import Lane
-    from asynccoll.world.context import Context
 
 __all__ = [
     "all_gather",

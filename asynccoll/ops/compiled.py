@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,11 +28,9 @@ from asynccoll.plan.dispatch import refuse_meaningless
 from asynccoll.plan.spec import HALF, Op, ReduceOp, ReduceOpLike, TensorSpec, Wire
 from asynccoll.plan.wire import ON_BOOL, arithmetic
 from asynccoll.runtime.process import current, when_joined
+from asynccoll.waiting.work import Work
+from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike
-
-if TYPE_CHECKING:
-    from asynccoll.waiting.work import Work
-    from asynccoll.world.context import Context
 
 __all__ = ["CompiledWork", "constant_in_graphs", "have_gradients", "traced_at"]
 

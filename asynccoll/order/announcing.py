@@ -6,17 +6,12 @@ Each call is passed to the communicator, if it has an ``announce`` method, and t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asynccoll.errors import CollectiveMismatchError
-from asynccoll.order.job import UNCOMPARED
+from asynccoll.host.call_site import Spot
+from asynccoll.order.connection import Connection
+from asynccoll.order.job import UNCOMPARED, Job, What
+from asynccoll.order.needs import Compared
 from asynccoll.transport.completion import Promise
-
-if TYPE_CHECKING:
-    from asynccoll.host.call_site import Spot
-    from asynccoll.order.connection import Connection
-    from asynccoll.order.job import Job, What
-    from asynccoll.order.needs import Compared
 
 __all__ = ["Announcing", "Objection"]
 

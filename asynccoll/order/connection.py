@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.host.helpers import start_once
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Promise
-
-if TYPE_CHECKING:
-    from asynccoll.transport.communicator import Communicator
 
 __all__ = ["Connection"]
 

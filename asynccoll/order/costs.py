@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import astuple
-from typing import TYPE_CHECKING
 
 import torch
 
 from asynccoll import host
+from asynccoll.order.lane import Lane
 from asynccoll.plan.cost import Cost
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
-
-if TYPE_CHECKING:
-    from asynccoll.order.lane import Lane
 
 __all__ = ["agreed"]
 

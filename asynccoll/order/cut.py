@@ -44,14 +44,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
 from asynccoll.host.call_number import CHILD, numbered
-
-if TYPE_CHECKING:
-    from asynccoll.order.job import Job
-    from asynccoll.order.places import Places
+from asynccoll.order.job import Job
+from asynccoll.order.places import Places
 
 __all__ = ["Cut", "Epochs", "Refusal", "Statement", "Verdict"]
 

@@ -5,8 +5,6 @@ This module must not know how refusals are settled (``cut``) or how a culprit is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asynccoll.errors import (
     AsyncCollError,
     CollectiveError,
@@ -16,12 +14,10 @@ from asynccoll.errors import (
     collective_error,
 )
 from asynccoll.host.endings import in_full
-
-if TYPE_CHECKING:
-    from asynccoll.order.cut import Epochs
-    from asynccoll.order.job import Job
-    from asynccoll.order.operation import Operation, Order
-    from asynccoll.transport.completion import Completion
+from asynccoll.order.cut import Epochs
+from asynccoll.order.job import Job
+from asynccoll.order.operation import Operation, Order
+from asynccoll.transport.completion import Completion
 
 __all__ = ["Failing"]
 

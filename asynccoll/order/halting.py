@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from asynccoll import host
+from asynccoll.errors import CollectiveError
 from asynccoll.order.cut import Cut, Epochs, Refusal, Verdict, end_of
-
-if TYPE_CHECKING:
-    from asynccoll.errors import CollectiveError
-    from asynccoll.order.operation import Operation, Order
-    from asynccoll.order.outstanding import Outstanding
-    from asynccoll.order.queue import Queue
-    from asynccoll.order.records import Records
-    from asynccoll.transport.completion import Completion
+from asynccoll.order.operation import Operation, Order
+from asynccoll.order.outstanding import Outstanding
+from asynccoll.order.queue import Queue
+from asynccoll.order.records import Records
+from asynccoll.transport.completion import Completion
 
 __all__ = ["Halting"]
 

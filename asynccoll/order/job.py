@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.host.call_site import NOWHERE, Spot
+from asynccoll.order.operation import Operation
 from asynccoll.order.stepping import Stepping
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
 
 __all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "program_as_called", "returned"]
 

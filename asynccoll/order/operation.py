@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asynccoll import host
 from asynccoll.errors import AsyncCollError, CollectiveError, forget_frames
 from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.call_site import Place, Spot
 from asynccoll.host.forks import renew
+from asynccoll.order.needs import Members, World
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Ready
-
-if TYPE_CHECKING:
-    from asynccoll.order.needs import Members, World
-    from asynccoll.transport.communicator import Communicator
 
 __all__ = ["Estimate", "Operation", "Order"]
 

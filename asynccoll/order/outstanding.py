@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from asynccoll import host
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
+from asynccoll.order.operation import Operation
 
 __all__ = ["Outstanding"]
 

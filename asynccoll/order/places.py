@@ -7,12 +7,8 @@ is issued, or when. Places change with the lane's lock held, except at the end o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asynccoll.host.call_number import CHILD, ROUND
-
-if TYPE_CHECKING:
-    from asynccoll.order.job import What
+from asynccoll.order.job import What
 
 __all__ = ["Places"]
 

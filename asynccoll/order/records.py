@@ -6,17 +6,13 @@ This module must not know when calls are made or how they end.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from asynccoll import host
-from asynccoll.flight import END
+from asynccoll.flight import END, Recorder
 from asynccoll.host.call_site import Spot, site
+from asynccoll.order.needs import Subject
 from asynccoll.order.operation import Estimate
-
-if TYPE_CHECKING:
-    from asynccoll.flight import Recorder
-    from asynccoll.order.needs import Subject
-    from asynccoll.order.ownership import Stream
+from asynccoll.order.ownership import Stream
 
 __all__ = ["Records"]
 

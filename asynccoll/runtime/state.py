@@ -5,18 +5,15 @@ This module only holds them; ``process`` joins and leaves them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.host.forks import inherited
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from asynccoll.world.context import Context, Identity
+from asynccoll.world.context import Context, Identity
 
 __all__ = ["Process", "of_thread", "process", "rank_here", "torch_group"]
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.host.misfits import check_function, fitting
+from asynccoll.order.operation import Operation
 from asynccoll.runtime.process import current
 from asynccoll.trace.recorder import has_failed
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
 
 __all__ = ["Finished", "add_hook"]
 

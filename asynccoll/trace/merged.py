@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import check, fitting
@@ -18,9 +17,7 @@ from asynccoll.trace.parts import Part, part_of, read_part
 from asynccoll.trace.perfetto import write_events
 from asynccoll.trace.spooling import recordings
 from asynccoll.trace.timeline import Timeline
-
-if TYPE_CHECKING:
-    from asynccoll.waiting.work import Work
+from asynccoll.waiting.work import Work
 
 __all__ = ["Trace", "gather", "load"]
 

@@ -15,18 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asynccoll import host
 from asynccoll.environment.node import node_name
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.trace.clocks import SYNCHRONIZING, Clock
-from asynccoll.trace.recorder import steps_of
+from asynccoll.trace.recorder import Recorder, steps_of
 from asynccoll.trace.spans import Span
-
-if TYPE_CHECKING:
-    from asynccoll.trace.recorder import Recorder
-    from asynccoll.world.context import Context
+from asynccoll.world.context import Context
 
 __all__ = ["Part", "Writer", "calls", "members", "part_of", "read_part"]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.host.profiling import annotation
+from asynccoll.order.operation import Operation
 from asynccoll.trace.spans import Span
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
 
 __all__ = ["Recorder", "has_failed", "row_of", "steps_of"]
 

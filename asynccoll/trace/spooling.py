@@ -11,16 +11,13 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.host.store import Waiting
 from asynccoll.runtime.process import when_joined
 from asynccoll.trace.parts import Writer
 from asynccoll.trace.timeline import Timeline, start
-
-if TYPE_CHECKING:
-    from asynccoll.world.context import Context
+from asynccoll.world.context import Context
 
 __all__ = ["VARIABLE", "file_name", "install", "later_worlds", "recordings"]
 

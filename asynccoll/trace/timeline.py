@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING
 
 from asynccoll.host.misfits import check, fitting
 from asynccoll.host.profiling import annotation
@@ -35,9 +34,7 @@ from asynccoll.trace.marking import marking
 from asynccoll.trace.perfetto import write_events
 from asynccoll.trace.recorder import Recorder
 from asynccoll.trace.spans import Span
-
-if TYPE_CHECKING:
-    from asynccoll.world.context import Context
+from asynccoll.world.context import Context
 
 __all__ = ["Timeline", "recording", "span", "step"]
 

@@ -6,17 +6,15 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from asynccoll import host
 from asynccoll.host.misfits import fitting
 from asynccoll.host.timeouts import check_patience
+from asynccoll.order.operation import Operation
 from asynccoll.waiting.suspending import Signal, attend, late, pause
 from asynccoll.waiting.together import listed_works
 from asynccoll.waiting.work import Work
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
 
 __all__ = ["as_completed"]
 

@@ -30,16 +30,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.errors import AbortedError
 from asynccoll.host.actors import Actor
 from asynccoll.host.call_number import CHILD
 from asynccoll.host.endings import in_a_line
-
-if TYPE_CHECKING:
-    from asynccoll.order.lane import Lane
+from asynccoll.order.lane import Lane
 
 __all__ = ["Children", "Unmade"]
 

@@ -9,10 +9,9 @@ for all parts together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
+from asynccoll.order.operation import Operation
 
 __all__ = ["Started", "together"]
 

@@ -17,16 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.errors import CollectiveTimeoutError
-from asynccoll.order.operation import INLINE_SECONDS
+from asynccoll.order.operation import INLINE_SECONDS, Operation
+from asynccoll.transport.completion import Completion
 from asynccoll.waiting.loops import AddWaker, Loop, here, is_cancelled, on_asyncio
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
-    from asynccoll.transport.completion import Completion
 
 __all__ = ["Signal", "attend", "block", "in_loop", "late", "pause", "quick", "suspend"]
 

@@ -7,17 +7,14 @@ ends if a peer is lost whose data a kernel would otherwise wait for forever.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from asynccoll import host
+from asynccoll.order.operation import Operation
 from asynccoll.transport import streams
 from asynccoll.transport.completion import Promise
 from asynccoll.transport.waiters import Waiters
-
-if TYPE_CHECKING:
-    from asynccoll.order.operation import Operation
 
 __all__ = ["synchronized"]
 

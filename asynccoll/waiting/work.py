@@ -7,6 +7,7 @@ awaiter is cancelled. The processing of the received bytes (concatenate, decode,
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import math
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from asynccoll import host
@@ -36,6 +37,7 @@ from asynccoll.memory.unfilled import claims, let_go
 from asynccoll.memory.unwritten import Read, is_empty, writes_to
 from asynccoll.modes.captured import as_called
 from asynccoll.modes.unseen import with_data
+from asynccoll.order.operation import Operation
 from asynccoll.transport.completion import Promise
 from asynccoll.transport.streams import Mark, carried
 from asynccoll.transport.waiters import Waiters
@@ -43,11 +45,6 @@ from asynccoll.waiting.forgotten import NotItsResult, warn
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.suspending import Signal, block, pause, quick, suspend
 from asynccoll.waiting.synchronizing import synchronized
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from asynccoll.order.operation import Operation
 
 __all__ = ["Work", "handed_out", "noted", "waited_for"]
 

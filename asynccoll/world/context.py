@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.environment import node_name
@@ -35,20 +37,15 @@ from asynccoll.host.endings import in_a_line, in_full
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.order.lane import BACKWARD, Lane
+from asynccoll.order.operation import Operation
 from asynccoll.plan.spec import Policy
+from asynccoll.transport.backend import Backend
+from asynccoll.transport.communicator import Communicator
+from asynccoll.transport.completion import Completion
 from asynccoll.waiting.children import Children
 from asynccoll.world.failures import Failures
 from asynccoll.world.farewells import Farewells
 from asynccoll.world.group import Group
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from asynccoll.order.operation import Operation
-    from asynccoll.transport.backend import Backend
-    from asynccoll.transport.communicator import Communicator
-    from asynccoll.transport.completion import Completion
 
 __all__ = ["Context", "Identity"]
 

@@ -10,11 +10,11 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
-from asynccoll.flight import Recorder, dumps, lane_id, parting, read, reason, strayed
+from asynccoll.flight import Call, Flight, Recorder, dumps, lane_id, parting, read, reason, strayed
 from asynccoll.health.accounts import Account
 from asynccoll.health.blame import Awaited, Blame, blame, ended_before
 from asynccoll.health.checks import mismatch
@@ -25,13 +25,10 @@ from asynccoll.host.call_number import numbered
 from asynccoll.host.store import Clients, is_of_store
 from asynccoll.host.words import enumerated, listed
 from asynccoll.order.lane import DEFAULT, Lane
+from asynccoll.order.operation import Operation
+from asynccoll.transport.backend import Backend
 from asynccoll.world.farewells import Farewells
 from asynccoll.world.group import Group
-
-if TYPE_CHECKING:
-    from asynccoll.flight import Call, Flight
-    from asynccoll.order.operation import Operation
-    from asynccoll.transport.backend import Backend
 
 __all__ = ["Failures"]
 

@@ -12,15 +12,12 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from asynccoll.backends.api.tcpstore import connect
 from asynccoll.host.network import own_address
-
-if TYPE_CHECKING:
-    from asynccoll.world.context import Identity
+from asynccoll.world.context import Identity
 
 __all__ = ["agree_on_store", "make_default_group"]
 

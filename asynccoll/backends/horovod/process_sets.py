@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from asynccoll.backends.api import Clients, Opening, Promise, locks, looks, start_once
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch.distributed as dist
 
 __all__ = ["ProcessSets"]
 

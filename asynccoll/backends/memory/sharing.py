@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Backend, Capabilities, Communicator, Opening, host
+import torch
+
+from asynccoll.backends.api import Backend, Capabilities, Clients, Communicator, Opening, Training, host
 from asynccoll.backends.memory.by_device import ByDevice
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 from asynccoll.backends.memory.engine import Engine
@@ -19,14 +20,9 @@ from asynccoll.backends.memory.messages import Messages
 from asynccoll.backends.memory.neighbours import Failed
 from asynccoll.backends.memory.pair import Pair
 from asynccoll.backends.memory.parking import supported
+from asynccoll.backends.memory.region import Region
 from asynccoll.backends.memory.tables import ALONE, MEMORY, NEAR
 from asynccoll.errors import PeerLostError
-
-if TYPE_CHECKING:
-    import torch
-
-    from asynccoll.backends.api import Clients, Training
-    from asynccoll.backends.memory.region import Region
 
 __all__ = ["Sharing", "share"]
 

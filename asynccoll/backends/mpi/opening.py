@@ -17,15 +17,13 @@ import itertools
 import json
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed as dist
 
 from asynccoll.backends.api import InProgress, Opening, Waiting, locks, looks
 from asynccoll.backends.mpi.library import Library
 from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 
 __all__ = ["Opener"]
 
