@@ -23,8 +23,6 @@ from asynccoll.errors import InvalidArgumentError, InvalidCallError
 from asynccoll.host.misfits import check_count, misfit
 from asynccoll.runtime.process import get_rank, get_world_size
 
-__all__ = ["DistributedProxySampler", "auto_dataloader", "dataloader_for"]
-
 
 @dataclass(slots=True)
 class _Iteration:

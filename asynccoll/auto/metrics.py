@@ -15,8 +15,6 @@ from asynccoll.runtime.process import get_world_size
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
-__all__ = ["gather_for_metrics"]
-
 
 @fitting
 def gather_for_metrics(

@@ -17,8 +17,6 @@ from asynccoll.runtime.process import (
     known,
 )
 
-__all__ = ["Place", "here"]
-
 _log = logging.getLogger("asynccoll.auto")
 
 

@@ -11,8 +11,6 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import fitting
 from asynccoll.runtime.process import get_rank
 
-__all__ = ["manual_seed"]
-
 #: NumPy takes only seeds below this.
 _SEEDS = 1 << 32
 

@@ -18,8 +18,6 @@ from asynccoll.host.misfits import check_count
 from asynccoll.plan.spec import Capabilities
 from asynccoll.world.context import Context
 
-__all__ = ["adopt", "alone", "capabilities_among", "capabilities_of", "completed", "create", "lazy"]
-
 
 def create(
     backend: str | None,

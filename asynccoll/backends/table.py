@@ -17,23 +17,6 @@ from asynccoll.backends.horovod import library as horovod_library
 from asynccoll.environment.detection import MPI_LAUNCHERS
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 
-__all__ = [
-    "C10D",
-    "ROWS",
-    "Row",
-    "available",
-    "check_usable",
-    "is_of_torch",
-    "needs",
-    "normal",
-    "others",
-    "row",
-    "starting",
-    "usable",
-    "usual_backend",
-    "usual_device",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

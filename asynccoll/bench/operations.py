@@ -18,19 +18,6 @@ import torch
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = [
-    "DTYPES",
-    "OPERATIONS",
-    "REDUCTIONS",
-    "Case",
-    "Operation",
-    "check_known",
-    "make_case",
-    "parse_size",
-    "sizes_between",
-    "wrong_elements",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:

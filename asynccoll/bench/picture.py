@@ -10,8 +10,6 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.host import words
 from asynccoll.trace.plot import STYLE, figure_type
 
-__all__ = ["check_drawable", "draw"]
-
 #: Okabe and Ito's palette, as in timelines, which color-blind readers can tell apart.
 COLOURS = {
     "asynccoll": "#0072B2",

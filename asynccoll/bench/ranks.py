@@ -28,8 +28,6 @@ from asynccoll.bench.request import BenchRequest, Report, Row, operations_in_a_r
 from asynccoll.bench.sidebyside import Series, side_by_side
 from asynccoll.environment.detection import MPI_LAUNCHERS, detect
 
-__all__ = ["measure"]
-
 _BASE = "torch"
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
-__all__ = ["BenchRequest", "Report", "Row", "operations_in_a_round"]
-
 #: Called on rank 0 with what happens: ``("start", {...})``, ``("step", {})``, ``("row", {...})``, ``("note",
 #: {...})``.
 Report: TypeAlias = Callable[[str, dict[str, object]], None]

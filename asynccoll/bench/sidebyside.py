@@ -15,8 +15,6 @@ from time import perf_counter
 
 import asynccoll as ac
 
-__all__ = ["Peer", "Series", "side_by_side"]
-
 Peer = Callable[[], Awaitable[object]]
 
 

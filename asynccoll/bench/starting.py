@@ -23,8 +23,6 @@ from asynccoll.launch import mpiexec
 from asynccoll.launch.engines import run
 from asynccoll.launch.request import RunRequest
 
-__all__ = ["bench"]
-
 
 def bench(request: BenchRequest, report: Report, *, ranks: int) -> int:
     """Measure what ``request`` asks for; returns the exit code. ``report`` is called in this process.

@@ -14,8 +14,6 @@ from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_jso
 if TYPE_CHECKING:
     from asynccoll.bench.request import BenchRequest
 
-__all__ = ["add"]
-
 _TEXT = """\
 Compare collectives with those of torch, functional collectives, ignite, Horovod and mpi4py, in one run.
 

@@ -11,8 +11,6 @@ from asynccoll.host.call_number import numbered
 if TYPE_CHECKING:
     from asynccoll.flight import Call, Flight, Parting
 
-__all__ = ["call_cells", "call_columns", "nobody", "print_partings"]
-
 _WHATS = {
     "different": "ranks called different things",
     "refused": "some ranks refused what others called",

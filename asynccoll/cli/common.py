@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["USAGE_ERROR", "Commands", "Parser", "at_least"]
-
 #: The exit code for a wrong command line.
 USAGE_ERROR = 2
 

@@ -11,8 +11,6 @@ from asynccoll.cli import bench, explain, explore, info, run, top, trace, where
 from asynccoll.cli.common import USAGE_ERROR, Parser
 from asynccoll.errors import AsyncCollError
 
-__all__ = ["main"]
-
 #: In the order in which ``--help`` shows them.
 COMMANDS = (run, info, top, where, trace, bench, explain, explore)
 

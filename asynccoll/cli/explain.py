@@ -8,8 +8,6 @@ from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import add_json, print_json
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["add"]
-
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser(

@@ -18,8 +18,6 @@ from asynccoll.cli.output import Bar, add_json, print_json, show
 if TYPE_CHECKING:
     from asynccoll.testing import Exploration
 
-__all__ = ["add"]
-
 #: How many files are named, and how many entries of a directory are looked at.
 _MOST_FILES, _MOST_ENTRIES = 3, 1000
 

@@ -19,8 +19,6 @@ from asynccoll.cli.output import Table, add_json, print_json, show
 from asynccoll.environment.detection import detect_here
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["add"]
-
 _PACKAGES = ("torch", "anyio", "trio", "numpy", "mpi4py", "horovod", "torch_xla")
 
 

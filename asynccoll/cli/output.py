@@ -26,18 +26,6 @@ from rich.text import Text
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = [
-    "Bar",
-    "Screen",
-    "Table",
-    "add_json",
-    "check_writable",
-    "from_here",
-    "print_json",
-    "show",
-    "standard_output_for_json",
-]
-
 #: Wider than any line: a pipe has no width, but rich needs one.
 _WIDE = 1 << 20
 #: Between columns.

@@ -12,8 +12,6 @@ from asynccoll.cli.common import USAGE_ERROR, Commands
 from asynccoll.launch.engines import run
 from asynccoll.launch.request import RunRequest
 
-__all__ = ["HelpFormatter", "add", "add_options", "missing_program", "request"]
-
 #: torchrun's options by topic: names, what the value is (None: a switch), help.
 _RUN_OPTIONS: dict[str, tuple[tuple[tuple[str, ...], str | None, str], ...]] = {
     "how many ranks": (

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from asynccoll.flight import Hang
     from asynccoll.jobs.live import RankNow
 
-__all__ = ["add"]
-
 #: A job that has waited for some of its ranks for longer than this stands out.
 _LONG_SECONDS = 5.0
 _LONGEST_SECONDS = 86_400

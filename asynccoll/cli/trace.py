@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from asynccoll.trace.findings import Findings
     from asynccoll.trace.stragglers import Straggling
 
-__all__ = ["add"]
-
 _T = TypeVar("_T")
 
 #: What the names of recordings end in while ranks record in their place.

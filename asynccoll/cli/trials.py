@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from asynccoll.backends import table
 
-__all__ = ["Trial", "look", "try_all"]
-
 _LIMIT_S = 60.0
 _PROGRAM = """
 import sys, asynccoll as ac

@@ -14,9 +14,6 @@ from asynccoll.cli.output import Table, add_json, print_json, show
 if TYPE_CHECKING:
     from asynccoll.jobs.whereabouts import Job
 
-__all__ = ["add", "folded", "overview", "same_stacks"]
-
-
 #: How many characters of a program and its arguments are shown.
 _LONGEST = 80
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["LAST_PORT", "LaunchInfo", "Variables", "blockwise", "checked", "unplaced", "with_master"]
-
 #: No rank, count or port has more digits; Python itself refuses to parse a few thousand.
 _MAX_DIGITS = 12
 LAST_PORT = 65535

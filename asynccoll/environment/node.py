@@ -12,8 +12,6 @@ from pathlib import Path
 
 from asynccoll import host
 
-__all__ = ["VARIABLE", "node_name"]
-
 #: Overrides the name: containers may know that they share a host, and tests make two nodes of one kernel.
 VARIABLE = "ASYNCCOLL_NODE"
 

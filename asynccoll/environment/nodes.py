@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from asynccoll.environment.info import LAST_PORT, Variables
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["Nodes"]
-
 _PORT = 15000
 
 

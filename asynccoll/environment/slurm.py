@@ -15,8 +15,6 @@ from collections.abc import Iterator
 
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["expand_hostlist", "expand_tasks_per_node", "expand_with_scontrol"]
-
 #: More hosts than this are a typo such as ``n[1-1000000000]``, not a cluster.
 MAX_HOSTS = 1_000_000
 

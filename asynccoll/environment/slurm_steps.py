@@ -16,8 +16,6 @@ from asynccoll.environment.info import LaunchInfo, Variables, checked, with_mast
 from asynccoll.environment.slurm import expand_tasks_per_node
 from asynccoll.errors import LaunchEnvironmentError
 
-__all__ = ["ExpandHosts", "from_slurm", "placed_by_slurm"]
-
 #: The first step of a SLURM job meets at this port plus the last four digits of the job's number.
 BASE_PORT = 15000
 _PORTS = 10_000

@@ -14,8 +14,6 @@ from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import numbered
 from asynccoll.host.words import by_text, listed, ranks_of
 
-__all__ = ["Parting", "Strayed", "by_line", "members", "parting", "partings", "strayed"]
-
 #: The kinds of ``Parting``, in the order in which they are reported.
 _KINDS = ("different", "refused", "absent")
 

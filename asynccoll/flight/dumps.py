@@ -24,8 +24,6 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight.plain import from_plain, to_plain
 from asynccoll.flight.reading import Flight
 
-__all__ = ["VARIABLE", "Dumps", "directory_for", "read_dumps", "write_dumps"]
-
 #: The environment variable for the parent of the jobs' directories; ``off`` writes nothing.
 VARIABLE = "ASYNCCOLL_DUMPS"
 _MOST_JOBS = 20

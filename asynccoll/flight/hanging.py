@@ -22,8 +22,6 @@ from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import CHILD, call_name
 from asynccoll.host.words import duration, listed, ranks_of
 
-__all__ = ["LATELY_SECONDS", "Hang", "Turn", "Unfinished", "hang", "hang_of"]
-
 #: A wait that timed out less than this ago still counts as a wait, as its error may be about to be reported;
 #: and a call made within this time after a timeout may have been made only because of that.
 LATELY_SECONDS = 0.5

@@ -19,8 +19,6 @@ from asynccoll.flight.reading import text_at
 from asynccoll.flight.recorder import Recorder
 from asynccoll.host.call_number import CHILD
 
-__all__ = ["Headers"]
-
 _MASK = layout.HEADERS - 1
 _WORDS = layout.HEADER_WORDS
 _PLACES = 0x3FFF

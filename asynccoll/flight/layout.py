@@ -17,46 +17,6 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-__all__ = [
-    "BEGUN",
-    "END",
-    "ENDED",
-    "ENDING",
-    "ENDINGS",
-    "ENDING_AT",
-    "GIVEN_UP",
-    "HALF_BYTES",
-    "HEADER",
-    "HEADERS",
-    "HEADERS_AT",
-    "HEADER_BYTES",
-    "HEADER_WORDS",
-    "LANE",
-    "LANES",
-    "LANES_AT",
-    "LENGTH",
-    "MAGIC",
-    "NAME",
-    "NO_CODE",
-    "OUTCOME",
-    "PARTS",
-    "RECORD",
-    "RECORDS",
-    "RECORDS_AT",
-    "REFUSED",
-    "SAID_AT",
-    "SIZE_BYTES",
-    "TEXTS_AT",
-    "TEXT_BYTES",
-    "VERSION",
-    "WAITED",
-    "WORDS",
-    "is_cut",
-    "joined",
-    "lane_id",
-    "parted",
-]
-
 #: The memory's name, by which it is found among a process's descriptors.
 NAME = "asynccoll-flight"
 MAGIC = b"acflight"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["FULL_STATE", "OF_BACKWARD", "advice", "reason"]
-
 #: Part of the names of lanes on which the state of a sharded model or optimizer is gathered, on every rank.
 FULL_STATE = "/full_state"
 #: Part of the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.

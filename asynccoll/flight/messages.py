@@ -12,8 +12,6 @@ from functools import cache
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import counterpart, message_name
 
-__all__ = ["Unmet", "abandoned", "is_answered", "latest_side", "refused_send", "refused_side", "unmet"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unmet:

@@ -8,8 +8,6 @@ from typing import Any
 
 from asynccoll.flight.reading import Call, Flight, Progress
 
-__all__ = ["from_plain", "plain_call", "to_plain"]
-
 
 def to_plain(flight: Flight, calls: int | None = None) -> dict[str, Any]:
     """Return ``flight`` as JSON values, each call as a list in the order of the fields of ``Call``.

@@ -17,8 +17,6 @@ from asynccoll.flight.layout import ENDINGS, PARTS, RECORD, RECORDS, RECORDS_AT
 from asynccoll.host.call_number import call_name, message_name
 from asynccoll.host.words import lane_name
 
-__all__ = ["Call", "Flight", "Progress", "parts_at", "read", "said", "text_at"]
-
 
 class Call(NamedTuple):
     """One operation. Times are seconds of the host's monotonic clock; 0.0 is not yet.

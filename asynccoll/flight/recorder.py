@@ -30,8 +30,6 @@ from asynccoll.flight.layout import (
 from asynccoll.host import shared_memory
 from asynccoll.host.words import shortened
 
-__all__ = ["Recorder", "mark_ended"]
-
 _SLOT = RECORD.size
 _MASK = RECORDS - 1
 _LANE_WORDS = layout.LANE.size // 8

@@ -11,9 +11,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-__all__ = ["VARIABLE", "register", "registered"]
 
 #: The environment variable that names the directory.
 VARIABLE = "ASYNCCOLL_JOB_DIRECTORY"
@@ -31,7 +28,7 @@ def register(directory: str, rank: int, told: Mapping[str, object]) -> None:
         unfinished.replace(note)
 
 
-def registered(directory: Path) -> dict[int, dict[str, Any]]:
+def registered(directory: Path) -> dict[int, dict[str, object]]:
     """Return the notes in ``directory``, by rank; other files are ignored."""
     found: dict[int, dict[str, object]] = {}
     for note in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):

@@ -26,8 +26,6 @@ from asynccoll.flight.reading import parts_at
 from asynccoll.host.call_number import call_name
 from asynccoll.host.words import ranks_of
 
-__all__ = ["Comparison", "Made", "Shift", "made"]
-
 #: By how many calls two ranks may be apart.
 _MOST_APART = 2
 _SHIFTS = tuple(by for apart in range(1, _MOST_APART + 1) for by in (apart, -apart))

@@ -18,8 +18,6 @@ from asynccoll import flight, host
 from asynccoll.flight import Flight, Recorder, registry
 from asynccoll.host import answering, handing, shared_memory, standing
 
-__all__ = ["NOTE", "SECRET_VARIABLE", "Account", "Accounts", "Peer", "ask", "with_answer"]
-
 #: The prefix of a question that is a note, in which another rank announces a call (``confirming``).
 NOTE = "call "
 #: The prefix of a question for an account; the number of latest calls to report follows.

@@ -31,8 +31,6 @@ from asynccoll.host.call_number import call_name, counterpart, message_name
 from asynccoll.host.endings import in_words
 from asynccoll.host.words import lane_name, listed
 
-__all__ = ["Awaited", "Blame", "blame", "ended_before", "ending", "last_words"]
-
 #: An error has sentences for at most this many ranks; ``asynccoll where`` shows all.
 _MOST_TOLD = 8
 _SILENT = {

@@ -25,8 +25,6 @@ from asynccoll.plan.tree_texts import differing, shown_part
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
-__all__ = ["checked", "misfit", "mismatch"]
-
 _DIGEST_BYTES = 16
 _TEXT_BYTES = 8192
 #: How many characters of a call on a tree are shown if the error names the leaves that differ.

@@ -22,8 +22,6 @@ from asynccoll.order.lane import Lane
 from asynccoll.plan.texts import at_line, shown
 from asynccoll.transport.completion import Promise
 
-__all__ = ["Compared"]
-
 
 class Compared:
     """Compares one lane's calls.

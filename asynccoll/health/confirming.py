@@ -38,8 +38,6 @@ from asynccoll.host.helpers import start_once
 from asynccoll.order.lane import Lane
 from asynccoll.transport.completion import Promise
 
-__all__ = ["Announced", "Confirmations", "Confirming"]
-
 #: How long a rank may take to answer a note, and the pause before the note is sent again if it has not.
 TELL_SECONDS = 0.5
 AGAIN_SECONDS = 0.05

@@ -23,8 +23,6 @@ from asynccoll.health.blame import ending, last_words
 from asynccoll.host import lines, network
 from asynccoll.host.store import Clients, values
 
-__all__ = ["Liveness"]
-
 #: How long one connection attempt may take.
 PROBE_SECONDS = 0.5
 #: In a routine check a missing answer may be a lost packet on a busy network: a rank counts as gone only

@@ -5,8 +5,6 @@ Training loops repeat themselves: the expected call is the one that last followe
 
 from __future__ import annotations
 
-__all__ = ["Prediction"]
-
 #: How many pairs of calls are remembered before all are forgotten; reached if a program never repeats itself.
 _MOST = 4096
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from asynccoll.transport.completion import Completion
     from asynccoll.waiting.children import Unmade
 
-__all__ = ["Refusals", "leaves_its_call"]
-
 #: Polling the store is cheap; these only bound how late a rank learns that the last peer answered.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.02

@@ -14,8 +14,6 @@ from typing import Protocol
 from asynccoll.flight import Comparison, Recorder, Shift, lane_id, made
 from asynccoll.health.stalls import say
 
-__all__ = ["Shifts"]
-
 _log = logging.getLogger("asynccoll.shift")
 #: How many lanes are remembered before the oldest is forgotten, as it is not known here which were closed.
 _MOST_LANES = 1024

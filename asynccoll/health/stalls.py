@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["VARIABLE", "say", "stall_seconds", "warn"]
-
 #: The environment variable for the seconds after which to warn; 0 is never.
 VARIABLE = "ASYNCCOLL_STALL_WARNING"
 #: The default if it is not set. Simulated ranks get no warnings: their report says how each wait ended.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from asynccoll.host.store import Clients
     from asynccoll.order.lane import Lane
 
-__all__ = ["Party", "Waits"]
-
 
 class Party(Protocol):
     """This rank's side of something that several ranks do together. The watchdog's thread calls it."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from asynccoll.order.operation import Operation, Order
     from asynccoll.transport.backend import Backend
 
-__all__ = ["Watch"]
-
 _log = logging.getLogger("asynccoll.watch")
 
 PATIENCE_SECONDS = 1.0

@@ -22,23 +22,6 @@ from typing import Any, NamedTuple
 
 from asynccoll import host
 
-__all__ = [
-    "Actor",
-    "Descent",
-    "asyncio_task",
-    "called",
-    "current",
-    "ended",
-    "label",
-    "left",
-    "line",
-    "of_task",
-    "started_after",
-    "task_of",
-    "thread_of",
-    "trio_task",
-]
-
 Actor = object  # a _TaskActor or a _ThreadActor: compared by identity
 
 _running_loop = asyncio._get_running_loop

@@ -27,8 +27,6 @@ from typing import Generic, TypeVar
 from asynccoll import host
 from asynccoll.host import lines
 
-__all__ = ["QUESTION_BYTES", "Answers", "ask"]
-
 K = TypeVar("K", bound=Hashable)
 
 #: How long one connection may take.

@@ -18,8 +18,6 @@ from typing import Generic, TypeVar
 
 from typing_extensions import Self
 
-__all__ = ["Block", "Entries", "Entry", "innermost"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from asynccoll.host import actors
 
-__all__ = ["beside", "ran_beside"]
-
 
 def beside(node: actors.Descent) -> weakref.WeakSet[Any]:
     """Return the existing tasks, as actors, that can neither have started ``node``'s task nor wait for it.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CHILD", "ROUND", "call_name", "counterpart", "message_name", "numbered"]
-
 #: More calls than a rank makes between two joins. After each join, all ranks continue counting at the next
 #: multiple.
 ROUND = 1 << 30

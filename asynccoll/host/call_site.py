@@ -12,8 +12,6 @@ from functools import lru_cache, partial
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["NOWHERE", "Place", "Spot", "called_at", "caller", "is_ours", "is_users", "on_behalf_of", "site"]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: torch calls back into this package (autograd, hooks), so its frames are not the user's place either
 _TORCH = os.path.join("site-packages", "torch") + os.sep

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["usable_cores"]
-
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on, which a container or launcher may limit."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-__all__ = ["call_each", "call_off"]
-
 
 def call_each(callbacks: Iterable[Callable[[], object]]) -> None:
     """Call all of ``callbacks``, even if some of them raise.

@@ -6,8 +6,6 @@ differences. This module must not import anything: ``hasattr`` looks names up as
 
 from __future__ import annotations
 
-__all__ = ["called_here"]
-
 _TORCH = {
     "all_gather_coalesced": "await ac.all_gather(xs)",
     "all_gather_into_tensor": "await ac.all_gather(x)",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import traceback
 
-__all__ = ["in_a_line", "in_full", "in_words", "is_failure", "is_new", "leaves"]
-
 
 def in_words(code: int) -> str:
     """Describe an exit code: ``exit code 3``, ``killed by SIGKILL``. ``code`` is as in ``subprocess``."""

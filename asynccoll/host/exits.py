@@ -24,8 +24,6 @@ from asynccoll.host.endings import in_a_line
 from asynccoll.host.helpers import Helpers
 from asynccoll.host.words import plural
 
-__all__ = ["EXIT_SECONDS", "died_of", "dies_of", "in_main_thread", "install"]
-
 #: How long a script that ends with work in flight may wait for that work to finish.
 EXIT_SECONDS = 10.0
 _LOOK_SECONDS = 0.1

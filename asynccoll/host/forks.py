@@ -17,8 +17,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["in_child", "inherited", "keep", "renew", "renewed"]
-
 in_child: Any = getattr(os, "register_at_fork", lambda **_: None)
 in_child(after_in_child=gc.freeze)  # registered first: later hooks make objects, which may start a collection
 _keep = ctypes.pythonapi.Py_IncRef

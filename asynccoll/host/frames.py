@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from asynccoll.host.call_site import is_users
 
-__all__ = ["FULL_VARIABLE", "are_shown", "without_ours"]
-
 FULL_VARIABLE = "ASYNCCOLL_FULL_TRACEBACK"
 
 Error = TypeVar("Error", bound=BaseException)

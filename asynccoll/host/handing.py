@@ -12,8 +12,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["hand_over", "handed", "listen", "received"]
-
 _SOCKET = "memory"
 #: How long to wait for a launcher that is behind or stopped; after that it never gets this rank's records.
 _SEND_SECONDS = 1.0

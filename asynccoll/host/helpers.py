@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from asynccoll import host
 
-__all__ = ["Helpers", "start_once"]
-
 
 def start_once(name: str, action: Callable[[], object], keep: Callable[[host.Thread | None], object]) -> None:
     """Run ``action`` on a new thread of this name, after ``keep(thread)``.

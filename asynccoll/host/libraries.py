@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["is_installed", "library_in", "library_of", "line_for", "with_library"]
-
 _INSTALLED = re.compile(r"[/\\]site-packages[/\\](anyio|trio|outcome)[/\\]")
 _ANY_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _STANDARD = f"{Path(os.__file__).parent}{os.sep}"

@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from asynccoll import host
 
-__all__ = ["UNDER_WAY", "Line", "connect", "family", "is_open", "listen"]
-
 K = TypeVar("K", bound=Hashable)
 Line = socket.socket
 

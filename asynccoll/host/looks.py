@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from asynccoll import host
 
-__all__ = ["looks"]
-
 
 def looks(seconds: float = math.inf, *, first: float = 0.0005, longest: float = 0.02) -> Iterator[float]:
     """Yield at once, then after pauses that double from ``first`` to ``longest``, until ``seconds`` are over.

@@ -16,17 +16,6 @@ from typing import Any, NoReturn, TypeVar
 from asynccoll.errors import AsyncCollError, InvalidCallError
 from asynccoll.host.frames import without_ours
 
-__all__ = [
-    "check",
-    "check_count",
-    "check_function",
-    "check_options",
-    "fitting",
-    "misfit",
-    "named_type",
-    "near",
-]
-
 Function = TypeVar("Function", bound=Callable[..., object])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 #: How users write the names of public packages other than ``ac``.

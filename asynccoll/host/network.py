@@ -17,8 +17,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["VARIABLE", "interface_of", "own_address", "take_back", "use_for_torch"]
-
 #: The variable that tells gloo, and so torch's own groups, which interface to use.
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

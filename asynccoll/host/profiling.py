@@ -20,8 +20,6 @@ from asynccoll.host.forks import renew
 from asynccoll.host.locks import RLock
 from asynccoll.host.state import per_process
 
-__all__ = ["annotation", "begin"]
-
 #: Held while a record begins or ends. Reentrant: a finalizer may complete an operation while it is held.
 _lock = RLock()
 renew(_lock)

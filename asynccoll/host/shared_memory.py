@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Memory", "exit_code", "find", "look", "process_state", "taken"]
-
 _PROC = Path("/proc")
 
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from asynccoll.host.call_site import is_ours, is_users
 from asynccoll.host.libraries import is_installed, library_of, with_library
 
-__all__ = ["Stack", "awaits", "stacks", "summary"]
-
 _FRAMES = 30
 _TASKS = 50
 _TOLD = 3

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from asynccoll.host.forks import in_child
 
-__all__ = ["kept", "per_process"]
-
 T = TypeVar("T")
 
 #: All objects made so far, in order, each with the function that made it.

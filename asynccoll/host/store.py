@@ -20,8 +20,6 @@ from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveTimeoutError
 from asynccoll.host.looks import looks
 
-__all__ = ["Clients", "Exchange", "Waiting", "enlist", "host_of", "is_of_store", "values", "values_of_listed"]
-
 
 def host_of(store: dist.Store) -> str | None:
     """Return the host that serves ``store``; None if it is not a store that a host serves."""

@@ -7,8 +7,6 @@ from datetime import timedelta
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import misfit
 
-__all__ = ["NEVER_SECONDS", "check_patience", "check_timeout"]
-
 #: Effectively no timeout: ten years. The clocks of native libraries and threads do not accept infinity.
 NEVER_SECONDS = 3650 * 86_400.0
 

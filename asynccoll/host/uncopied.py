@@ -7,8 +7,6 @@ from typing import NoReturn
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import named_type
 
-__all__ = ["Uncopied"]
-
 
 class Uncopied:
     """An object that cannot be copied or pickled: a copy would send the same memory, or hold a lock."""

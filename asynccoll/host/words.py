@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "by_text",
-    "duration",
-    "encoded",
-    "enumerated",
-    "lane_name",
-    "listed",
-    "plural",
-    "ranks_of",
-    "shortened",
-    "size",
-]
-
 #: More ranks than this are shown as ranges, of which at most this many are shown.
 _MOST_NUMBERS = 8
 

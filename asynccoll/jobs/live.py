@@ -17,18 +17,6 @@ from asynccoll.flight import Call, Flight, Hang, hang_of
 from asynccoll.flight.comparing import members
 from asynccoll.host import shared_memory
 
-__all__ = [
-    "STATES",
-    "RankNow",
-    "Snapshot",
-    "check_running",
-    "command_of",
-    "hangs",
-    "is_running",
-    "snapshot",
-    "survey",
-]
-
 _PROC = Path("/proc")
 #: The programs that other launchers start for ``spawn``.
 _OF_SPAWN = ("/asynccoll/launch/planned_rank.py", "/asynccoll/launch/xla_rank.py")

@@ -23,8 +23,6 @@ from asynccoll.health.blame import ending
 from asynccoll.host import shared_memory
 from asynccoll.jobs.live import STATES, check_running, command_of, snapshot
 
-__all__ = ["Job", "Whereabouts", "find_jobs"]
-
 #: How long a rank may take to answer: longer than when a collective waits for the answer.
 _SECONDS = 2.0
 

@@ -11,8 +11,6 @@ from typing import Any
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.misfits import check, misfit
 
-__all__ = ["check_called", "complete"]
-
 
 def check_called(function: object, args: object = (), kwargs: object = None) -> None:
     """Refuse what the ranks cannot run: it has to be a function, with a tuple and a dict of arguments."""

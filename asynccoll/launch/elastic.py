@@ -40,8 +40,6 @@ from asynccoll.launch.report import Failure, exit_code, first_failure, read_fail
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
-__all__ = ["run"]
-
 #: Options that torchrun lacks or means differently: with --no-python our runner becomes the program, so that
 #: it dies with us.
 _OURS = ("--no-python", "--kill-on-bad-exit")

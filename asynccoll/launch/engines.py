@@ -10,8 +10,6 @@ from asynccoll.backends.table import starting
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.launch.request import RunRequest
 
-__all__ = ["run"]
-
 
 def run(request: RunRequest) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed.

@@ -17,8 +17,6 @@ from asynccoll.backends.horovod.library import INSTALL
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.launch import horovodrun_quiet
 
-__all__ = ["Horovodrun", "find"]
-
 
 @dataclass(frozen=True, slots=True)
 class Horovodrun:

@@ -23,8 +23,6 @@ from asynccoll.launch import child
 from asynccoll.launch.calling import complete
 from asynccoll.launch.report import Failure, first_failure, last_call, read_failure, what_aborted
 
-__all__ = ["Job", "failed", "portable"]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -36,8 +36,6 @@ from asynccoll.launch.report import (
 from asynccoll.launch.request import RunRequest
 from asynccoll.launch.witness import Witness
 
-__all__ = ["run"]
-
 #: The options that apply here; torchrun's others are about torch elastic.
 _TAKEN = {"--nproc-per-node", "--nnodes", "--standalone", "--no-python"}
 

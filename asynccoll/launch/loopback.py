@@ -23,8 +23,6 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["ADDRESS", "NAME", "listening_store", "register"]
-
 #: The name torch elastic knows this rendezvous by.
 NAME = "asynccoll-loopback"
 ADDRESS = "127.0.0.1"

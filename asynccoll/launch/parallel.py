@@ -22,8 +22,6 @@ from asynccoll.launch.calling import check_called, complete
 from asynccoll.launch.spawn import ABOUT_STARTING, spawn
 from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
 
-__all__ = ["Parallel"]
-
 _log = logging.getLogger("asynccoll.launch")
 
 

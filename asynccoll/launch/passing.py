@@ -26,17 +26,6 @@ from typing import NoReturn
 
 from asynccoll.launch import child, processes
 
-__all__ = [
-    "for_ranks",
-    "give_up",
-    "launched",
-    "on_stop_signals",
-    "pass_on",
-    "say_stopped",
-    "temporary",
-    "undoing",
-]
-
 #: Ctrl-C, ``kill``, terminal hangup, Ctrl-\\: the last two stay ignored if they already are (``nohup``).
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _STOPPING = (*_ALWAYS, signal.SIGHUP, signal.SIGQUIT)

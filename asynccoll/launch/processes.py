@@ -16,17 +16,6 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-__all__ = [
-    "INTERRUPT_GRACE_S",
-    "adopt_orphans",
-    "children",
-    "end",
-    "end_children",
-    "kill_children",
-    "signal_children",
-    "signal_descendants",
-]
-
 #: Time for ranks to end by themselves on Ctrl-C before they get SIGTERM.
 INTERRUPT_GRACE_S = 3.0
 

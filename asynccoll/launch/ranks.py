@@ -12,8 +12,6 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import registry
 from asynccoll.health.accounts import SECRET_VARIABLE
 
-__all__ = ["naming", "number_of_ranks", "without_place"]
-
 #: What the libraries themselves read, in addition to what we read.
 _OF_LIBRARIES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_", "HOROVOD_GLOO_RENDEZVOUS_", "TORCHELASTIC_")
 

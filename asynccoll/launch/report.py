@@ -18,8 +18,6 @@ from asynccoll.host.endings import in_words
 from asynccoll.host.words import listed
 from asynccoll.launch.folding import folded, raised_at
 
-__all__ = ["Failure", "exit_code", "first_failure", "last_call", "report", "what_aborted"]
-
 #: The exit code after SIGABRT, as ``subprocess``, shells and MPI launchers give it.
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT, signal.SIGABRT)
 _LAST_WORDS = "Extension modules:"

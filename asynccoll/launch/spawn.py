@@ -41,8 +41,6 @@ from asynccoll.launch.ranks import naming, without_place
 from asynccoll.launch.witness import Witness
 from asynccoll.runtime.process import finalize, initialize
 
-__all__ = ["ABOUT_STARTING", "spawn"]
-
 _START_METHODS = ("spawn", "fork", "forkserver")
 #: Arguments of ``spawn`` that ``initialize`` does not take.
 ABOUT_STARTING = frozenset({"start_method", "daemon", "join", "hosts"})

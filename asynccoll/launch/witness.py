@@ -20,8 +20,6 @@ from asynccoll import flight, host
 from asynccoll.flight import Flight
 from asynccoll.host import handing, shared_memory
 
-__all__ = ["Witness"]
-
 #: A rank that dies sooner than this after its start, before it has joined its world, may be missed.
 _LOOK_SECONDS = 0.02
 #: How often to reap processes that ranks have left to this one.

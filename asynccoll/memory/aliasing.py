@@ -18,8 +18,6 @@ from asynccoll import host
 from asynccoll.host.misfits import misfit
 from asynccoll.plan.trees import flatten
 
-__all__ = ["Claim", "Claims", "has_memory", "may_overlap", "same_memory", "span_bytes"]
-
 #: Two non-contiguous tensors are compared byte by byte if they span at most this; else they count as
 #: overlapping.
 _MOST_COMPARED_BYTES = 256 << 20

@@ -12,8 +12,6 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["Layout"]
-
 #: In bytes, the same as FSDP's. Every allocation is aligned more strictly than this.
 ALIGNMENT = 16
 

@@ -8,8 +8,6 @@ import torch
 
 from asynccoll.plan.spec import HALF, ReduceOp
 
-__all__ = ["reduce_chunks"]
-
 #: ``f(a, b, out=)``, where ``out`` may be ``a`` or ``b``
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,

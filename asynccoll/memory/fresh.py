@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["fresh"]
-
 #: Huge pages pay off from this size on: smaller tensors come from memory that the process has used before.
 _LARGE_BYTES = 4 << 20
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it

@@ -16,16 +16,6 @@ from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.memory.aliasing import Claim, Claims, span_bytes
 from asynccoll.memory.unfilled import filler_of, refuse_unfilled
 
-__all__ = [
-    "ORDINARY",
-    "all_plain",
-    "overwritten",
-    "plain_tensor",
-    "raw",
-    "sharing",
-    "writable",
-]
-
 #: The tensor types that are plain memory and never wrap other tensors.
 ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _data_ptr = torch.Tensor.data_ptr

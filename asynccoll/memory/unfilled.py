@@ -18,8 +18,6 @@ from asynccoll.host.call_number import numbered
 from asynccoll.host.call_site import Spot
 from asynccoll.memory.aliasing import Claim, Claims
 
-__all__ = ["claims", "filler_of", "let_go", "refuse_unfilled"]
-
 
 class Written(Protocol):
     """The completion of an operation that fills memory."""

@@ -17,8 +17,6 @@ import torch
 from asynccoll.memory.aliasing import may_overlap
 from asynccoll.memory.plain import ORDINARY
 
-__all__ = ["Read", "beside", "counted", "counted_of", "is_empty", "writes_to"]
-
 #: What a call reads: one tensor, or several that are not empty.
 Read: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 

@@ -14,8 +14,6 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Modes", "as_called", "uncast"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _inferring = torch.is_inference_mode_enabled

@@ -21,8 +21,6 @@ import torch.utils._device
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["Steps", "isolated"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

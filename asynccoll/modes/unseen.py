@@ -14,8 +14,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["unseen", "with_data"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _C: ModuleType = torch._C

@@ -22,8 +22,6 @@ from asynccoll.transport.foreign import foreign
 from asynccoll.waiting.work import Work, noted
 from asynccoll.world.context import Context
 
-__all__ = ["adopt"]
-
 #: Older than any record in the flight recorder, so that nothing is recorded for an adopted operation.
 _NO_TICKET = -(1 << 40)
 

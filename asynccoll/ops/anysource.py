@@ -27,8 +27,6 @@ from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
 
-__all__ = ["AnySource", "recv_any", "recv_any_object"]
-
 T = TypeVar("T")
 
 

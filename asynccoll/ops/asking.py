@@ -7,8 +7,6 @@ from asynccoll.health.blame import Blame
 from asynccoll.host.misfits import fitting
 from asynccoll.waiting.work import Work
 
-__all__ = ["who_is_missing"]
-
 
 @fitting
 def who_is_missing(work: Work[object], /) -> Blame:

@@ -15,8 +15,6 @@ from asynccoll.ops.signatures import fitting
 from asynccoll.waiting.work import Work
 from asynccoll.world.group import GroupLike
 
-__all__ = ["P2POp", "batch_isend_irecv"]
-
 
 class P2POp:
     """One message of a batch: ``ac.P2POp(ac.send, x, 1)``, ``ac.P2POp(ac.recv, buffer, 0)``.

@@ -44,8 +44,6 @@ from asynccoll.tensors.fusing import Fuse
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out, noted
 
-__all__ = ["coalescing", "name_of", "own_block"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

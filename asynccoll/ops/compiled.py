@@ -32,8 +32,6 @@ from asynccoll.waiting.work import Work
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike
 
-__all__ = ["CompiledWork", "constant_in_graphs", "have_gradients", "traced_at"]
-
 #: The reductions that torch's functional ops support, under the same names.
 _REDUCTIONS = frozenset(op for op in ReduceOp if op not in {ReduceOp.AND, ReduceOp.OR, ReduceOp.ADASUM})
 

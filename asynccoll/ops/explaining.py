@@ -22,8 +22,6 @@ from asynccoll.plan.trees import flatten, is_tree
 from asynccoll.tensors.bucketing import BUCKET_BYTES, buckets, dense_bytes
 from asynccoll.tensors.fusing import direct_buckets
 
-__all__ = ["explain_call", "explain_offline"]
-
 
 def explain_call(lane: Lane, name: str, x: object, call: dict[str, Any]) -> Plan:
     """Return the plan of the collective ``name`` for ``x`` on ``lane``; ``call`` has its other arguments."""

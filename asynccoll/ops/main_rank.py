@@ -12,8 +12,6 @@ from asynccoll.ops.collectives import barrier, refuse
 from asynccoll.runtime.process import was_rank
 from asynccoll.waiting.work import Work
 
-__all__ = ["is_main", "main_first", "print0"]
-
 
 @fitting
 def is_main(*, local: bool = False) -> bool:

@@ -35,8 +35,6 @@ from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.group import GroupLike
 
-__all__ = ["Prepared", "prepare"]
-
 T = TypeVar("T")
 
 

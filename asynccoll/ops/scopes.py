@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 
     Ts = TypeVarTuple("Ts")
 
-__all__ = [
-    "TaskGroup",
-    "backward_lane",
-    "checked_name",
-    "close_lane",
-    "create_task_group",
-    "current_lane",
-    "lane",
-    "lane_of",
-    "new_lane",
-    "scope",
-]
-
 _lanes: Entries[str] = ContextVar("asynccoll_lanes", default=())
 #: The innermost task group that was entered.
 _groups: ContextVar[TaskGroup | None] = ContextVar("asynccoll_task_groups", default=None)

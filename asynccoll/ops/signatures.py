@@ -21,8 +21,6 @@ from asynccoll.plan.spec import ReduceOp
 from asynccoll.waiting.suspending import in_loop
 from asynccoll.world.group import Group, GroupLike
 
-__all__ = ["Misfit", "fitting"]
-
 Function = TypeVar("Function", bound=Callable[..., object])
 
 

@@ -13,8 +13,6 @@ from asynccoll.order.job import UNCOMPARED, Job, What
 from asynccoll.order.needs import Compared
 from asynccoll.transport.completion import Promise
 
-__all__ = ["Announcing", "Objection"]
-
 #: Why a call is not made now: other ranks make a different call (the error), or the comparison with them is
 #: still in progress (a promise that ends with that error or with none). None: make the call.
 Objection = CollectiveMismatchError | Promise | None

@@ -14,8 +14,6 @@ from asynccoll.host.helpers import start_once
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Promise
 
-__all__ = ["Connection"]
-
 #: When the lane is closed: how long to wait for threads that are still opening a communicator.
 _GIVE_UP_SECONDS = 5.0
 

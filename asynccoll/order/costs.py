@@ -20,8 +20,6 @@ from asynccoll.plan.spec import ReduceOp
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
-__all__ = ["agreed"]
-
 #: The two message sizes to fit a line through: one dominated by latency, one by bandwidth.
 _SMALL_BYTES, _LARGE_BYTES = 16 << 10, 2 << 20
 _REPEATS = 3

@@ -50,9 +50,6 @@ from asynccoll.host.call_number import CHILD, numbered
 from asynccoll.order.job import Job
 from asynccoll.order.places import Places
 
-__all__ = ["Cut", "Epochs", "Refusal", "Statement", "Verdict"]
-
-
 #: A refusal's reason is sent as text. A reason with this prefix says that ranks made different calls.
 _MISMATCH = f"{CollectiveMismatchError.__name__}: "
 

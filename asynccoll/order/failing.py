@@ -19,8 +19,6 @@ from asynccoll.order.job import Job
 from asynccoll.order.operation import Operation, Order
 from asynccoll.transport.completion import Completion
 
-__all__ = ["Failing"]
-
 
 class Failing:
     """The failures of one lane. ``not_taken`` is called with the lane's lock held, the others without it."""

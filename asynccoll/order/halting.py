@@ -19,8 +19,6 @@ from asynccoll.order.queue import Queue
 from asynccoll.order.records import Records
 from asynccoll.transport.completion import Completion
 
-__all__ = ["Halting"]
-
 #: In a record: the call is not a message.
 _NO_PEER = -1
 #: An operation that will never complete, and the error that its waiters get.

@@ -18,8 +18,6 @@ from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.streams import current
 
-__all__ = ["UNCOMPARED", "Job", "Program", "Start", "What", "program_as_called", "returned"]
-
 #: One native call, given the communicator.
 Start = Callable[[Communicator], Completion]
 #: Several native calls: each yielded completion is waited for; the completion of the last call is returned.

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from asynccoll.plan.cost import Cost
     from asynccoll.transport.communicator import Communicator
 
-__all__ = ["BACKWARD", "DEFAULT", "Lane"]
-
 DEFAULT = "default"
 BACKWARD = "/backward"
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion, Promise
 
-__all__ = ["Blame", "Compared", "Members", "Subject", "World"]
-
 
 class Blame(Protocol):
     """Which ranks keep an operation from completing."""

@@ -19,8 +19,6 @@ from asynccoll.order.needs import Members, World
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Ready
 
-__all__ = ["Estimate", "Operation", "Order"]
-
 #: A waiter blocks the event loop only for operations that are expected to complete within this time.
 INLINE_SECONDS = 1e-3
 #: How early a timer may fire.

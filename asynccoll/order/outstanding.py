@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from asynccoll import host
 from asynccoll.order.operation import Operation
 
-__all__ = ["Outstanding"]
-
 
 class Outstanding:
     """One lane's collectives, which complete in order, and its other operations, which complete at any time.

@@ -21,8 +21,6 @@ from asynccoll.errors import LaneOrderError
 from asynccoll.host import actors, bystanders
 from asynccoll.host.call_site import NOWHERE, Spot, site
 
-__all__ = ["Owner", "Owners", "Stream"]
-
 #: An order of messages: ("send" or "recv", the peer's index in the group, the tag).
 Stream = tuple[str, int, int]
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from asynccoll.host.call_number import CHILD, ROUND
 from asynccoll.order.job import What
 
-__all__ = ["Places"]
-
 #: The last places of this many child tasks are kept: ranks are never that many children apart.
 _ENDS = 16
 

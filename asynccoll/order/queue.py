@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from asynccoll.order.start_order import StartOrder
     from asynccoll.transport.communicator import Communicator
 
-__all__ = ["Queue"]
-
 #: What a KeyboardInterrupt says that came in the middle of a step, whose program cannot go on after it.
 _CUT_OFF = (
     "Ctrl-C came while a step of the call ran, and no step can run twice: the call fails here, and on ranks "

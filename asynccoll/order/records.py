@@ -14,8 +14,6 @@ from asynccoll.order.needs import Subject
 from asynccoll.order.operation import Estimate
 from asynccoll.order.ownership import Stream
 
-__all__ = ["Records"]
-
 
 class Records:
     """The records of one lane, which its ranks opened under ``key``. The lane's lock need not be held."""

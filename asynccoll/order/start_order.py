@@ -34,8 +34,6 @@ from asynccoll.transport.completion import Promise
 if TYPE_CHECKING:
     from asynccoll.host.store import Clients
 
-__all__ = ["StartOrder"]
-
 #: How long a follower blocks in the store before it checks whether the group has closed.
 _SLICE = timedelta(seconds=1)
 _JOIN_SECONDS = 2.0  # longer than a slice: the thread must not be in the store when the interpreter ends

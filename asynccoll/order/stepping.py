@@ -17,8 +17,6 @@ from asynccoll import host
 from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.progress import progress
 
-__all__ = ["Stepping", "waiting"]
-
 #: True while the caller waits for each operation that it starts before it does anything else.
 waiting: ContextVar[bool] = ContextVar("asynccoll_waiting", default=False)
 

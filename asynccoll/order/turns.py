@@ -12,8 +12,6 @@ from functools import partial
 from asynccoll import host
 from asynccoll.transport.completion import READY, Completion, Promise
 
-__all__ = ["Turns"]
-
 #: Source and tag.
 Key = tuple[int, int]
 #: Requests a message; settles the promise once all of the message's pieces have been requested.

@@ -14,8 +14,6 @@ from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 from asynccoll.host.misfits import check, check_function
 from asynccoll.payload import safecodec
 
-__all__ = ["Codec", "get_codec"]
-
 
 @dataclass(frozen=True, slots=True)
 class Codec:

@@ -13,21 +13,6 @@ from typing import Any
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = [
-    "KINDS",
-    "OBJECT",
-    "ROW_BYTES",
-    "TENSOR",
-    "VALUES",
-    "Kind",
-    "is_number",
-    "is_value",
-    "kind_name",
-    "kind_of",
-    "number_row",
-    "numbers_of",
-]
-
 _INT64 = struct.Struct("<q")
 _FLOAT64 = struct.Struct("<d")
 _COMPLEX128 = struct.Struct("<dd")

@@ -25,16 +25,6 @@ from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import AllOf, Completion, Promise
 from asynccoll.waiting.started import Started
 
-__all__ = [
-    "Message",
-    "all_gather_rows",
-    "broadcast_message",
-    "gather_messages",
-    "recv_message",
-    "scatter_messages",
-    "send_message",
-]
-
 #: The length of a slot: on every transport we know, sending it takes as long as sending one byte.
 SLOT_BYTES = 512
 _FIXED = struct.Struct("<BHQQ")  # kind, header length, body length, the longest body (``_slot``'s longest)

@@ -22,8 +22,6 @@ from asynccoll.payload.messages import Message
 from asynccoll.payload.values import from_message, to_message
 from asynccoll.plan.trees import flatten, is_tree, unflatten
 
-__all__ = ["join_messages", "part_message", "part_of", "parts_of", "split_messages", "tensors_of"]
-
 #: The kind of a message in the buffer, and the lengths of its header and its body, which follow.
 _LENGTHS = struct.Struct("<BHQ")
 #: Bodies (and so messages) begin at multiples of this: aligned for any dtype, they need no copy on arrival.

@@ -19,8 +19,6 @@ from asynccoll.tensors import Call, autograd, check_out
 from asynccoll.tensors.bucketing import buckets
 from asynccoll.tensors.fusing import Fuse, Parcel
 
-__all__ = ["PREPARES", "Calls", "check_untracked", "prepared_calls"]
-
 #: The calls, and a function that makes the tree of results once they are done. For one tensor it is None:
 #: the result is that of the one call.
 Calls = tuple[list[Call], Callable[[], object] | None]

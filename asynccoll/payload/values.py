@@ -23,16 +23,6 @@ from asynccoll.payload.kinds import KINDS, OBJECT, TENSOR, VALUES, is_number, ki
 from asynccoll.payload.messages import Message
 from asynccoll.plan.spec import DEQUANTIZED, DTYPES_BY_NAME, ReduceOp, dtype_name
 
-__all__ = [
-    "as_number",
-    "check_number_reduction",
-    "from_message",
-    "reduce_numbers",
-    "tensor_from_message",
-    "to_message",
-    "values_message",
-]
-
 #: The header of each value in a message of several: its kind, and the length of what follows.
 _VALUE = struct.Struct("<BQ")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Cost"]
-
 _LEAST_BUCKET_BYTES = 1 << 20
 _MOST_BUCKET_BYTES = 64 << 20
 

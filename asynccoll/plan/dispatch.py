@@ -29,8 +29,6 @@ from asynccoll.plan.spec import (
 )
 from asynccoll.plan.wire import LOCAL, arithmetic, carrier_of
 
-__all__ = ["plan", "refuse_missing"]
-
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 #: The dtypes of sparse tensors whose values torch can add (``coalesce``).
 _SPARSE = LOCAL | {torch.bool, torch.complex64, torch.complex128}

@@ -18,26 +18,6 @@ import torch.distributed as dist
 
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = [
-    "DEQUANTIZED",
-    "DTYPES_BY_NAME",
-    "Capabilities",
-    "Op",
-    "Plan",
-    "Policy",
-    "ReduceOp",
-    "ReduceOpLike",
-    "TensorSpec",
-    "Topology",
-    "Wire",
-    "described",
-    "equal_nodes",
-    "place_of",
-    "premul_factor",
-    "reduce_op",
-    "size_class",
-]
-
 
 class Op(str, enum.Enum):
     """The collectives, spelled as torch spells them."""

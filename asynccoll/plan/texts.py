@@ -11,8 +11,6 @@ from asynccoll.host.words import encoded
 from asynccoll.plan.spec import dtype_name
 from asynccoll.plan.tree_texts import packed
 
-__all__ = ["at_line", "shown", "unlike"]
-
 #: At most this much of a text is shown.
 _SHOWN_BYTES = 500
 

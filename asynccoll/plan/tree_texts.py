@@ -21,8 +21,6 @@ from asynccoll.host.words import by_text, encoded
 from asynccoll.plan.spec import described, dtype_name
 from asynccoll.plan.trees import TreeSpec
 
-__all__ = ["Outline", "differing", "leaf_path", "packed", "shown_part"]
-
 #: Separates the displayed part of a text from the nodes of its tree.
 _BETWEEN = "\x1f"
 #: The most differences that are shown, and the most bytes that are unpacked of a peer's text.

@@ -25,8 +25,6 @@ import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 
-__all__ = ["TreeSpec", "beside_fields", "flatten", "is_tree", "unflatten"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeSpec:
@@ -79,7 +77,7 @@ def _is_tree_type(cls: Any) -> bool:
     return cls is type(None) or issubclass(cls, (dict, list, tuple)) or dataclasses.is_dataclass(cls)
 
 
-def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+def flatten(tree: object) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of ``tree`` from left to right, and its structure, for ``unflatten``."""
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves, ())

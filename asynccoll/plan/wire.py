@@ -10,8 +10,6 @@ import torch
 from asynccoll.errors import UnsupportedOpError
 from asynccoll.plan.spec import HALF, Capabilities, ReduceOp, Wire, dtype_name
 
-__all__ = ["LOCAL", "ON_BOOL", "arithmetic", "carrier_of"]
-
 _LOGICAL = {ReduceOp.AND: ReduceOp.MIN, ReduceOp.OR: ReduceOp.MAX}
 
 #: The reduction of 0 and 1 for each reduction of bool: a sum is an or, a product an and (as torch's + and *).

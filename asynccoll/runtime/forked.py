@@ -18,8 +18,6 @@ from asynccoll.host import forks
 from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
 from asynccoll.world.context import Context
 
-__all__ = ["forget_torch", "forked", "parent", "refused"]
-
 
 def _in_child() -> None:
     """Reset the process's state to what the child may know: its parent's place."""

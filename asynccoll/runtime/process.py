@@ -40,26 +40,6 @@ from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike
 from asynccoll.world.resolving import check_ranks, resolve_group
 
-__all__ = [
-    "available_backends",
-    "backend",
-    "current",
-    "device",
-    "finalize",
-    "get_local_rank",
-    "get_nnodes",
-    "get_node_rank",
-    "get_nproc_per_node",
-    "get_rank",
-    "get_world_size",
-    "hostname",
-    "initialize",
-    "is_initialized",
-    "new_group",
-    "new_subgroups",
-    "was_rank",
-]
-
 CHECK_VARIABLE = "ASYNCCOLL_CHECK"
 MEMORY_VARIABLE = "ASYNCCOLL_MEMORY"
 BACKEND_VARIABLE = "ASYNCCOLL_BACKEND"

@@ -11,8 +11,6 @@ from asynccoll.runtime.process import current, initialize, leave
 from asynccoll.runtime.state import of_thread
 from asynccoll.world.context import Context
 
-__all__ = ["session"]
-
 
 class session:  # noqa: N801  # read as a statement: `async with ac.session():`
     """A block between ``initialize`` and ``finalize``; the arguments are those of ``initialize``.

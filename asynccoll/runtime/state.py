@@ -5,17 +5,15 @@ This module only holds them; ``process`` joins and leaves them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
 
 import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.host.forks import inherited
 from asynccoll.world.context import Context, Identity
-
-__all__ = ["Process", "of_thread", "process", "rank_here", "torch_group"]
 
 #: The context of the calling thread's or task's rank, where ranks are threads of one process.
 of_thread: ContextVar[Context | None] = ContextVar("asynccoll_context", default=None)
@@ -27,7 +25,9 @@ class Process:
     def __init__(self) -> None:
         self.lock: AbstractContextManager[bool] = host.RLock()
         self.context: Context | None = None  # initialized here
-        self.adopted: tuple[Any, Context] | None = None  # torch's default group (weak), our context on it
+        self.adopted: tuple[Callable[[], object], Context] | None = (
+            None  # torch's default group (weak), our context on it
+        )
         self.embedded: Context | None = None  # the world of one
         self.said: str | None = None  # WORLD_SIZE in the environment for which ``embedded`` was right
         self.left: Identity | None = None  # which rank this was in the world that it has finalized

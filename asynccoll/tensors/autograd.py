@@ -26,21 +26,6 @@ from asynccoll.tensors.fusing import Fuse
 from asynccoll.waiting.started import Started
 from asynccoll.waiting.work import waited_for
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "any_tracked",
-    "broadcast",
-    "fused",
-    "permute",
-    "records",
-    "reduce_scatter",
-    "tracked",
-    "without_gradient",
-]
-
-
 _requires_grad = attrgetter("requires_grad")
 
 

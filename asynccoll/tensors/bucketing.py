@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch._C import _nn  # the functions that DDP uses, too: one call for all tensors
@@ -16,18 +15,6 @@ from torch._C import _nn  # the functions that DDP uses, too: one call for all t
 from asynccoll.memory.aliasing import has_memory
 from asynccoll.memory.aligned import Layout
 from asynccoll.modes.captured import uncast
-
-__all__ = [
-    "BUCKET_BYTES",
-    "Bucket",
-    "buckets",
-    "dense_bytes",
-    "fill",
-    "kind_of",
-    "pack",
-    "repack",
-    "unpack",
-]
 
 #: As in DDP: large enough to reach full bandwidth, small enough to overlap.
 BUCKET_BYTES = 25 << 20
@@ -68,7 +55,9 @@ def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = BUCKET_BYTES) ->
     return _filled(tensors, kinds, limit_bytes)
 
 
-def _filled(tensors: Sequence[torch.Tensor], kinds: list[Any], limit_bytes: int) -> list[Bucket]:
+def _filled(
+    tensors: Sequence[torch.Tensor], kinds: Sequence[tuple[object, ...]], limit_bytes: int
+) -> list[Bucket]:
     filling: dict[object, tuple[list[int], int]] = {}
     full: list[Bucket] = []
     for index, (x, kind) in enumerate(zip(tensors, kinds, strict=True)):

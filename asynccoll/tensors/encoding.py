@@ -12,8 +12,6 @@ import torch
 
 from asynccoll.plan.spec import Plan, Wire
 
-__all__ = ["decode", "encode"]
-
 _TOP_BIT = torch.iinfo(torch.int64).min
 
 

@@ -27,8 +27,6 @@ from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import AllOf, Completion
 from asynccoll.waiting.started import Started
 
-__all__ = ["DIRECT_BYTES", "Fuse", "MakeCall", "Parcel", "fused"]
-
 #: Packing this much blocks the event loop for a millisecond or two; larger amounts are packed by a thread.
 DIRECT_BYTES = 4 << 20
 

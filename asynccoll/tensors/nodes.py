@@ -21,8 +21,6 @@ from asynccoll.tensors.common import OFFLOAD_BYTES, in_thread
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import READY, Completion
 
-__all__ = ["broadcast_by_node", "gathered_by_node", "nodes_first", "scattered_by_node"]
-
 _Steps = Generator[Completion, None, Completion]
 
 #: Up to this size one rank reduces for its whole node: a part for each rank means more steps between nodes.

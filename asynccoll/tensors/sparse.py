@@ -15,8 +15,6 @@ from asynccoll.tensors.common import Call
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 
-__all__ = ["sum_sparse"]
-
 
 def sum_sparse(lane: Lane, plan: Plan, x: torch.Tensor) -> Call:
     """Return the call that sums every rank's sparse ``x``."""

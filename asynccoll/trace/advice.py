@@ -5,8 +5,6 @@ from __future__ import annotations
 from asynccoll.host.words import duration, listed
 from asynccoll.trace.findings import Findings
 
-__all__ = ["advice", "breaks_off", "longer", "summary"]
-
 #: The default prefix of lanes on which backward sends gradients.
 _BUCKETS = "gradients/"
 #: Gradients are larger than this per call.

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["SYNCHRONIZING", "Alignment", "Clock", "align"]
-
 #: Operations that end nowhere before they have begun everywhere. Not all_to_all: a rank may send nothing.
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
 

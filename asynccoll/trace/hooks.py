@@ -12,8 +12,6 @@ from asynccoll.order.operation import Operation
 from asynccoll.runtime.process import current
 from asynccoll.trace.recorder import has_failed
 
-__all__ = ["Finished", "add_hook"]
-
 _log = logging.getLogger("asynccoll.trace")
 
 

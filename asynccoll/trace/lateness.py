@@ -15,8 +15,6 @@ from asynccoll.trace.parts import Part, calls, members
 from asynccoll.trace.phases import Phases
 from asynccoll.trace.spans import Interval, covered, length
 
-__all__ = ["STEPS", "Arrival", "Called", "Lateness", "arrival", "arrivals", "late", "lateness", "waited_for"]
-
 #: A rank is late if the others wait for it repeatedly, for more than this share of the time, and more than
 #: this many times as long as for the median of the other ranks: on a busy host two or three times is chance.
 _LATE_SHARE = 0.05

@@ -22,8 +22,6 @@ from torch.optim import optimizer as optimizers
 from asynccoll import host
 from asynccoll.trace.recorder import Recorder
 
-__all__ = ["marking"]
-
 
 @contextlib.contextmanager
 def marking(recorder: Recorder) -> Iterator[None]:

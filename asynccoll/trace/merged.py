@@ -19,8 +19,6 @@ from asynccoll.trace.spooling import recordings
 from asynccoll.trace.timeline import Timeline
 from asynccoll.waiting.work import Work
 
-__all__ = ["Trace", "gather", "load"]
-
 
 class Trace:
     """What every rank did, with times on one clock, in seconds since the first recorded span.

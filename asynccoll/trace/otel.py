@@ -10,8 +10,6 @@ from asynccoll import host
 from asynccoll.errors import BackendNotFoundError
 from asynccoll.trace.hooks import Finished, add_hook
 
-__all__ = ["opentelemetry"]
-
 _NAME = "asynccoll"
 
 

@@ -11,8 +11,6 @@ from asynccoll.trace.findings import Findings
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Span, stack
 
-__all__ = ["is_page", "write_page"]
-
 _TEMPLATE = Path(__file__).with_name("page.html")
 _TITLE = b"<title>asynccoll trace</title>"
 _MARK = '"the data"'

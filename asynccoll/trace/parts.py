@@ -25,8 +25,6 @@ from asynccoll.trace.recorder import Recorder, steps_of
 from asynccoll.trace.spans import Span
 from asynccoll.world.context import Context
 
-__all__ = ["Part", "Writer", "calls", "members", "part_of", "read_part"]
-
 _FORMAT = 1
 #: The end of an operation's row if its group is not the world (``recorder.row_of``); lanes have any names.
 _OF_RANKS = re.compile(r" of \[(\d+(?:, \d+)*)\]$")

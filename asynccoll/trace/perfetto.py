@@ -8,8 +8,6 @@ from pathlib import Path
 
 from asynccoll.trace.spans import Span, stack
 
-__all__ = ["are_events", "write_events"]
-
 #: How a file begins, to recognize it as ours: other programs write such files, too.
 _MADE_BY = {"otherData": {"made by": "asynccoll"}}
 #: A rank, the number of ranks, what its times count from, how long it was recorded, and its spans.

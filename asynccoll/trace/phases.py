@@ -14,8 +14,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from asynccoll.trace.parts import Part
 from asynccoll.trace.spans import Interval, covered, gaps, intersection, length, within
 
-__all__ = ["Phases"]
-
 #: A phase explains why a rank is late if the rank takes longer in it by at least this share of its lateness.
 _FAIR_SHARE = 0.25
 #: A phase lies within another one, and takes longer by as much, from this share on: then it says more.

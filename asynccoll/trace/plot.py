@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLE", "draw", "figure_type"]
-
 #: Settings for ``matplotlib.rc_context``: a title on the left, a pale grid behind the data, no frame.
 STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,

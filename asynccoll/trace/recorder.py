@@ -11,8 +11,6 @@ from asynccoll.host.profiling import annotation
 from asynccoll.order.operation import Operation
 from asynccoll.trace.spans import Span
 
-__all__ = ["Recorder", "has_failed", "row_of", "steps_of"]
-
 
 @dataclass(slots=True, eq=False)
 class _Entry:

@@ -6,8 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "Span", "covered", "gaps", "intersection", "length", "stack", "within"]
-
 #: When something begins and when it ends.
 Interval = tuple[float, float]
 

@@ -19,8 +19,6 @@ from asynccoll.trace.parts import Writer
 from asynccoll.trace.timeline import Timeline, start
 from asynccoll.world.context import Context
 
-__all__ = ["VARIABLE", "file_name", "install", "later_worlds", "recordings"]
-
 VARIABLE = "ASYNCCOLL_TRACE"
 _EVERY_SECONDS = 0.5
 #: The key under which rank 0 says, in the store through which the ranks met, which of the program's worlds

@@ -20,8 +20,6 @@ from asynccoll.trace.merged import load
 from asynccoll.trace.spans import length
 from asynccoll.trace.spooling import recordings
 
-__all__ = ["Stragglers", "Straggling", "by_line", "load_stragglers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Straggling:

@@ -36,8 +36,6 @@ from asynccoll.trace.recorder import Recorder
 from asynccoll.trace.spans import Span
 from asynccoll.world.context import Context
 
-__all__ = ["Timeline", "recording", "span", "step"]
-
 
 class Timeline:
     """What one rank did while it was recorded. Made by ``recording()``; any thread may add to it."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from asynccoll.plan.spec import Capabilities
     from asynccoll.transport.communicator import Communicator, Opening
 
-__all__ = ["Backend", "Training"]
-
 
 class Training:
     """What training on a backend needs in addition to collectives; the ``auto`` helpers read it.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from asynccoll.errors import CollectiveError
     from asynccoll.host.store import Clients
 
-__all__ = ["Communicator", "Opening", "as_matrix"]
-
 
 @dataclass(frozen=True, slots=True)
 class Opening:

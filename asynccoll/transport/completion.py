@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from asynccoll import host
 from asynccoll.host.forks import renew
 
-__all__ = ["READY", "AllOf", "Completion", "Promise", "Ready", "Transfer"]
-
 Callback = Callable[[], object]
 _NONE: Iterator[Callback] = iter(())
 #: Held briefly while any promise changes state. Reentrant: a finalizer, which garbage collection runs in any

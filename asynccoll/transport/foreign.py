@@ -18,8 +18,6 @@ from asynccoll.transport.completion import Completion, Promise
 from asynccoll.transport.progress import progress
 from asynccoll.transport.waiters import Waiters
 
-__all__ = ["Foreign", "foreign"]
-
 #: The completion of a handle, and a function that returns the handle's result once done.
 Foreign = tuple[Completion, Callable[[], object]]
 

@@ -9,8 +9,6 @@ from asynccoll import host
 from asynccoll.errors import CollectiveError
 from asynccoll.transport.completion import Callback, Completion
 
-__all__ = ["Polled"]
-
 
 class Polled(Completion):
     """An operation that is polled: the thread that finds it ``over`` calls its callbacks.

@@ -27,8 +27,6 @@ from asynccoll import host
 from asynccoll.host.endings import is_new
 from asynccoll.host.helpers import start_once
 
-__all__ = ["Pollable", "Progress", "progress"]
-
 _log = logging.getLogger("asynccoll.work")
 
 #: How many rounds poll overdue operations without sleeping before naps begin.

@@ -11,8 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Mark", "carried", "current", "on_stream", "order_after", "recorded"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 from asynccoll import host
 from asynccoll.transport.completion import Promise
 
-__all__ = ["InProgress", "Waiters"]
-
 _log = logging.getLogger("asynccoll.work")
 
 _IDLE_SECONDS = 10.0

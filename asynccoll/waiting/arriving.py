@@ -16,8 +16,6 @@ from asynccoll.waiting.suspending import Signal, attend, late, pause
 from asynccoll.waiting.together import listed_works
 from asynccoll.waiting.work import Work
 
-__all__ = ["as_completed"]
-
 T = TypeVar("T")
 
 

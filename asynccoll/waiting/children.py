@@ -38,8 +38,6 @@ from asynccoll.host.call_number import CHILD
 from asynccoll.host.endings import in_a_line
 from asynccoll.order.lane import Lane
 
-__all__ = ["Children", "Unmade"]
-
 #: Lanes of reused names are kept as long as the groups that a task has left have at most this many names.
 MANY_NAMES = 8
 #: A name counts as new after this many children: a place has 63 bits (``backends.memory.engine``).

@@ -11,8 +11,6 @@ from types import CodeType
 
 from asynccoll.host.call_site import is_users
 
-__all__ = ["discarded_by", "thrown_away_by"]
-
 #: How each call seen so far throws its result away, by the id of its code object and the instruction. The
 #: code object is kept alive so that no other one gets its id.
 _known: dict[tuple[int, int], tuple[str, CodeType]] = {}

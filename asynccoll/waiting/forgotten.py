@@ -22,8 +22,6 @@ from asynccoll.errors import AbortedError, PayloadTypeError, UnawaitedWorkWarnin
 from asynccoll.host.call_site import Place
 from asynccoll.host.exits import died_of
 
-__all__ = ["NotItsResult", "raised", "warn"]
-
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor"
 _TAKES_ONE = "neg pos abs invert lt le gt ge float int complex index round getitem len"
 #: The methods of operators; ``_AS_SIGNS`` has their symbols in the same order.

@@ -21,8 +21,6 @@ from asynccoll import host
 from asynccoll.host.actors import asyncio_task, trio_task
 from asynccoll.order.operation import INLINE_SECONDS
 
-__all__ = ["AddWaker", "Loop", "here", "is_cancelled", "on_asyncio"]
-
 #: Registers a waker. Returns a function that unregisters it, so that a waiter that has stopped waiting is not
 #: kept in memory until the operation ends.
 AddWaker = Callable[[Callable[[], object]], Callable[[], object]]

@@ -13,8 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from asynccoll.order.operation import Operation
 
-__all__ = ["Started", "together"]
-
 _NOTHING: Any = None
 
 T = TypeVar("T")

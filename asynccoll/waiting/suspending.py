@@ -24,8 +24,6 @@ from asynccoll.order.operation import INLINE_SECONDS, Operation
 from asynccoll.transport.completion import Completion
 from asynccoll.waiting.loops import AddWaker, Loop, here, is_cancelled, on_asyncio
 
-__all__ = ["Signal", "attend", "block", "in_loop", "late", "pause", "quick", "suspend"]
-
 #: The longest wait in place for one operation, when the loop is idle.
 _PATIENCE_SECONDS = 4e-3
 #: A thread in a native wait cannot handle signals; Ctrl-C takes effect after this long at the latest.

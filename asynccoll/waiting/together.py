@@ -16,8 +16,6 @@ from asynccoll.host.timeouts import check_patience
 from asynccoll.waiting.forgotten import NotItsResult
 from asynccoll.waiting.work import Work
 
-__all__ = ["FirstError", "Together", "listed_works", "wait_all"]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")

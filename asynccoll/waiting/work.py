@@ -46,8 +46,6 @@ from asynccoll.waiting.started import Started
 from asynccoll.waiting.suspending import Signal, block, pause, quick, suspend
 from asynccoll.waiting.synchronizing import synchronized
 
-__all__ = ["Work", "handed_out", "noted", "waited_for"]
-
 _NOTHING: Any = None
 _log = logging.getLogger("asynccoll.work")
 

@@ -47,8 +47,6 @@ from asynccoll.world.failures import Failures
 from asynccoll.world.farewells import Farewells
 from asynccoll.world.group import Group
 
-__all__ = ["Context", "Identity"]
-
 _log = logging.getLogger("asynccoll.watch")
 
 #: How long rank 0, which may serve the store, waits at the end for the ranks that have not left yet.

@@ -30,8 +30,6 @@ from asynccoll.transport.backend import Backend
 from asynccoll.world.farewells import Farewells
 from asynccoll.world.group import Group
 
-__all__ = ["Failures"]
-
 #: How long to probe whether rank 0, which may have served the store, is gone along with it.
 STORE_SECONDS = 0.3
 #: Errors within this time share the records that were saved for the first of them.

@@ -14,8 +14,6 @@ from asynccoll.health.liveness import Liveness
 from asynccoll.host.store import Clients
 from asynccoll.order.lane import Lane
 
-__all__ = ["Farewells"]
-
 
 class Farewells:
     """The farewells of the ranks of one world, in its store."""

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from asynccoll.transport.completion import Completion, Promise
     from asynccoll.waiting.children import Children
 
-__all__ = ["MAX_LANES", "Group", "GroupLike", "ranks_of"]
-
 #: What a user may write as ``group=``: None is the world, ranks are global, a mesh has one dimension.
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"
 #: Lanes cost threads and file descriptors; a program that needs more is leaking names.

@@ -14,8 +14,6 @@ from asynccoll.world.group import Group, GroupLike, ranks_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ad_hoc_group", "check_ranks", "resolve_group"]
-
 
 def resolve_group(context: Context, group: GroupLike) -> Group:
     """Return the ``Group`` for anything that a user may pass as ``group=``."""

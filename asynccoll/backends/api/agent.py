@@ -20,8 +20,6 @@ from asynccoll.backends.api.resolver import names_are_quick
 from asynccoll.backends.api.tcpstore import LOOPBACK, connect
 from asynccoll.host.looks import looks
 
-__all__ = ["is_agents", "meet_under_one_agent"]
-
 
 def is_agents(host: str, port: int) -> bool:
     """Whether torch elastic's agent serves the store at this address."""

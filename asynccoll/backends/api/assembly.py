@@ -25,8 +25,6 @@ from asynccoll.host.looks import looks
 from asynccoll.host.store import values
 from asynccoll.host.words import listed
 
-__all__ = ["Member", "assemble"]
-
 _GO = "go"
 
 

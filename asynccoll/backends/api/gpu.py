@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["own_device"]
-
 
 def own_device(local_rank: int) -> torch.device:
     """Return the GPU for this local rank, and make it the current device; the CPU if there is no GPU.

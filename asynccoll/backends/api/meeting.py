@@ -19,8 +19,6 @@ from asynccoll.backends.api.tcpstore import connect
 from asynccoll.host.network import own_address
 from asynccoll.world.context import Identity
 
-__all__ = ["agree_on_store", "make_default_group"]
-
 
 def agree_on_store(
     rank: int, broadcast: Callable[[str | None], str], timeout: timedelta, *, one_host: bool

@@ -26,8 +26,6 @@ from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, Launc
 from asynccoll.host.store import host_of
 from asynccoll.world.context import Identity
 
-__all__ = ["Meeting", "locate", "meet", "nodes_of"]
-
 
 class Meeting(NamedTuple):
     """A world whose ranks have all joined."""

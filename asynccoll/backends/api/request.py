@@ -12,8 +12,6 @@ import torch.distributed as dist
 from asynccoll.environment.info import LaunchInfo
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["Request", "of_torch"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

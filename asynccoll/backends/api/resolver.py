@@ -19,8 +19,6 @@ from typing import Any
 
 from asynccoll.backends.api.within import within
 
-__all__ = ["names_are_quick", "without_lookups"]
-
 #: A look-up that takes less does no harm. If it takes longer, the start of a job is delayed by this much.
 _QUICK_SECONDS = 0.03
 

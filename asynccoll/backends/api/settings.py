@@ -16,8 +16,6 @@ import torch.distributed as dist
 from asynccoll.backends.api.assembly import Member
 from asynccoll.errors import InvalidArgumentError, LaunchEnvironmentError
 
-__all__ = ["own_version", "refuse_differences"]
-
 #: How long rank 0, which may serve the store, waits for ranks that have yet to learn of the difference.
 _STAY_SECONDS = 5.0
 _PAUSE_SECONDS = 0.005

@@ -22,8 +22,6 @@ from asynccoll.backends.api.resolver import without_lookups
 from asynccoll.backends.api.within import within
 from asynccoll.host.looks import looks
 
-__all__ = ["LOOPBACK", "await_name", "await_server", "connect", "connect_as", "served"]
-
 T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

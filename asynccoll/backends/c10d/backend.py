@@ -50,8 +50,6 @@ from asynccoll.backends.c10d.published import publish, withdraw
 from asynccoll.backends.c10d.tables import GLOO, NCCL, OTHER
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError, LaunchEnvironmentError, PeerLostError
 
-__all__ = ["C10dBackend"]
-
 #: How long closing waits for lanes that are being opened; these are told to give up.
 _OPENING_SECONDS = 2.0
 #: How long a rank that leaves waits for ranks that have not connected to all others yet.

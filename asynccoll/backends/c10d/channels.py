@@ -18,8 +18,6 @@ from asynccoll.backends.api import Completion, InProgress, Transfer, Waiters, en
 from asynccoll.backends.c10d.completion import NEVER
 from asynccoll.errors import PeerRefusedError
 
-__all__ = ["Channels"]
-
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _CLOSE_SECONDS = 1.0
 #: Instead of a dtype's code: there is no message, and the body is the reason, as text.

@@ -18,8 +18,6 @@ from asynccoll.backends.api import Communicator, Completion, Helpers, ReduceOp, 
 from asynccoll.backends.c10d.channels import Channels
 from asynccoll.backends.c10d.completion import MILLISECOND, HostCompletion
 
-__all__ = ["C10dCommunicator", "Transport", "end_all"]
-
 _REDUCE_OPS: dict[ReduceOp, object] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.AVG: dist.ReduceOp.AVG,

@@ -10,8 +10,6 @@ import torch
 
 from asynccoll.backends.api import Completion
 
-__all__ = ["MILLISECOND", "NEVER", "HostCompletion", "StreamCompletion"]
-
 MILLISECOND = timedelta(milliseconds=1)
 #: In effect no timeout. A native call without a timeout would take the one that its group was made with.
 NEVER = timedelta(days=3650)

@@ -16,8 +16,6 @@ import torch._C._distributed_c10d as _native
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
-__all__ = ["publish", "withdraw"]
-
 
 def publish(
     name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, natives: Mapping[str, tuple[str, object]]

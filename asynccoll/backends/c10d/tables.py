@@ -8,8 +8,6 @@ import torch
 
 from asynccoll.backends.api import Capabilities, Op, ReduceOp
 
-__all__ = ["GLOO", "NCCL", "OTHER"]
-
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -40,8 +40,6 @@ from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, Launc
 if TYPE_CHECKING:
     from asynccoll.backends.horovod.communicator import HorovodCommunicator, Rounds
 
-__all__ = ["HorovodBackend"]
-
 _ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.float32, torch.float64)

@@ -30,8 +30,6 @@ from asynccoll.backends.api import (
 from asynccoll.backends.horovod.completion import Common, HorovodCompletion
 from asynccoll.errors import AbortedError, CollectiveMismatchError, UnsupportedOpError
 
-__all__ = ["HorovodCommunicator", "Rounds"]
-
 #: How many names reductions have. In a loop of n calls, each call finds its own predecessor under its name if
 #: n divides this number: so it is one with many divisors. Horovod remembers 1024
 #: (``HOROVOD_CACHE_CAPACITY``).

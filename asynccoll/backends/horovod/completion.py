@@ -31,8 +31,6 @@ from asynccoll.backends.api import (
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError, CollectiveError
 
-__all__ = ["Common", "HorovodCompletion"]
-
 poll: Callable[[int], bool] = mpi_lib.horovod_torch_poll
 clear: Callable[[int], object] = mpi_lib.horovod_torch_wait_and_clear
 

@@ -6,8 +6,6 @@ import re
 
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
 
-__all__ = ["typed"]
-
 _MISMATCH = re.compile(r"mismatched|same name as another", re.IGNORECASE)
 #: If a rank does not answer, Horovod's thread ends on all other ranks, and its process sets end with it.
 _SHUT_DOWN = re.compile(

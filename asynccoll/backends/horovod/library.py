@@ -19,8 +19,6 @@ from asynccoll.errors import BackendNotFoundError, CollectiveTimeoutError, Launc
 if TYPE_CHECKING:
     from asynccoll.backends.api import LaunchInfo  # which loads torch
 
-__all__ = ["INSTALL", "load", "present", "start"]
-
 #: A plain ``pip install horovod`` does not compile against today's torch.
 INSTALL = (
     "Horovod 0.28.1, which PyPI has only as sources, and these need patches: `python "

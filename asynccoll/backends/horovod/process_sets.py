@@ -20,8 +20,6 @@ from asynccoll.backends.api import Clients, Opening, Promise, locks, looks, star
 from asynccoll.backends.horovod.failures import typed
 from asynccoll.errors import AbortedError
 
-__all__ = ["ProcessSets"]
-
 #: How often a lane that waits for a process set checks whether it is still wanted.
 _LOOK_SECONDS = 0.1
 #: How long closing waits for the set that is being made.

@@ -10,8 +10,6 @@ from asynccoll.backends.api import Training
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["HorovodTraining"]
-
 
 class HorovodTraining(Training):
     """No DDP, which does not support Horovod. Horovod's optimizer has gradients in flight until ``step``."""

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from asynccoll.backends.api import forks, locks
 from asynccoll.backends.memory.layout import BLOCK_WORDS, LEFT, Layout
 
-__all__ = ["Arena", "map_region"]
-
 PAGE = mmap.PAGESIZE
 #: The address space for the lanes of all groups of which this rank is the first.
 ARENA_BYTES = 64 << 30

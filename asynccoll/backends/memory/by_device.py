@@ -9,8 +9,6 @@ import torch
 from asynccoll.backends.api import Communicator, Completion, ReduceOp, host
 from asynccoll.backends.memory.communicator import MemoryCommunicator
 
-__all__ = ["ByDevice"]
-
 
 class ByDevice:
     """A communicator that uses ``near`` for tensors on the CPU, and ``rest`` for those on a device."""

@@ -32,8 +32,6 @@ from asynccoll.backends.memory.layout import ABORTED, CLOSED, TEXT_BYTES
 from asynccoll.backends.memory.messages import Messages
 from asynccoll.errors import AbortedError, CollectiveError, PeerLostError
 
-__all__ = ["MemoryCommunicator"]
-
 #: For how many kinds of calls the checksum and the text are kept.
 _MOST_KINDS = 4096
 _GIVEN_UP = "its lane was given up"

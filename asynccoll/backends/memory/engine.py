@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from asynccoll.backends.memory.exchange import Exchange
     from asynccoll.backends.memory.region import Region
 
-__all__ = ["Engine"]
-
 #: How many steps a rank posts beyond the last that it has taken: with more, data leaves the cache too soon.
 _AHEAD = 3
 _STEP_BITS = 0xFFFFFFFF

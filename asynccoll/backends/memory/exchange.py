@@ -11,9 +11,6 @@ from collections.abc import Callable
 from asynccoll.backends.memory.flight import Carrier, InFlight
 from asynccoll.errors import CollectiveError
 
-__all__ = ["Call", "Exchange"]
-
-
 #: What a call is: its checksum (ranks whose checksums differ have made different calls), the text that shows
 #: it, its place (its number in the lane's order), and whether other parts share that place. The function is
 #: called, on a thread that may wait, if ranks differ about the call and further parts may depend on it.

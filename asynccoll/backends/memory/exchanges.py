@@ -14,19 +14,6 @@ from asynccoll.backends.api import ReduceOp, reduce_chunks
 from asynccoll.backends.memory.engine import Engine
 from asynccoll.backends.memory.exchange import Call, Exchange
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllReduceByParts",
-    "AllToAll",
-    "Barrier",
-    "Broadcast",
-    "Gather",
-    "Reduce",
-    "ReduceScatter",
-    "Scatter",
-]
-
 #: Parts of a slot begin at multiples of this, so that no two ranks write to one cache line.
 _LINE_BYTES = 64
 

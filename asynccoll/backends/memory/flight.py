@@ -6,8 +6,6 @@ from typing import Protocol
 
 from asynccoll.backends.api import Callback, Completion
 
-__all__ = ["Carrier", "InFlight"]
-
 
 class Carrier(Protocol):
     """What a call needs of the ``moving.Mover`` that carries it."""

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from asynccoll.backends.api import Clients, Opening
     from asynccoll.backends.memory.moving import Mover
 
-__all__ = ["Bells", "Hub", "said_at"]
-
-
 _helpers = Waiters("asynccoll-memory-helper")
 
 

@@ -12,24 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "ABORTED",
-    "ASLEEP",
-    "BLOCK_WORDS",
-    "CLOSED",
-    "COMBINED",
-    "LEFT",
-    "LENGTHS",
-    "PLACES",
-    "POSTED",
-    "READ",
-    "SLOTS",
-    "STATE",
-    "TEXT_BYTES",
-    "WATCHING",
-    "Layout",
-]
-
 #: Steps that a rank may be ahead of the slowest reader; as many words as a cache line has.
 SLOTS = 8
 _LINE_WORDS = 8

@@ -19,8 +19,6 @@ from asynccoll.backends.memory.layout import CLOSED
 from asynccoll.backends.memory.pair import Pair
 from asynccoll.errors import CollectiveError, PeerLostError
 
-__all__ = ["Messages"]
-
 #: How long closing waits for threads that open regions to notice that these are no longer needed.
 _GIVE_UP_SECONDS = 5.0
 #: How long closing waits for the other rank of each region to make room for the last acknowledgements.

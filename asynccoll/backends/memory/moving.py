@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from asynccoll.backends.memory.flight import InFlight
     from asynccoll.backends.memory.region import Region
 
-__all__ = ["Bells", "Mover"]
-
 #: A waiter looks this often in a row (about 20 us), then gives way to other threads this often (about 200 us)
 #: before it sleeps. Both are small if ranks share cores, since the rank that is waited for needs this core.
 _LOOKS, _TURNS = 20, 200

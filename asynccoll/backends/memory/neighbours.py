@@ -22,8 +22,6 @@ from time import monotonic
 from asynccoll.backends.api import received
 from asynccoll.backends.memory.arena import PAGE, Arena, map_region
 
-__all__ = ["MOST_RANKS", "Descriptors", "Failed", "Meeting", "hand_in", "own", "prove", "write_words"]
-
 #: So that the descriptors of all ranks fit into one message: the kernel's limit is 253.
 MOST_RANKS = 64
 _WORD_BYTES = 16

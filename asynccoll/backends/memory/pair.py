@@ -38,8 +38,6 @@ from asynccoll.backends.memory.moving import Bells, Mover
 from asynccoll.backends.memory.region import Region
 from asynccoll.errors import CollectiveError, PeerRefusedError
 
-__all__ = ["Incoming", "Outgoing", "Pair"]
-
 _RTS, _CTS, _DATA, _ACK = range(1, 5)
 #: Instead of a dtype's code: there is no message, and the data is the reason, as text.
 _REFUSED = 255

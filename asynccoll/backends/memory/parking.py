@@ -11,8 +11,6 @@ import platform
 import sys
 from typing import Any
 
-__all__ = ["Parking", "supported"]
-
 #: The number of the system call. Only x86-64 is supported: of the usual processors it alone keeps stores in
 #: order, as the protocol needs.
 _FUTEX = {"x86_64": 202, "AMD64": 202}.get(platform.machine())

@@ -13,8 +13,6 @@ import torch
 
 from asynccoll.backends.memory.layout import BLOCK_WORDS, SLOTS, TEXT_BYTES, Layout
 
-__all__ = ["Region"]
-
 #: For how many kinds of tensors a region keeps its views: making one takes as long as a small operation.
 _MOST_VIEWS = 1024
 

@@ -24,8 +24,6 @@ from asynccoll.backends.memory.region import Region
 from asynccoll.backends.memory.tables import ALONE, MEMORY, NEAR
 from asynccoll.errors import PeerLostError
 
-__all__ = ["Sharing", "share"]
-
 _log = logging.getLogger("asynccoll")
 #: The longest that the ranks of a host wait for each other: all of them have joined the world already.
 _MEET_SECONDS = 30.0

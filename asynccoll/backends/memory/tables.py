@@ -6,8 +6,6 @@ import torch
 
 from asynccoll.backends.api import Capabilities, Op, ReduceOp
 
-__all__ = ["ALONE", "MEMORY", "NEAR"]
-
 #: Why a group, or a world, of one rank does not use shared memory.
 ALONE = "a single rank has no other rank to share memory with"
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from asynccoll.backends.api import is_new, locks
 
-__all__ = ["Watcher"]
-
 _log = logging.getLogger("asynccoll.memory")
 #: How long to rest after an error: the engine that has raised it is attended again, and may raise it again.
 _REST_SECONDS = 0.01

@@ -39,8 +39,6 @@ from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, Launc
 if TYPE_CHECKING:
     from asynccoll.backends.mpi.communicator import MpiCommunicator
 
-__all__ = ["MpiBackend"]
-
 _ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _INTEGERS = (

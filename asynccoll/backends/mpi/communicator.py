@@ -41,8 +41,6 @@ from asynccoll.backends.mpi.types import (
 )
 from asynccoll.errors import AbortedError, InvalidArgumentError
 
-__all__ = ["MpiCommunicator"]
-
 IN_PLACE: object = MPI.IN_PLACE
 NO_BYTES: object = (None, 0, BYTE)
 

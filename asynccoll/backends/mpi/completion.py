@@ -29,19 +29,6 @@ from asynccoll.backends.api import (
 )
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
 
-__all__ = [
-    "BURST",
-    "BURST_WHERE_CROWDED",
-    "LARGE_BYTES",
-    "Common",
-    "Guarded",
-    "LeftToThread",
-    "Many",
-    "MpiCompletion",
-    "never_ending",
-    "typed",
-]
-
 #: How long an operation is expected to take beyond the grace period, per byte.
 SECONDS_PER_BYTE = 1e-9
 #: From this size on the progress thread skips the grace period, unless the last such operation was awaited

@@ -25,8 +25,6 @@ import torch
 from asynccoll.backends.api import locks, progress
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 
-__all__ = ["INSTALL", "Library", "load"]
-
 T = TypeVar("T")
 
 INSTALL = "pip install mpi4py mpich"

@@ -15,8 +15,6 @@ from asynccoll.backends.api import DTYPES_BY_NAME, encoded, unlike
 from asynccoll.backends.mpi.completion import Many
 from asynccoll.errors import PeerRefusedError
 
-__all__ = ["Received", "header", "refusal", "room"]
-
 #: The dtype's code, the number of elements, and the length of the text that follows (in a refusal).
 _HEADER = struct.Struct("<BQH")
 #: Instead of a dtype's code: there is no message, and the text says why.

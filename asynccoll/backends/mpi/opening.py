@@ -25,8 +25,6 @@ from asynccoll.backends.api import InProgress, Opening, Waiting, locks, looks
 from asynccoll.backends.mpi.library import Library
 from asynccoll.errors import AbortedError, CollectiveTimeoutError, PeerLostError
 
-__all__ = ["Opener"]
-
 #: MPI bounds names (256 bytes in MPICH); longer ones are shortened with a digest.
 _LONGEST_NAME = 200
 #: The fate of a name: all members are ready for it, or one has given it up.

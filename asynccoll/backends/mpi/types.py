@@ -14,8 +14,6 @@ from mpi4py import MPI
 
 from asynccoll.backends.api import ReduceOp
 
-__all__ = ["OPS", "TYPES", "address", "bytes_of", "memory", "offsets", "run_of_bytes", "spread"]
-
 BYTE: MPI.Datatype = MPI.BYTE
 
 TYPES: dict[torch.dtype, object] = {

@@ -20,8 +20,6 @@ from asynccoll.backends.api import (
 )
 from asynccoll.errors import InvalidArgumentError
 
-__all__ = ["SerialBackend"]
-
 _NUMERIC = (
     torch.bool,
     torch.uint8,

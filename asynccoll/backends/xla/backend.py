@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from asynccoll.backends.xla.device import Device
     from asynccoll.backends.xla.replicas import Replicas
 
-__all__ = ["XlaBackend"]
-
 _ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _INTEGERS = (
     torch.int8,

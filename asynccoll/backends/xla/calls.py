@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from asynccoll.backends.xla.device import Device
     from asynccoll.backends.xla.progress import Progress
 
-__all__ = ["Call", "Deliver", "Replica", "Shape", "Splits", "agreed", "launch"]
-
 #: Puts a result where the caller wants it. Returns what has to be called once the device is done, or None.
 Deliver = Callable[[torch.Tensor], Callable[[], object] | None]
 #: Makes the input of a collective from what the caller passed.

@@ -18,17 +18,6 @@ import torch_xla
 
 from asynccoll.backends.api import ReduceOp, dtype_name, uncast
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Barrier",
-    "Collective",
-    "Members",
-    "ReduceScatter",
-    "Scatter",
-]
-
 _native: ModuleType = torch_xla._XLAC
 
 REDUCE = {

@@ -33,8 +33,6 @@ from asynccoll.errors import PeerLostError
 if TYPE_CHECKING:
     from asynccoll.backends.xla.launching import Launcher
 
-__all__ = ["XlaCommunicator"]
-
 
 def _bring(call: Call, arrive: Callable[[], object]) -> None:
     try:

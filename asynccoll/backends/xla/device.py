@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch_xla
 
-__all__ = ["Device", "compute", "settled", "take_settled"]
-
 _native: Any = torch_xla._XLAC
 
 #: By device: held while tensors that are not the user's are traced or launched.

@@ -20,8 +20,6 @@ from asynccoll.errors import CollectiveError
 if TYPE_CHECKING:
     from asynccoll.backends.xla.replicas import Replicas
 
-__all__ = ["Launcher", "ProcessLauncher", "ThreadLauncher"]
-
 
 class Launcher(Protocol):
     """Launches the calls of one rank on one communicator."""

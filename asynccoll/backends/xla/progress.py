@@ -6,8 +6,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["Progress"]
-
 _CLOSE_SECONDS = 5.0
 
 

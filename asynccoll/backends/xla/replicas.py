@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from asynccoll.errors import CollectiveError, CollectiveTimeoutError, InvalidArgumentError
 
-__all__ = ["Arrival", "Replicas", "Room", "join"]
-
 
 class Arrival(Protocol):
     """One rank's side of a call."""

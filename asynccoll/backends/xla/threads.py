@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, MutableMapping
 
-__all__ = ["environment", "run_replicas"]
-
 
 def environment(replicas: int, environ: MutableMapping[str, str]) -> None:
     """Set the variables that make the runtime, once it starts, have ``replicas`` replicas on the CPU."""

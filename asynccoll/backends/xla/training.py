@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-__all__ = ["XlaTraining"]
-
 
 class XlaTraining(Training):
     """No DDP, which does not support XLA; torch_xla's own ``optimizer_step`` reduces outside of our order."""

@@ -11,19 +11,6 @@ import torch
 
 from asynccoll.bench.operations import Case
 
-__all__ = [
-    "IN",
-    "OUT",
-    "Library",
-    "Way",
-    "Ways",
-    "blocking",
-    "not_installed",
-    "nothing",
-    "own_memory",
-    "with_output",
-]
-
 #: The result is in fresh memory; allocating it in each call is part of the time.
 OUT = "out-of-place"
 #: The result is in existing memory: the input's own, if the operation can do that.

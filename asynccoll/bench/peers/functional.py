@@ -14,8 +14,6 @@ from asynccoll.bench.operations import Case
 from asynccoll.bench.peers import raw
 from asynccoll.bench.peers.api import OUT, Library, Way, Ways, blocking
 
-__all__ = ["LIBRARY"]
-
 _ALL_GATHER = raw.newest(functional, "all_gather_single", "all_gather_tensor")
 _REDUCE_SCATTER = raw.newest(functional, "reduce_scatter_single", "reduce_scatter_tensor")
 

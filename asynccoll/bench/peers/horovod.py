@@ -12,8 +12,6 @@ import asynccoll as ac
 from asynccoll.bench.operations import Case
 from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking, not_installed
 
-__all__ = ["LIBRARY", "join"]
-
 
 def _missing() -> str:
     return not_installed("horovod", "it has to be built, see docs/backends/horovod.md")

@@ -9,8 +9,6 @@ from asynccoll.bench.operations import Case
 from asynccoll.bench.peers import raw
 from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways, blocking, not_installed, nothing
 
-__all__ = ["LIBRARY"]
-
 
 def _missing() -> str:
     return not_installed("ignite", "pip install pytorch-ignite") or raw.LIBRARY.missing()

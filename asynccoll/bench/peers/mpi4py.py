@@ -10,8 +10,6 @@ import asynccoll as ac
 from asynccoll.bench.operations import Case
 from asynccoll.bench.peers.api import Library, Way, Ways, not_installed, own_memory, with_output
 
-__all__ = ["LIBRARY"]
-
 
 def _missing() -> str:
     if why := not_installed("mpi4py", "pip install mpi4py mpich"):

@@ -10,8 +10,6 @@ import asynccoll as ac
 from asynccoll.bench.operations import Case
 from asynccoll.bench.peers.api import IN, OUT, Library, Way, Ways
 
-__all__ = ["LIBRARY"]
-
 
 def _pair(
     call: Callable[..., ac.Work[Any]],

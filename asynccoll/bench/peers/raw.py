@@ -11,8 +11,6 @@ import torch.distributed as dist
 from asynccoll.bench.operations import Case
 from asynccoll.bench.peers.api import Library, Way, Ways, own_memory, with_output
 
-__all__ = ["LIBRARY", "NAME", "newest", "reduce_op"]
-
 NAME = "torch"
 
 

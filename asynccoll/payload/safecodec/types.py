@@ -23,18 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "FACTORIES",
-    "PARTS",
-    "Parts",
-    "UnfitError",
-    "check_attributes",
-    "class_named",
-    "fields_of",
-    "plain_hash",
-    "scalar_dtype",
-]
-
 
 class UnfitError(Exception):
     """Raised for an object, or bytes, that the codec cannot handle; the text says why."""
