@@ -32,10 +32,12 @@ def listening() -> Iterator[socket.socket]:
 def asker(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Liveness]:
     """Rank 0, which knows the address of rank 1."""
     monkeypatch.setattr(liveness, "PROBE_SECONDS", 0.1)
-    one = Liveness(None, 0)
+    recorder = Recorder(0, 2)
+    one = Liveness(None, 0, Accounts(0, recorder, "the job's", "here"))
     one._peers[RANK] = Peer("127.0.0.1", listening.getsockname()[1], "here", 1)
     yield one
     one.close()
+    recorder.close()
 
 
 def test_who_answers_is_there(asker: Liveness) -> None:

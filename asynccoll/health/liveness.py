@@ -37,7 +37,7 @@ class Liveness:
     """This rank's beacon, and the addresses of the other ranks' beacons."""
 
     def __init__(
-        self, clients: Clients | None, rank: int, accounts: Accounts | None = None, *, one_host: bool = False
+        self, clients: Clients | None, rank: int, accounts: Accounts, *, one_host: bool = False
     ) -> None:
         """``one_host``: all ranks are known to be on this host, so the beacon listens on 127.0.0.1."""
         self._clients = clients
@@ -64,11 +64,8 @@ class Liveness:
     def _publish(self, clients: Clients) -> None:
         address = (None if self._one_host else network.own_address(clients.host)) or "127.0.0.1"
         self._beacon, port = lines.listen(address)
-        mine = Peer(address, port, host.gethostname(), host.getpid())
-        if self._accounts is not None:
-            mine = self._accounts.publish(address, port, secrets.token_hex(16), clients.address)
-            self._accounts.known = self._peers
-        self._mine = mine
+        mine = self._mine = self._accounts.publish(address, port, secrets.token_hex(16), clients.address)
+        self._accounts.known = self._peers
         with clients.borrow() as store:
             store.set(_key(self._rank), json.dumps(asdict(mine)))
 
@@ -82,8 +79,7 @@ class Liveness:
                 unknown = [rank for rank in unknown if store.check([_key(rank)])]
             for rank, said in zip(unknown, values(store, [_key(rank) for rank in unknown]), strict=True):
                 peer = self._peers[rank] = Peer(**json.loads(said))
-                if self._accounts is not None:
-                    self._accounts.hold(rank, peer)
+                self._accounts.hold(rank, peer)
 
     def lost(
         self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
@@ -121,7 +117,7 @@ class Liveness:
         answered, silent = lines.connect(asked, PROBE_SECONDS)
         self._lines |= answered
         # Any process can fill the backlog of a socket that is never served, so ask the answering thread too.
-        heard = set() if self._accounts is None else self._accounts.heard({one: peers[one] for one in silent})
+        heard = self._accounts.heard({one: peers[one] for one in silent})
         silent = [rank for rank in silent if rank not in heard]
         now = host.monotonic()
         recent = {
@@ -159,24 +155,22 @@ class Liveness:
         """Ask those of ``ranks`` that have published where they are, and return what is known about each."""
         self.learn(ranks)
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
-        return {} if self._accounts is None else self._accounts.of(peers)
+        return self._accounts.of(peers)
 
     def lives_here(self) -> None:
         """Make the calling thread the one whose stack is given when peers ask where the program stands."""
-        if self._accounts is not None:
-            self._accounts.thread = host.get_ident()
+        self._accounts.thread = host.get_ident()
 
     def tell(self, ranks: Collection[int], question: str, seconds: float) -> Mapping[int, Mapping[str, Any]]:
         """Ask those of ``ranks`` that are known; return the answers that arrive within ``seconds``."""
         peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         with contextlib.suppress(OSError):  # no descriptors are left
-            return {} if self._accounts is None else self._accounts.tell(peers, question, seconds)
+            return self._accounts.tell(peers, question, seconds)
         return {}
 
     def hear_by(self, hear: Callable[[str], Mapping[str, object]]) -> None:
         """Have ``hear`` answer the notes in which other ranks announce calls (``confirming``)."""
-        if self._accounts is not None:
-            self._accounts.hear = hear
+        self._accounts.hear = hear
 
     def job(self) -> str:
         """Return a name for this world, the same on all ranks: host, pid and port of its first rank."""
@@ -185,8 +179,6 @@ class Liveness:
 
     def recorded(self) -> dict[int, Flight]:
         """Return the records of this rank, and of ranks on its node whose memory is open, without asking."""
-        if self._accounts is None:
-            return {}
         own = self._accounts.own()
         found = {} if own is None else {self._rank: own}
         for rank, peer in list(self._peers.items()):  # a copy, as other threads add peers
@@ -197,7 +189,7 @@ class Liveness:
 
     def seen(self, ranks: tuple[int, ...]) -> dict[int, memoryview]:
         """Return the recorders' memory, as far as it is open, of those of ``ranks`` that are on this node."""
-        held = {} if self._accounts is None else self._accounts.held
+        held = self._accounts.held
         return {rank: held[rank] for rank in ranks if rank in held}
 
     def leaving(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -210,8 +202,6 @@ class Liveness:
 
     def _last_seen(self, ranks: tuple[int, ...]) -> dict[int, Flight]:
         """Return the records of those of ``ranks`` whose memory is open, whether or not they are alive."""
-        if self._accounts is None:
-            return {}
         known = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         seen = {rank: self._accounts.last_seen(rank, peer) for rank, peer in known.items()}
         return {rank: one for rank, one in seen.items() if one is not None}
@@ -227,14 +217,12 @@ class Liveness:
     def disown(self) -> None:
         """In a forked child, close the copy of the beacon, which would outlive the rank."""
         self._asking = host.RLock()
-        if self._accounts is not None:
-            self._accounts.disown()
+        self._accounts.disown()
         self.close()
 
     def close(self) -> None:
         """Close the beacon: from now on this rank counts as gone."""
-        if self._accounts is not None:
-            self._accounts.close()
+        self._accounts.close()
         if self._beacon is not None:
             self._beacon.close()
             self._beacon = None
