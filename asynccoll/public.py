@@ -96,8 +96,8 @@ from asynccoll.runtime.process import (
     is_initialized,
     new_group,
     new_subgroups,
+    session,
 )
-from asynccoll.runtime.session import session
 from asynccoll.waiting.arriving import as_completed
 from asynccoll.waiting.together import wait_all
 from asynccoll.waiting.work import Work

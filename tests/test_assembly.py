@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from asynccoll.backends.api.assembly import Member, assemble
-from asynccoll.environment import node
+from asynccoll.environment import nodes
 from asynccoll.errors import CollectiveTimeoutError
 from asynccoll.host.store import Clients, Exchange
 from patience import patient
@@ -122,14 +122,14 @@ def test_addresses_are_fetched_together_once_all_are_there(last: str) -> None:
 
 def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path: Path) -> None:
     """The same host name under two kernels means two nodes; one kernel is one node."""
-    monkeypatch.delenv(node.VARIABLE, raising=False)
-    here = node.node_name()
-    assert node.node_name() == here
-    monkeypatch.setattr(node, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.delenv(nodes.VARIABLE, raising=False)
+    here = nodes.node_name()
+    assert nodes.node_name() == here
+    monkeypatch.setattr(nodes, "_BOOT_ID", tmp_path / "boot_id")
     (tmp_path / "boot_id").write_text("another\n")
-    assert node.node_name() not in (here, "")
-    monkeypatch.setattr(node.host, "gethostname", lambda: "another")
+    assert nodes.node_name() not in (here, "")
+    monkeypatch.setattr(nodes.host, "gethostname", lambda: "another")
     (tmp_path / "boot_id").unlink()
-    assert node.node_name() not in (here, "")
-    monkeypatch.setenv(node.VARIABLE, "rack 7")
-    assert node.node_name() == "rack 7"
+    assert nodes.node_name() not in (here, "")
+    monkeypatch.setenv(nodes.VARIABLE, "rack 7")
+    assert nodes.node_name() == "rack 7"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import asynccoll as ac
 import oracle
-from asynccoll.plan.cost import Cost
+from asynccoll.plan.spec import Cost
 from asynccoll.runtime.process import current
 from asynccoll.tensors import fusing
 from asynccoll.tensors.bucketing import buckets, fill, pack, unpack

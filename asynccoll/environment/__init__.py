@@ -5,7 +5,6 @@ This package starts no rank, changes no variable, and knows no collectives.
 
 from asynccoll.environment.detection import detect
 from asynccoll.environment.info import LaunchInfo, Variables
-from asynccoll.environment.node import node_name
-from asynccoll.environment.nodes import Nodes
+from asynccoll.environment.nodes import Nodes, node_name
 
 __all__ = ["LaunchInfo", "Nodes", "Variables", "detect", "node_name"]

@@ -1,10 +1,18 @@
-"""How many ranks a job has, which node this is, and where the ranks meet: checked in one place for all."""
+"""How many ranks a job has, which node this is, and where the ranks meet: checked in one place for all.
+
+``node_name`` is the same for all processes of a node and for no others. A host name alone is not enough:
+clones of one image all have the same one. The kernel's boot id tells them apart, and the host name tells
+apart containers that share a kernel. Neither proves that memory can be shared.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from asynccoll import host
 from asynccoll.environment.info import LAST_PORT, Variables
 from asynccoll.errors import InvalidArgumentError
 
@@ -76,3 +84,20 @@ def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidArgumentError(f"{name} must be a positive number, got {value!r}")
     return value
+
+
+#: Overrides the name: containers may know that they share a host, and tests make two nodes of one kernel.
+VARIABLE = "ASYNCCOLL_NODE"
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_name() -> str:
+    """Return the name of this node: what ``ASYNCCOLL_NODE`` says, else host name and boot id."""
+    said = os.environ.get(VARIABLE)
+    if said:
+        return said
+    boot = ""
+    with contextlib.suppress(OSError):  # not Linux
+        boot = _BOOT_ID.read_text().strip()
+    return f"{host.gethostname()}/{boot}"

@@ -11,10 +11,18 @@ It is always on. A ``Recorder`` writes a record of each operation; ``read`` retu
 """
 
 from asynccoll.flight.comparing import Parting, Strayed, by_line, parting, partings, strayed
-from asynccoll.flight.hanging import LATELY_SECONDS, Hang, Unfinished, hang, hang_of
+from asynccoll.flight.hanging import (
+    FULL_STATE,
+    LATELY_SECONDS,
+    Hang,
+    Unfinished,
+    advice,
+    hang,
+    hang_of,
+    reason,
+)
 from asynccoll.flight.headers import Headers
 from asynccoll.flight.layout import END, NAME, RECORDS, joined, lane_id
-from asynccoll.flight.leftout import FULL_STATE, advice, reason
 from asynccoll.flight.messages import (
     Unmet,
     abandoned,
@@ -24,8 +32,7 @@ from asynccoll.flight.messages import (
     refused_side,
     unmet,
 )
-from asynccoll.flight.plain import from_plain, to_plain
-from asynccoll.flight.reading import Call, Flight, Progress, read, said
+from asynccoll.flight.reading import Call, Flight, Progress, from_plain, read, said, to_plain
 from asynccoll.flight.recorder import Recorder, mark_ended
 from asynccoll.flight.shifting import Comparison, Made, Shift, made
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from asynccoll import host
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.flight.plain import from_plain, to_plain
-from asynccoll.flight.reading import Flight
+from asynccoll.flight.reading import Flight, from_plain, to_plain
 
 #: The environment variable for the parent of the jobs' directories; ``off`` writes nothing.
 VARIABLE = "ASYNCCOLL_DUMPS"

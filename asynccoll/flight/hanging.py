@@ -7,6 +7,9 @@ smaller (two ranks await two lanes in opposite order, or one of the two has skip
 same), it names none. A rank that waits in a message is held up by the rank that has not called the other side
 of it; ranks that all wait for each other's messages form a circle too. The functions are pure: they take
 flights or recordings of the ranks, and the result does not depend on which rank asks.
+
+``reason`` is the advice for a rank that has skipped a call that a helper of this library makes, chosen by the
+lane's name. The rank that waits, the ranks that continue, and readers of the recordings all get the same.
 """
 
 from __future__ import annotations
@@ -16,11 +19,37 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from asynccoll.flight.comparing import members, partings
-from asynccoll.flight.leftout import OF_BACKWARD, advice
 from asynccoll.flight.messages import refused_side, unmet
 from asynccoll.flight.reading import Call, Flight
 from asynccoll.host.call_number import CHILD, call_name
 from asynccoll.host.words import duration, listed, ranks_of
+
+#: Part of the names of lanes on which the state of a sharded model or optimizer is gathered, on every rank.
+FULL_STATE = "/full_state"
+#: Part of the names of lanes on which backward sends: see ``ops.scopes.backward_lane``.
+OF_BACKWARD = "/backward"
+_ON_EVERY_RANK = (
+    "the whole state is gathered from all ranks: call full_state_dict() (or full_optimizer_state()) on every "
+    "rank, and only save what it returns under `if rank == 0`"
+)
+
+
+def advice(lanes: Iterable[str]) -> str:
+    """Say what to do about missing calls on one of these lanes; "" if the names give no hint."""
+    return _ON_EVERY_RANK if any(FULL_STATE in lane for lane in lanes) else ""
+
+
+def reason(lane: str) -> str:
+    """Say why a rank may have made no call on this lane, and what to do about it."""
+    if told := advice([lane]):
+        return told
+    if OF_BACKWARD in lane:
+        return (
+            "backward() makes the calls there: run it on every rank, on inputs that require grad on all "
+            "or on none"
+        )
+    return "every rank has to make each call (is this one under `if rank == 0`?)"
+
 
 #: A wait that timed out less than this ago still counts as a wait, as its error may be about to be reported;
 #: and a call made within this time after a timeout may have been made only because of that.

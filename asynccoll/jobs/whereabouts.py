@@ -17,7 +17,7 @@ from typing import Any
 from asynccoll import flight, host
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.flight import Flight, Hang, Parting, hang_of, partings, registry
-from asynccoll.flight.plain import plain_call
+from asynccoll.flight.reading import plain_call
 from asynccoll.health.accounts import SECRET_VARIABLE, Account, Peer, ask, with_answer
 from asynccoll.health.blame import ending
 from asynccoll.host import shared_memory

@@ -15,8 +15,7 @@ import torch
 
 from asynccoll import host
 from asynccoll.order.lane import Lane
-from asynccoll.plan.cost import Cost
-from asynccoll.plan.spec import ReduceOp
+from asynccoll.plan.spec import Cost, ReduceOp
 from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion
 

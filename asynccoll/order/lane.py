@@ -49,7 +49,7 @@ from asynccoll.transport.completion import Completion, Promise, Ready
 if TYPE_CHECKING:
     from asynccoll.order.needs import Members, Subject, World
     from asynccoll.order.start_order import StartOrder
-    from asynccoll.plan.cost import Cost
+    from asynccoll.plan.spec import Cost
     from asynccoll.transport.communicator import Communicator
 
 DEFAULT = "default"

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
     from asynccoll.flight import Recorder
     from asynccoll.host.call_site import Spot
-    from asynccoll.plan.cost import Cost
-    from asynccoll.plan.spec import Policy, Topology
+    from asynccoll.plan.spec import Cost, Policy, Topology
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.communicator import Communicator
     from asynccoll.transport.completion import Completion, Promise

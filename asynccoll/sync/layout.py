@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll import host
-from asynccoll.environment.node import node_name
+from asynccoll.environment.nodes import node_name
 from asynccoll.runtime.forked import forked
 
 __all__ = ["Layout", "announce", "hint", "layout"]

@@ -7,9 +7,8 @@ call. Roots are indices in the group.
 """
 
 from asynccoll.tensors.common import Call, check_out, deliver, plan_for
-from asynccoll.tensors.exchanging import all_to_all_call, permute_call
+from asynccoll.tensors.exchanging import all_to_all_call, permute_call, refuse_message, start_recv, start_send
 from asynccoll.tensors.fusing import fused
-from asynccoll.tensors.messaging import refuse_message, start_recv, start_send
 from asynccoll.tensors.moving import (
     all_gather_call,
     broadcast_call,

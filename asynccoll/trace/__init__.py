@@ -6,9 +6,8 @@ This package sees operations only as an observer: no layer below knows about it.
 
 from __future__ import annotations
 
-from asynccoll.trace.hooks import Finished, add_hook
+from asynccoll.trace.hooks import Finished, add_hook, opentelemetry
 from asynccoll.trace.merged import Trace, gather, load
-from asynccoll.trace.otel import opentelemetry
 from asynccoll.trace.spans import Span
 from asynccoll.trace.spooling import install
 from asynccoll.trace.timeline import Timeline, recording, span, step

@@ -1,12 +1,18 @@
-"""Custom metrics: a function that is called with every operation that is over."""
+"""Custom metrics: a function that is called with every operation that is over.
+
+One such function is here: for OpenTelemetry, a span and two histogram values per operation, through the
+program's own providers.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from asynccoll import host
+from asynccoll.errors import BackendNotFoundError
 from asynccoll.host.misfits import check_function, fitting
 from asynccoll.order.operation import Operation
 from asynccoll.runtime.process import current
@@ -73,3 +79,54 @@ def _tell(finished: Callable[[Finished], object], operation: Operation, size_byt
         finished(done)
     except Exception:  # a metric must not fail what it measures
         _log.exception("a hook on operations has raised; the operation %s is not affected", operation)
+
+
+_NAME = "asynccoll"
+
+
+def opentelemetry() -> Callable[[], None]:
+    """Report every operation of this rank to OpenTelemetry; returns a function that stops this.
+
+    Spans are named after the operation, and last from the call to its end; the histograms are
+    ``asynccoll.operation.duration`` in seconds and ``asynccoll.operation.size`` in bytes. Attributes:
+    ``asynccoll.operation``, ``.lane``, ``.ranks``, ``.sequence``, ``.bytes``, ``.failed``, ``code.location``.
+
+    Raises:
+        BackendNotFoundError: its API is missing; the text has the line that installs it.
+    """
+    try:
+        from opentelemetry import metrics, trace
+    except ImportError as error:
+        raise BackendNotFoundError(
+            "ac.trace.opentelemetry needs its API, which is not installed: pip install opentelemetry-api"
+        ) from error
+    tracer = trace.get_tracer(_NAME)
+    meter = metrics.get_meter(_NAME)
+    duration = meter.create_histogram("asynccoll.operation.duration", "s", "from the call to its end")
+    size = meter.create_histogram("asynccoll.operation.size", "By", "bytes of this rank's tensor")
+
+    def tell(done: Finished) -> None:
+        kind = {"asynccoll.operation": done.operation, "asynccoll.lane": done.lane}
+        duration.record(done.seconds, kind)
+        size.record(done.size_bytes, kind)
+        end = datetime.now(timezone.utc).timestamp() - (host.monotonic() - done.started - done.seconds)
+        span = tracer.start_span(
+            done.operation, attributes=_attributes(done), start_time=int((end - done.seconds) * 1e9)
+        )
+        if done.failed:
+            span.set_status(trace.Status(trace.StatusCode.ERROR))
+        span.end(int(end * 1e9))
+
+    return add_hook(tell)
+
+
+def _attributes(done: Finished) -> dict[str, object]:
+    return {
+        "asynccoll.operation": done.operation,
+        "asynccoll.lane": done.lane,
+        "asynccoll.ranks": done.ranks,
+        "asynccoll.sequence": done.sequence,
+        "asynccoll.bytes": done.size_bytes,
+        "asynccoll.failed": done.failed,
+        "code.location": done.place,
+    }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asynccoll import host
-from asynccoll.environment.node import node_name
+from asynccoll.environment.nodes import node_name
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.trace.clocks import SYNCHRONIZING, Clock
 from asynccoll.trace.recorder import Recorder, steps_of

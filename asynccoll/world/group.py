@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from asynccoll.host.store import Clients
     from asynccoll.order.start_order import OrderedLane
-    from asynccoll.plan.cost import Cost
+    from asynccoll.plan.spec import Cost
     from asynccoll.transport.backend import Backend
     from asynccoll.transport.completion import Completion, Promise
     from asynccoll.waiting.children import Children

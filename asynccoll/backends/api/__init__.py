@@ -37,11 +37,11 @@ from asynccoll.plan.trees import flatten
 from asynccoll.transport.backend import Backend, Training
 from asynccoll.transport.communicator import Communicator, Opening, as_matrix
 from asynccoll.transport.completion import READY, AllOf, Callback, Completion, Promise, Ready, Transfer
-from asynccoll.transport.polled import Polled
 from asynccoll.transport.progress import (
     GRACE_SECONDS,
     LONGEST_NAP_SECONDS,
     SHORTEST_NAP_SECONDS,
+    Polled,
     progress,
 )
 from asynccoll.transport.waiters import InProgress, Waiters

@@ -15,13 +15,12 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 
 from asynccoll.backends.api.agent import is_agents, meet_under_one_agent
-from asynccoll.backends.api.assembly import Member, assemble
+from asynccoll.backends.api.assembly import Member, assemble, own_version, refuse_differences
 from asynccoll.backends.api.request import Request
-from asynccoll.backends.api.settings import own_version, refuse_differences
 from asynccoll.backends.api.tcpstore import connect, connect_as
 from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.info import Variables
-from asynccoll.environment.node import node_name
+from asynccoll.environment.nodes import node_name
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
 from asynccoll.host.store import host_of
 from asynccoll.world.context import Identity

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
@@ -28,17 +29,34 @@ from asynccoll.backends.api import (
     Opening,
     ReduceOp,
     Request,
+    Training,
     agree_on_store,
     make_default_group,
     own_device,
 )
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.backends.horovod.process_sets import ProcessSets
-from asynccoll.backends.horovod.training import HorovodTraining
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from asynccoll.backends.horovod.communicator import HorovodCommunicator, Rounds
+
+
+class HorovodTraining(Training):
+    """No DDP, which does not support Horovod. Horovod's optimizer has gradients in flight until ``step``."""
+
+    ddp = False
+    starts_as_first = True
+
+    def own_optimizer(self, optimizer: Optimizer, options: Mapping[str, object]) -> Optimizer | None:
+        import horovod.torch as hvd
+
+        distributed: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
+        distributed.state.update(optimizer.state)  # Horovod takes over only the parameters and their options
+        return distributed
+
 
 _ORDERED = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _INTEGERS = (torch.int32, torch.int64)
