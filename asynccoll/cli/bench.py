@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Bar, Table, add_json, check_writable, print_json, show
+from asynccoll.host.words import plural, size
 
 if TYPE_CHECKING:
     from asynccoll.bench.request import BenchRequest
@@ -208,8 +209,6 @@ class _Shown:
 
 
 def _heading(header: dict[str, Any]) -> Iterator[str]:
-    from asynccoll.host.words import plural
-
     place = f"{plural(header['ranks'], 'rank')} on {plural(header['nodes'], 'host')}"
     how = f"{header['backend']}{', ours through memory' * header['memory']}"
     where = f"{plural(header['cores'], 'core')}, {header['device']}"
@@ -241,8 +240,6 @@ def _table(operation: str, rows: list[dict[str, object]]) -> Table:
 
 
 def _line(row: dict[str, Any]) -> list[str]:
-    from asynccoll.host.words import size
-
     ratio = row["over_torch"]
     line = [
         size(row["size_bytes"]),

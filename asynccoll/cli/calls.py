@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from asynccoll.cli.output import Table, show
 from asynccoll.host.call_number import numbered
+from asynccoll.host.words import duration, enumerated, listed
 
 if TYPE_CHECKING:
     from asynccoll.flight import Call, Flight, Parting
@@ -21,8 +22,6 @@ call_columns: tuple[str, ...] = ("operation", "of", "lane", "called", "is", "lin
 
 def call_cells(call: Call, now: float) -> tuple[str, ...]:
     """Return the cells of one call for ``call_columns``; ``now``: its rank's clock, 0.0 if unknown."""
-    from asynccoll.host.words import duration
-
     ago = f"{duration(max(0.0, now - call.called))} ago" if now else "-"
     return call.title, call.of or "-", call.lane, ago, call.state, call.place
 
@@ -45,7 +44,6 @@ def nobody(job: str | None) -> str:
 def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) -> bool:
     """Print where the ranks of ``recorded`` part, by lane, and which are missing; return whether they do."""
     from asynccoll.flight import unmet
-    from asynccoll.host.words import listed
 
     _print_partings(partings)
     messages = unmet(recorded)
@@ -68,8 +66,6 @@ def print_partings(partings: Sequence[Parting], recorded: Mapping[int, Flight]) 
 
 
 def _print_partings(partings: Sequence[Parting]) -> None:
-    from asynccoll.host.words import enumerated
-
     for one in partings:
         title = f"{one.where}: {_WHATS[one.kind]} at {numbered(one.agreed + 1)}"
         table = Table(("ranks", "what"), title=title, left=frozenset({"ranks", "what"}))

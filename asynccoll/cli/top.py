@@ -13,6 +13,7 @@ from asynccoll.cli.calls import nobody
 from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Screen, Table, add_json, print_json, show
 from asynccoll.host.call_number import call_name
+from asynccoll.host.words import duration, size
 
 if TYPE_CHECKING:
     from asynccoll.flight import Hang
@@ -111,8 +112,6 @@ _COLUMNS = (
 
 
 def _table(ranks: list[RankNow]) -> Table:
-    from asynccoll.host.words import duration, size
-
     one_job = len({one.job for one in ranks}) == 1
     table = Table(_COLUMNS, left=_LEFT, spare=("bytes/s", *["job"] * one_job, "calls/s", "lane"))
     for one in ranks:

@@ -18,6 +18,7 @@ from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Table, add_json, check_writable, print_json, show, standard_output_for_json
 from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.call_number import numbered
+from asynccoll.host.words import duration, listed, plural, size
 
 if TYPE_CHECKING:
     from asynccoll.trace import Trace
@@ -249,8 +250,6 @@ def _stragglers(given: argparse.Namespace) -> int:
 
 
 def _stragglers_table(lines: Sequence[Straggling], operations: int, left_out: int) -> Table:
-    from asynccoll.host.words import duration
-
     columns = ("operation", "lane", "calls", "last", "of them", "others waited", "median", "longest", "line")
     without = ", without the first step" * left_out
     title = f"who was last, of {operations} operations that all their ranks called{without}"
@@ -302,7 +301,6 @@ def _tell_later(directory: Path, *, kept: bool) -> None:
 
 
 def _print(trace: Trace) -> None:
-    from asynccoll.host.words import duration, plural
     from asynccoll.trace.advice import advice, breaks_off, summary
 
     found = trace.findings
@@ -329,8 +327,6 @@ def _first(most: int, what: Sequence[_T], title: str) -> tuple[Sequence[_T], str
 
 
 def _unfinished(found: Findings) -> Table:
-    from asynccoll.host.words import duration, listed
-
     columns = ("rank", "operation", "lane", "call", "for", "not called by", "line")
     shown, title = _first(10, found.unfinished, "unfinished at the end, or failed")
     rows: list[Sequence[str]] = [
@@ -344,7 +340,6 @@ def _unfinished(found: Findings) -> Table:
 
 
 def _lateness(found: Findings) -> Table:
-    from asynccoll.host.words import duration
     from asynccoll.trace.advice import longer
 
     columns = ("rank", "last in", "others waited", "longest", "for", "takes longer", "line")
@@ -360,8 +355,6 @@ def _lateness(found: Findings) -> Table:
 
 
 def _waits(found: Findings) -> Table:
-    from asynccoll.host.words import duration, size
-
     columns = ("operation", "lane", "calls", "size", "waited for", "longest", "on rank", "line")
     shown, title = _first(10, found.waits, "longest waits, all ranks")
     rows: list[Sequence[str]] = [
@@ -375,8 +368,6 @@ def _waits(found: Findings) -> Table:
 
 
 def _steps(found: Findings) -> Table:
-    from asynccoll.host.words import duration
-
     shown, title = _first(20, found.steps, "steps, means over ranks")
     rows: list[Sequence[str]] = [
         (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from asynccoll.cli.calls import call_cells, call_columns, nobody, print_partings
 from asynccoll.cli.common import Commands, at_least
 from asynccoll.cli.output import Table, add_json, print_json, show
+from asynccoll.host.words import listed
 
 if TYPE_CHECKING:
     from asynccoll.jobs.whereabouts import Job
@@ -72,8 +73,6 @@ def _title(job: Job) -> str:
 
 
 def _print(job: Job, calls: int, title: str) -> None:
-    from asynccoll.host.words import listed
-
     columns = ("rank", "host", "pid", "process", *call_columns)
     spare = ["host"] * (len({one.peer.host for one in job.ranks}) == 1)
     spare += ["process"] * all(one.state == "running" for one in job.ranks)

@@ -25,23 +25,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed as dist
 
 from asynccoll import host
 from asynccoll.errors import AbortedError, CollectiveError, CollectiveTimeoutError, collective_error
 from asynccoll.host.call_number import numbered
 from asynccoll.host.endings import in_full
 from asynccoll.host.helpers import Helpers
-from asynccoll.host.store import enlist, values, values_of_listed
+from asynccoll.host.store import Clients, enlist, values, values_of_listed
 from asynccoll.order.cut import Cut, Refusal, Statement, Verdict
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from asynccoll.host.store import Clients
-    from asynccoll.order.lane import Lane
-    from asynccoll.transport.completion import Completion
-    from asynccoll.waiting.children import Unmade
+from asynccoll.order.lane import Lane
+from asynccoll.transport.completion import Completion
+from asynccoll.waiting.children import Unmade
 
 #: Polling the store is cheap; these only bound how late a rank learns that the last peer answered.
 _FIRST_PAUSE_SECONDS = 0.001

@@ -15,15 +15,12 @@ import contextlib
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asynccoll import host
-from asynccoll.host.store import enlist, values_of_listed
-
-if TYPE_CHECKING:
-    from asynccoll.health.refusals import Refusals
-    from asynccoll.host.store import Clients
-    from asynccoll.order.lane import Lane
+from asynccoll.health.refusals import Refusals
+from asynccoll.host.store import Clients, enlist, values_of_listed
+from asynccoll.order.lane import Lane
 
 
 class Party(Protocol):

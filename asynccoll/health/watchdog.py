@@ -14,16 +14,14 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from asynccoll import host
+from asynccoll.errors import PeerLostError
 from asynccoll.host.endings import is_new
 from asynccoll.host.helpers import start_once
-
-if TYPE_CHECKING:
-    from asynccoll.errors import PeerLostError
-    from asynccoll.order.operation import Operation, Order
-    from asynccoll.transport.backend import Backend
+from asynccoll.order.operation import Operation, Order
+from asynccoll.transport.backend import Backend
 
 _log = logging.getLogger("asynccoll.watch")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.autograd import profiler
 
@@ -36,21 +36,19 @@ from asynccoll.order.cut import Epochs, Refusal
 from asynccoll.order.failing import Failing
 from asynccoll.order.halting import Halting
 from asynccoll.order.job import Job, Program, Start, What, program_as_called, returned
+from asynccoll.order.needs import Members, Subject, World
 from asynccoll.order.operation import Estimate, Operation
 from asynccoll.order.outstanding import Outstanding
 from asynccoll.order.ownership import Owner, Owners, Stream
 from asynccoll.order.places import Places
 from asynccoll.order.queue import Queue
 from asynccoll.order.records import Records
+from asynccoll.order.start_order import StartOrder
 from asynccoll.order.stepping import Stepping, waiting
 from asynccoll.order.turns import Turns
+from asynccoll.plan.spec import Cost
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise, Ready
-
-if TYPE_CHECKING:
-    from asynccoll.order.needs import Members, Subject, World
-    from asynccoll.order.start_order import StartOrder
-    from asynccoll.plan.spec import Cost
-    from asynccoll.transport.communicator import Communicator
 
 DEFAULT = "default"
 BACKWARD = "/backward"

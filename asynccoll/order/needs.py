@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
-    from asynccoll.flight import Recorder
-    from asynccoll.host.call_site import Spot
-    from asynccoll.plan.spec import Cost, Policy, Topology
-    from asynccoll.transport.backend import Backend
-    from asynccoll.transport.communicator import Communicator
-    from asynccoll.transport.completion import Completion, Promise
+from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError
+from asynccoll.flight import Recorder
+from asynccoll.host.call_site import Spot
+from asynccoll.plan.spec import Cost, Policy, Topology
+from asynccoll.transport.backend import Backend
+from asynccoll.transport.communicator import Communicator
+from asynccoll.transport.completion import Completion, Promise
 
 
 class Blame(Protocol):

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from asynccoll import host
 from asynccoll.modes.unseen import with_data
-from asynccoll.order.job import returned
+from asynccoll.order.announcing import Announcing
+from asynccoll.order.connection import Connection
+from asynccoll.order.cut import Epochs, Refusal
+from asynccoll.order.failing import Failing
+from asynccoll.order.job import Job, returned
+from asynccoll.order.ownership import Stream
+from asynccoll.order.records import Records
+from asynccoll.order.start_order import StartOrder
 from asynccoll.order.stepping import Stepping
+from asynccoll.transport.communicator import Communicator
 from asynccoll.transport.completion import Completion, Promise, Ready
 from asynccoll.transport.streams import on_stream
-
-if TYPE_CHECKING:
-    from asynccoll.order.announcing import Announcing
-    from asynccoll.order.connection import Connection
-    from asynccoll.order.cut import Epochs, Refusal
-    from asynccoll.order.failing import Failing
-    from asynccoll.order.job import Job
-    from asynccoll.order.ownership import Stream
-    from asynccoll.order.records import Records
-    from asynccoll.order.start_order import StartOrder
-    from asynccoll.transport.communicator import Communicator
 
 #: What a KeyboardInterrupt says that came in the middle of a step, whose program cannot go on after it.
 _CUT_OFF = (

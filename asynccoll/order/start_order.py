@@ -24,15 +24,13 @@ import contextlib
 import json
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from asynccoll import host
+from asynccoll.host.store import Clients
 from asynccoll.transport.completion import Promise
-
-if TYPE_CHECKING:
-    from asynccoll.host.store import Clients
 
 #: How long a follower blocks in the store before it checks whether the group has closed.
 _SLICE = timedelta(seconds=1)

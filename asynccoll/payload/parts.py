@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -35,8 +35,7 @@ def parts_of(name: str, x: Sequence[object], size: int) -> list[object]:
             f"{name}: got a list of {len(x)} for {size} ranks; pass one part for each rank of the group"
         )
     leaves, spec = flatten(list(x))
-    parts: Any = unflatten(spec, sendable(name, leaves, spec))
-    return list(parts)
+    return cast("list[object]", unflatten(spec, sendable(name, leaves, spec)))
 
 
 def tensors_of(parts: Sequence[object]) -> list[torch.Tensor]:

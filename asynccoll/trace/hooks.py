@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 from asynccoll import host
 from asynccoll.errors import BackendNotFoundError
@@ -120,7 +121,7 @@ def opentelemetry() -> Callable[[], None]:
     return add_hook(tell)
 
 
-def _attributes(done: Finished) -> dict[str, object]:
+def _attributes(done: Finished) -> dict[str, Any]:
     return {
         "asynccoll.operation": done.operation,
         "asynccoll.lane": done.lane,

@@ -6,18 +6,15 @@ They never test the backend's name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import logging
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-    import torch
-    from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
-
-    from asynccoll.plan.spec import Capabilities
-    from asynccoll.transport.communicator import Communicator, Opening
+from asynccoll.plan.spec import Capabilities
+from asynccoll.transport.communicator import Communicator, Opening
 
 
 class Training:

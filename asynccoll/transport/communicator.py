@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from asynccoll.errors import CollectiveError
+from asynccoll.host.store import Clients
 from asynccoll.plan.spec import ReduceOp
 from asynccoll.transport.completion import Completion
-
-if TYPE_CHECKING:
-    from asynccoll.errors import CollectiveError
-    from asynccoll.host.store import Clients
 
 
 @dataclass(frozen=True, slots=True)

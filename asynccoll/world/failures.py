@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 from asynccoll import host
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerLostError, collective_error
@@ -256,7 +256,7 @@ class Failures:
         members = {rank for part in parts for rank in part.lane.group.ranks} - {self._rank}
         accounts = self._liveness.accounts(tuple(sorted(members))) | {self._rank: self._own_account()}
         for part in parts:
-            lane: Any = part.lane
+            lane = cast("Lane", part.lane)
             own = {rank: accounts[rank] for rank in lane.group.ranks if rank in accounts}
             texts = ended_before(self._awaited(part), own)
             if texts:

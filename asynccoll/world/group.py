@@ -10,9 +10,10 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from asynccoll import host
 from asynccoll.errors import (
@@ -25,21 +26,15 @@ from asynccoll.errors import (
     UnsupportedOpError,
 )
 from asynccoll.host.looks import looks
+from asynccoll.host.store import Clients
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.order.needs import World
-from asynccoll.order.start_order import StartOrder
-from asynccoll.plan.spec import Topology, equal_nodes, place_of
+from asynccoll.order.start_order import OrderedLane, StartOrder
+from asynccoll.plan.spec import Cost, Topology, equal_nodes, place_of
+from asynccoll.transport.backend import Backend
 from asynccoll.transport.communicator import Opening
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from asynccoll.host.store import Clients
-    from asynccoll.order.start_order import OrderedLane
-    from asynccoll.plan.spec import Cost
-    from asynccoll.transport.backend import Backend
-    from asynccoll.transport.completion import Completion, Promise
-    from asynccoll.waiting.children import Children
+from asynccoll.transport.completion import Completion, Promise
+from asynccoll.waiting.children import Children
 
 #: What a user may write as ``group=``: None is the world, ranks are global, a mesh has one dimension.
 GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | Iterable[int] | None"

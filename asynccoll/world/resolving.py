@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike, ranks_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def resolve_group(context: Context, group: GroupLike) -> Group:

@@ -17,16 +17,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from asynccoll.backends.api import misfit, mismatch
+from asynccoll.backends.memory.exchange import Exchange
 from asynccoll.backends.memory.layout import COMBINED, LENGTHS, PLACES, POSTED, READ, SLOTS, STATE
 from asynccoll.backends.memory.moving import Bells, Mover
+from asynccoll.backends.memory.region import Region
 from asynccoll.errors import CollectiveError, CollectiveMismatchError
-
-if TYPE_CHECKING:
-    from asynccoll.backends.memory.exchange import Exchange
-    from asynccoll.backends.memory.region import Region
 
 #: How many steps a rank posts beyond the last that it has taken: with more, data leaves the cache too soon.
 _AHEAD = 3

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
-from asynccoll.backends.api import Waiters, locks, usable_cores, values
+from asynccoll.backends.api import Clients, Opening, Waiters, locks, usable_cores, values
 from asynccoll.backends.memory.arena import Arena, map_region
 from asynccoll.backends.memory.layout import ABORTED, ASLEEP, BLOCK_WORDS, LEFT, STATE, Layout
+from asynccoll.backends.memory.moving import Mover
 from asynccoll.backends.memory.neighbours import (
     MOST_RANKS,
     Descriptors,
@@ -30,10 +30,6 @@ from asynccoll.backends.memory.parking import Parking
 from asynccoll.backends.memory.region import Region
 from asynccoll.backends.memory.watcher import Watcher
 from asynccoll.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-
-if TYPE_CHECKING:
-    from asynccoll.backends.api import Clients, Opening
-    from asynccoll.backends.memory.moving import Mover
 
 _helpers = Waiters("asynccoll-memory-helper")
 

@@ -16,15 +16,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asynccoll.backends.api import Callback, host, unseen
+from asynccoll.backends.memory.flight import InFlight
 from asynccoll.backends.memory.layout import ABORTED, ASLEEP, CLOSED, LEFT, STATE, WATCHING
+from asynccoll.backends.memory.region import Region
 from asynccoll.errors import CollectiveError, PeerLostError, collective_error
-
-if TYPE_CHECKING:
-    from asynccoll.backends.memory.flight import InFlight
-    from asynccoll.backends.memory.region import Region
 
 #: A waiter looks this often in a row (about 20 us), then gives way to other threads this often (about 200 us)
 #: before it sleeps. Both are small if ranks share cores, since the rank that is waited for needs this core.

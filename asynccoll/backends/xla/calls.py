@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from asynccoll.backends.api import Promise, Transfer, mismatch
 from asynccoll.backends.xla.collectives import Collective, Matrix
+from asynccoll.backends.xla.device import Device
+from asynccoll.backends.xla.progress import Progress
 from asynccoll.errors import AsyncCollError, CollectiveError, CollectiveMismatchError
-
-if TYPE_CHECKING:
-    from asynccoll.backends.xla.device import Device
-    from asynccoll.backends.xla.progress import Progress
 
 #: Puts a result where the caller wants it. Returns what has to be called once the device is done, or None.
 Deliver = Callable[[torch.Tensor], Callable[[], object] | None]

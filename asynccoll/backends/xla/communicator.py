@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,10 +28,8 @@ from asynccoll.backends.xla.collectives import (
     Scatter,
 )
 from asynccoll.backends.xla.device import take_settled
+from asynccoll.backends.xla.launching import Launcher
 from asynccoll.errors import PeerLostError
-
-if TYPE_CHECKING:
-    from asynccoll.backends.xla.launching import Launcher
 
 
 def _bring(call: Call, arrive: Callable[[], object]) -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
 from asynccoll.backends.xla.calls import Call, Splits, agreed, launch
 from asynccoll.backends.xla.collectives import AllGather
+from asynccoll.backends.xla.replicas import Replicas
 from asynccoll.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from asynccoll.backends.xla.replicas import Replicas
 
 
 class Launcher(Protocol):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from asynccoll.backends.api import Training
-
-if TYPE_CHECKING:
-    import logging
-
-    import torch
-    from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
 
 class XlaTraining(Training):
