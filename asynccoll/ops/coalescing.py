@@ -57,7 +57,7 @@ class Deferred(Work[T]):
         super().__init__((), None)
         self._batch: _Batch | None = batch
         self._lane = lane
-        self.spot = spot  # where the call was made
+        self.spot: Spot = spot  # where the call was made
         self._derived: list[Deferred[Any]] = []
         self._callbacks: list[Callable[[Work[Any]], object]] = []
 

@@ -6,9 +6,11 @@ each interpreter imports this module before its program.
 
 import _thread
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 _start = _thread.start_new_thread
 
@@ -28,5 +30,9 @@ def _traced(
 with contextlib.suppress(ImportError):  # not the tests' interpreter, but e.g. a tool's
     import coverage
 
+    # The package that this process imports, in the checkout or in a wheel.
+    os.environ["ASYNCCOLL_MEASURED"] = next(
+        (str(package) for entry in sys.path if (package := Path(entry, "asynccoll")).is_dir()), "asynccoll"
+    )
     coverage.process_startup()
     _thread.start_new_thread = _traced
