@@ -318,7 +318,10 @@ async def dependent(me: Rank) -> None:
     }
     for name, (first, second) in dependents.items():
         with me.case(name):
-            with raising(InvalidArgumentError, "an earlier call of", "await it first"), ac.coalescing():
+            with (
+                raising(InvalidArgumentError, "call at", "test_composed.py:", "await it first"),
+                ac.coalescing(),
+            ):
                 lost = first()
                 second()
             with raising(ac.CollectiveError, "not sent"):
