@@ -15,8 +15,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data.distributed import DistributedSampler
 
+from asynccoll.auto.data import Resumable
 from asynccoll.auto.models import load_in_place
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
@@ -57,7 +57,7 @@ def state(**kept: object) -> Any:
         # Horovod would keep no copy, and give other workers a new object: a scheduler with its own optimizer.
         value = made._saved_state.pop(name)
         made._handlers[name] = hvd.elastic.state.SamplerStateHandler(value)
-        if isinstance(value, DistributedSampler):
+        if isinstance(value, Resumable):
             _share_anew(hvd, value)  # it may have been made before there was a world
             made.register_reset_callbacks([functools.partial(_share_anew, hvd, value)])
     return made

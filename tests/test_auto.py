@@ -384,57 +384,6 @@ def test_ranks_that_are_threads_draw_the_same_order() -> None:
     assert drawn == [expected] * 3
 
 
-#: What samplers call, with the generator that the expected numbers are drawn from (None: no argument).
-DRAWS: list[Callable[[torch.Generator | None], torch.Tensor]] = [
-    lambda own: torch.randperm(9, generator=own),
-    lambda own: torch.empty(3).exponential_(generator=own),
-    lambda own: torch.multinomial(torch.ones(9), 4, generator=own),
-    lambda own: torch.normal(torch.zeros(3), 1.0, generator=own),
-    lambda own: torch.rand(3, generator=own) if own else torch.rand_like(torch.ones(3)),
-]
-
-
-class Disturbed(torch.utils.data.Sampler):
-    """Another thread draws from torch's random numbers before each of its draws."""
-
-    def __len__(self) -> int:
-        return 2 * len(DRAWS)
-
-    def __iter__(self):
-        with ThreadPoolExecutor(1) as pool:
-            for draw in DRAWS:
-                pool.submit(torch.rand, 1).result()
-                yield draw(None).tolist()
-
-
-def test_what_other_threads_draw_does_not_change_the_order() -> None:
-    """Regression: a loader that another replica of torch_xla began, which draws its seed, changed it."""
-    sampler = ac.DistributedProxySampler(Disturbed(), num_replicas=1, rank=0)
-    sampler.set_epoch(4)
-    own = torch.Generator().manual_seed(4)
-    torch.manual_seed(5)
-    assert list(sampler) == [draw(own).tolist() for draw in DRAWS * 2]
-    drawn = torch.rand(1)
-    torch.manual_seed(5)
-    assert drawn == torch.rand(2 * len(DRAWS) + 1)[-1]  # what the other threads drew is not drawn again
-
-
-def test_the_samplers_of_ranks_that_are_threads_may_wait_for_one_another() -> None:
-    """Regression: one waited, with a lock held, for another that could not begin to draw."""
-    meeting = threading.Barrier(2, timeout=30)
-
-    class Meeting(RandomSampler):
-        def __iter__(self):
-            meeting.wait()
-            return super().__iter__()
-
-    def draw(rank: int) -> list[int]:
-        return list(ac.DistributedProxySampler(Meeting(range(8)), num_replicas=2, rank=rank))
-
-    with ThreadPoolExecutor(2) as pool:
-        assert sorted(itertools.chain(*pool.map(draw, range(2)))) == list(range(8))
-
-
 def test_a_sampler_leaves_the_random_numbers_of_the_loop_alone() -> None:
     """Or dropout, which ``manual_seed(by_rank=True)`` makes differ, is the same on all ranks."""
     after = []

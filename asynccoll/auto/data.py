@@ -17,9 +17,10 @@ from torch.utils import data as torch_data
 from torch.utils.data import Dataset, IterableDataset, distributed
 from torch.utils.data.sampler import Sampler
 
-from asynccoll.auto.drawing import Drawing
+from asynccoll import host
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
+from asynccoll.host.forks import renew
 from asynccoll.host.misfits import check_count, misfit
 from asynccoll.runtime.process import get_rank, get_world_size
 
@@ -35,7 +36,7 @@ class _Iteration:
     shuffled: bool = False  # whether the loop receives batches in another order than they are drawn in
 
 
-class _Resumable(distributed.DistributedSampler[Any]):
+class Resumable(distributed.DistributedSampler[Any]):
     """This rank's share of an order that is the same on all ranks; an epoch can be left and resumed.
 
     A subclass draws the order. Only the constructor and ``set_epoch`` are torch's.
@@ -164,7 +165,7 @@ class _Taken(Iterator[Any]):
     """A loader's iterator that also notes how many samples it has yielded."""
 
     def __init__(
-        self, sampler: _Resumable, begin: Callable[[], Iterator[Any]], loader: torch_data.DataLoader[Any]
+        self, sampler: Resumable, begin: Callable[[], Iterator[Any]], loader: torch_data.DataLoader[Any]
     ) -> None:
         before = sampler._now
         self._sampler, self._batches, self._batch_size = sampler, begin(), loader.batch_size or 1
@@ -193,14 +194,19 @@ class _Taken(Iterator[Any]):
         return getattr(self._batches, name)
 
 
-class DistributedProxySampler(_Resumable):
+#: Held while an order is drawn from torch's random numbers: ranks that are threads share these.
+_seeded = host.RLock()
+renew(_seeded)
+
+
+class DistributedProxySampler(Resumable):
     """This rank's share of what another sampler draws; every rank draws the same.
 
     The order of an epoch is what ``sampler`` draws with the epoch's number as the seed (``set_epoch``); if
-    it does not divide evenly, another draw fills it up. The seed applies to what torch's functions draw
-    meanwhile in this thread, on the CPU; torch's own random numbers stay as they are. A sampler with a
-    ``generator``, which must have the same seed on every rank, draws with the sum of that seed and the
-    epoch's number.
+    it does not divide evenly, another draw fills it up. The seed is that of torch's random numbers, whose
+    state is restored afterwards. A sampler with a ``generator``, which must have the same seed on every rank,
+    draws with the sum of that seed and the epoch's number. Where ranks are threads (``xla-tpu``), one draws
+    at a time, so a sampler must not communicate meanwhile.
 
     An epoch can be resumed in the middle, also on another number of ranks: ``state_dict`` says how far all
     ranks together have got, and after ``load_state_dict`` the next iteration yields what is left. Until that
@@ -239,10 +245,11 @@ class DistributedProxySampler(_Resumable):
 
     def _order(self, size: int) -> list[Any]:
         drawn: list[Any] = []
-        if self._generator is not None:
-            self._generator.manual_seed((self.seed + self.epoch) % (1 << 64))
-        # The loop's own random numbers (dropout, seeds of workers) may differ by rank.
-        with Drawing(torch.Generator().manual_seed(self.epoch)):
+        # Restored afterwards: the loop's own random numbers (dropout, seeds of workers) may differ by rank.
+        with _seeded, torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(self.epoch)
+            if self._generator is not None:
+                self._generator.manual_seed((self.seed + self.epoch) % (1 << 64))
             while len(drawn) < size:
                 before = len(drawn)
                 drawn += list(self.sampler)
@@ -253,7 +260,7 @@ class DistributedProxySampler(_Resumable):
         return drawn
 
 
-class DistributedSampler(_Resumable):
+class DistributedSampler(Resumable):
     """torch's ``DistributedSampler``, with the same order, but resumable like ``DistributedProxySampler``."""
 
     @property
@@ -272,7 +279,7 @@ class DataLoader(torch_data.DataLoader[Any]):
     """torch's ``DataLoader``, whose sampler also learns what the loop has received: workers draw ahead."""
 
     def __iter__(self) -> Any:
-        if not isinstance(self.sampler, _Resumable):  # a batch sampler was set later
+        if not isinstance(self.sampler, Resumable):  # a batch sampler was set later
             return super().__iter__()
         return self.sampler.counting(super().__iter__, self)
 
@@ -346,7 +353,7 @@ def dataloader_for(
         kwargs["pin_memory"] = kwargs.get("pin_memory", place.device.type == "cuda")
     place.log.info("Use data loader kwargs for dataset '%s': \n\t%s", repr(dataset)[:20].strip(), kwargs)
     wraps = place.world_size > 1 and place.training.wraps_loader
-    if wraps or not isinstance(kwargs.get("sampler"), _Resumable):
+    if wraps or not isinstance(kwargs.get("sampler"), Resumable):
         loader = torch_data.DataLoader(dataset, **kwargs)
     else:
         loader = DataLoader(dataset, **kwargs)
