@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -282,7 +283,8 @@ class ShardedLayers(Uncopied, nn.Module):
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of ``optimizer``, if it has our parts, while a call cut short has not completed.
 
-        Also refuse one that has the layers' own parameters, which are empty, in place of the parts.
+        Also warn of one that has the layers' own parameters, which are empty, in place of the parts: another
+        optimizer may train these.
         """
         stepped = ids_in(optimizer)
         if not stepped.isdisjoint(map(id, self.shards)):
@@ -290,11 +292,14 @@ class ShardedLayers(Uncopied, nn.Module):
         for shard in (shard for layer in self._layers for shard in layer.shards):
             left_out = shard.own.grad is not None and id(shard.own) not in stepped
             if left_out and not stepped.isdisjoint(map(id, shard.emptied)):
-                raise InvalidArgumentError(
-                    f"the optimizer has the own parameters of layer {shard.place[0]}, which are empty since "
-                    "shard_layers, and not this rank's part of them, which has a gradient and would not be "
-                    "trained: make the optimizer after shard_layers, of `layers.parameters()`"
+                warnings.warn(
+                    f"this optimizer does not train layer {shard.place[0]}: it has the layer's own "
+                    "parameters, which are empty since shard_layers, and not this rank's part of them. Make "
+                    "it after shard_layers, of `layers.parameters()`, or leave out empty parameters",
+                    RuntimeWarning,
+                    stacklevel=4,  # who calls the optimizer's step, whose hook this is
                 )
+                return
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step that ``optimizer`` has made, if it has our parts; the next loop compares it."""
