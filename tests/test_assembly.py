@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from asynccoll.backends.api import rendezvous
 from asynccoll.backends.api.assembly import Member, assemble
 from asynccoll.environment import nodes
 from asynccoll.errors import CollectiveTimeoutError
@@ -133,3 +135,19 @@ def test_a_node_is_its_name_and_boot_unless_somebody_says(monkeypatch, tmp_path:
     assert nodes.node_name() not in (here, "")
     monkeypatch.setenv(nodes.VARIABLE, "rack 7")
     assert nodes.node_name() == "rack 7"
+
+
+def test_a_directory_to_meet_in_may_be_made_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the rank that came before the one that makes it was refused, and its peers waited."""
+    directory = tmp_path / "made"
+
+    def looks(_seconds: float) -> Iterator[float]:
+        yield 0.0
+        directory.mkdir()
+        yield 0.0
+
+    monkeypatch.setattr(rendezvous, "looks", looks)
+    rendezvous._await_directory(f"file://{directory}/x", directory, 60)
+    assert directory.is_dir()

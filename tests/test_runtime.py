@@ -363,7 +363,7 @@ def called_wrongly(me: Rank, port: int) -> None:
         "file:///nowhere/x": "a directory that does not exist",
     }.items():
         with raising(ac.InvalidArgumentError, f"init_method {elsewhere!r}", says):
-            ac.initialize("gloo", init_method=elsewhere, **place)
+            ac.initialize("gloo", init_method=elsewhere, timeout=0.2, **place)
     with (
         environment(RANK="0"),
         raising(ac.LaunchEnvironmentError, "RANK", "WORLD_SIZE"),

@@ -22,8 +22,12 @@ from asynccoll.environment.detection import LaunchInfo, detect
 from asynccoll.environment.info import Variables
 from asynccoll.environment.nodes import node_name
 from asynccoll.errors import CollectiveTimeoutError, InvalidArgumentError, LaunchEnvironmentError
+from asynccoll.host.looks import looks
 from asynccoll.host.store import host_of
 from asynccoll.world.context import Identity
+
+#: How long another rank may take to make the directory of a file to meet at.
+_MAKING_SECONDS = 10.0
 
 
 class Meeting(NamedTuple):
@@ -83,9 +87,8 @@ def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     url = urlsplit(method)
     if url.scheme == "tcp" and url.hostname and not url.query:
         return _meet_at(url.hostname, _port_of(url, world_size), rank, world_size, timeout)
-    if url.scheme == "file" and url.path and not Path(url.path).parent.is_dir():
-        # torch would wait five minutes for the directory to appear
-        raise InvalidArgumentError(f"init_method {method!r} is in a directory that does not exist here")
+    if url.scheme == "file" and url.path:
+        _await_directory(method, Path(url.path).parent, request.timeout)
     try:
         store, rank, world_size = next(dist.rendezvous(method, rank, world_size, timeout=timeout))
     except dist.DistStoreError as error:
@@ -95,6 +98,14 @@ def _rendezvous(request: Request) -> tuple[dist.Store, int, int]:
     except (ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"init_method {method!r} does not work: {error}") from error
     return store, rank, world_size
+
+
+def _await_directory(method: str, directory: Path, seconds: float) -> None:
+    """Wait for the ``directory`` of ``init_method``, which another rank may be about to make."""
+    for _ in looks(min(seconds, _MAKING_SECONDS)):
+        if directory.is_dir():
+            return
+    raise InvalidArgumentError(f"init_method {method!r} is in a directory that does not exist here")
 
 
 def _port_of(url: SplitResult, world_size: int) -> int:
