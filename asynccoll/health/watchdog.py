@@ -67,7 +67,9 @@ class Watch:
 
     def __init__(self, world: Watched) -> None:
         self._world = world
-        self._wake = host.Condition()
+        # Taken by itself: Ctrl-C could leave a condition's lock locked, as it is entered in Python.
+        self._lock = host.RLock()
+        self._wake = host.Condition(self._lock)
         # Dicts, here and below, as the order of a set depends on addresses.
         self._watched: dict[Operation, int] = {}  # with the number of their waiters
         self._lately: dict[Operation, None] = {}  # waited for since the last look, but no longer
@@ -85,7 +87,7 @@ class Watch:
         """Add ``waiters`` of ``operation``, none if it is only polled, and wake the thread."""
         if not self._world.has_peers:
             return
-        with self._wake:
+        with self._lock:
             self._watched[operation] = self._watched.get(operation, 0) + waiters
             self._hurry([operation])
             if self._asleep:
@@ -93,7 +95,7 @@ class Watch:
 
     def lost(self, ranks: Iterable[int]) -> None:
         """Note that a lane was lost with ``ranks``: other waits for them need not become overdue first."""
-        with self._wake:
+        with self._lock:
             self._gone.update(ranks)
             self._hurry(self._watched)
 
@@ -111,7 +113,7 @@ class Watch:
 
     def discard(self, operation: Operation) -> bool:
         """Remove a waiter of ``operation``; return whether it has others."""
-        with self._wake:
+        with self._lock:
             others = self._watched.pop(operation, 1) - 1
             if others:
                 self._watched[operation] = others
@@ -123,7 +125,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread, and wait for that, lest it is in a native call when the interpreter ends."""
-        with self._wake:
+        with self._lock:
             self._stopped = True
             self._wake.notify()
             thread = self._thread
@@ -132,7 +134,7 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            with self._wake:
+            with self._lock:
                 woken = self._sleep()
                 if woken:
                     self._wake.wait_for(lambda: self._stopped or self._urgent, PATIENCE_SECONDS)

@@ -106,19 +106,20 @@ class InProgress:
     """A counter of the threads inside a block that must not be cut off: ``with in_progress: ...``."""
 
     def __init__(self) -> None:
-        self._changed = host.Condition()
+        self._lock = host.RLock()  # taken by itself, as above
+        self._changed = host.Condition(self._lock)
         self._count = 0
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             self._count += 1
 
     def __exit__(self, *exc: object) -> None:
-        with self._changed:
+        with self._lock:
             self._count -= 1
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` until no thread is inside; returns whether none is."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._count, seconds)
