@@ -40,12 +40,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
-from typing_extensions import Unpack
 
 from asynccoll import payload, tensors
 from asynccoll.errors import (
@@ -75,6 +74,9 @@ from asynccoll.waiting.work import Work, handed_out
 from asynccoll.world.context import Context
 from asynccoll.world.group import GroupLike
 from asynccoll.world.resolving import resolve_group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "all_gather",
@@ -1021,7 +1023,7 @@ def explain(name: str, x: object = None, /, **call: Any) -> Plan:
     """Return the plan of a call, without making it: ``print(ac.explain("all_reduce", x, op="avg"))``.
 
     It takes the arguments of the call. The plan says which native call runs, how the elements are sent, and
-    why. A payload that the call would refuse is refused here, with the same error.
+    why. Most payloads that the call would refuse are refused here, too; their shapes are not checked.
 
     >>> print(ac.explain("all_reduce", torch.ones(3)))        # ranks on one host
     all_reduce on memory: all_reduce
