@@ -198,7 +198,7 @@ _TRAINING = (
     ),
     (
         "ops/coalescing.py",
-        "        if self._read.find(filled) is not None:\n",
+        "        if read is not None:\n",
         "        if False:\n",
         "        if out is not None:\n            work.fills(out)\n",
         "",
@@ -380,10 +380,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "waiting/loops.py",
         "turned condition in give_turn: '{0}' -> '(not ({0}))'".format("self.over(host.monotonic())"),
     ): "a matter of who gets a turn when, and nothing that simulated tasks compute takes time",
-    (
-        "health/liveness.py",
-        "turned condition in _gone: 'self._accounts is None' -> '(not (self._accounts is None))'",
-    ): "not simulated: there nobody answers who is silent",
     (
         "health/watchdog.py",
         "forgotten call in _run: 'self._world.tell_of_stall(operation)' -> 'pass'",

@@ -284,8 +284,8 @@ def permute(inputs: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[
 
 def snapshot(value: Any) -> Any:
     """Return a deep copy, which later changes of the original do not affect."""
-    if type(value) is Tensor:  # a deep copy of a tensor runs much Python
-        return value.detach().clone()
+    if type(value) is Tensor and value.is_contiguous() and not value.requires_grad:
+        return value.clone()  # a deep copy of a tensor runs much Python
     return copy.deepcopy(value)
 
 
