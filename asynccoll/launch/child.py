@@ -62,7 +62,12 @@ def main() -> None:
     if kind == "program":
         _become(target, arguments)
     forget_launcher()
-    error_file = _error_file()
+    pid, error_file = os.getpid(), _error_file()
+
+    def own_file() -> str | None:
+        """Return the rank's error file, but None in a child that it has forked."""
+        return error_file if os.getpid() == pid else None
+
     if error_file and not faulthandler.is_enabled():
         faulthandler.enable(Path(error_file).with_name(CRASH_FILE).open("w"))
     for stream in (sys.stdout, sys.stderr):
@@ -71,15 +76,16 @@ def main() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         (_run_script if kind == "script" else _run_module)(target, arguments)
-        _exits(SystemExit(), error_file)
+        _exits(SystemExit(), own_file())
     except KeyboardInterrupt:
         _set_excepthook(quiet=True)  # reported once by the launcher, not by every rank
         raise
     except SystemExit as stop:
-        _exits(stop, error_file)
+        _exits(stop, own_file())
         raise
     except BaseException as error:
         error.with_traceback(own_frames_removed(error.__traceback__))
+        error_file = own_file()
         quiet = bool(error_file) and not _restarts_left() and _hook_is_common()
         if error_file:
             record(Path(error_file), error, shown=not quiet)
