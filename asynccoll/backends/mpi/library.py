@@ -1,9 +1,9 @@
 """The MPI library of this process: how it is loaded, what it can do, and how it ends.
 
-mpi4py initializes MPI when it is imported, as ``mpi4py.rc`` says; we do only if it was told not to and the
-user has not done it either. mpi4py also finalizes MPI when the process ends, and tries to in forked children
-that end, which then wait forever. So if it has not been imported yet, we take this over from it. We never
-communicate on ``COMM_WORLD``, only on a duplicate.
+mpi4py initializes MPI when it is imported, as ``mpi4py.rc`` says; if it did, it also finalizes MPI when the
+process ends. So in a job that uses mpi4py both are taken care of. We initialize and finalize MPI ourselves
+only if the user told mpi4py not to, and has not done it either. We never communicate on ``COMM_WORLD``, only
+on a duplicate.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
-from asynccoll.backends.api import locks
+from asynccoll.backends.api import locks, progress
 from asynccoll.errors import BackendNotFoundError, InvalidArgumentError
 
 T = TypeVar("T")
@@ -76,7 +77,9 @@ def _examine(mpi: ModuleType) -> Library:
     """Find out what the library can do, and register what is to run when the process ends."""
     if not mpi.Is_initialized():  # mpi4py.rc.initialize is False, so it is left to us
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        _take_over_finalizing()
+        atexit.register(_finalize, mpi, os.getpid())
+        atexit.unregister(progress.stop)
+        atexit.register(progress.stop)  # runs before _finalize, since the thread may be in the library
     _check_level(mpi)
     atexit.register(_end_job_if_died, mpi, os.getpid())
     return Library(
@@ -92,8 +95,6 @@ def _examine(mpi: ModuleType) -> Library:
 
 def _import() -> Any:
     try:
-        if "mpi4py.MPI" not in sys.modules:
-            _take_over_finalizing()
         from mpi4py import MPI
     except ImportError as error:
         raise BackendNotFoundError(
@@ -137,35 +138,22 @@ def _cuda_aware(mpi: ModuleType) -> bool:
     if any(kind == "cuda" and (not only or "device" in only) for kind, *only in restricted):
         return True
     with contextlib.suppress(OSError, AttributeError):
-        return bool(_functions().MPIX_Query_cuda_support())
+        return bool(ctypes.CDLL(_path_of_library()).MPIX_Query_cuda_support())
     return False
 
 
-def _functions() -> ctypes.CDLL:
-    """Return the functions of the library that mpi4py's module is linked with."""
-    return ctypes.CDLL(sys.modules["mpi4py.MPI"].__file__)
+def _path_of_library() -> str | None:
+    """Return the path of the libmpi that this process has loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split()[-1]
+        if Path(path).name.startswith("libmpi.so"):
+            return path
+    return None
 
 
-def _take_over_finalizing() -> None:
-    """Finalize MPI ourselves at the end of this process, unless the user has said that nobody is to.
-
-    mpi4py reads its settings when its module is imported; a variable takes precedence over ``rc``.
-    """
-    import mpi4py
-
-    if mpi4py.rc.finalize in {None, True} and "MPI4PY_RC_FINALIZE" not in os.environ:
-        mpi4py.rc.finalize = False
-        atexit.register(_finalize_last, os.getpid())
-
-
-def _finalize_last(pid: int) -> None:
-    """Have the C library call MPI_Finalize when it ends this process, but not a forked child.
-
-    By then other hooks at exit, which may use MPI, have run, and mpi4py has aborted the job if told to.
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    if os.getpid() == pid and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        ctypes.CDLL(None).__cxa_atexit(_functions().MPI_Finalize, None, None)
+def _finalize(mpi: ModuleType, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _end_job_if_died(mpi: ModuleType, pid: int) -> None:
