@@ -197,6 +197,26 @@ def test_the_first_failure_is_shown_not_what_followed_from_it(tmp_path, start, s
     assert re.search(r"rank 0 failed too at \S*program.py:7: ConnectionError: peer is gone", errors), errors
 
 
+def test_how_a_forked_child_ends_is_not_how_its_rank_does(tmp_path, start, script):
+    """Regression: the child's exit code was taken for the rank's, as the first failure."""
+    os.mkfifo(tmp_path / "ended")
+    script("""
+        import os, signal, sys
+        if os.environ["RANK"] == "1":
+            open("ended").read()
+            raise ValueError("the reason")
+        child = os.fork()
+        if not child: sys.exit(3)
+        os.waitpid(child, 0)
+        open("ended", "w").close()
+        signal.pause()
+    """)
+    code, _, errors = start("run", "-n", 2, "program.py").wait()
+    assert code == 1
+    assert f"rank 1 failed on {socket.gethostname()}" in errors
+    assert "rank 0 failed" not in errors
+
+
 @pytest.mark.slow
 def test_a_module_that_fails_is_shown_alike(start, script):
     script("1 / 0")
