@@ -20,7 +20,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -178,7 +178,6 @@ class _Assembly:
 
 #: How long rank 0, which may serve the store, waits for ranks that have yet to learn of the difference.
 _STAY_SECONDS = 5.0
-_PAUSE_SECONDS = 0.005
 
 
 def own_version() -> str:
@@ -236,7 +235,7 @@ def _part_together(store: dist.Store, rank: int, size: int) -> None:
         store.set(f"differs/{rank}", "")
         if rank > 0:
             return
-        deadline = monotonic() + _STAY_SECONDS
         keys = [f"differs/{other}" for other in range(1, size)]
-        while keys and not store.check(keys) and monotonic() < deadline:
-            sleep(_PAUSE_SECONDS)
+        for _ in looks(_STAY_SECONDS):
+            if not keys or store.check(keys):
+                return
