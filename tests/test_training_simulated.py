@@ -528,26 +528,32 @@ def test_layers_skip_a_step_together_when_one_rank_overflows() -> None:
         assert not any(moved), rank
 
 
+async def overflowed(rank: int, sets: list[Any], owned: list[slice], at: int) -> list[bool]:
+    """Step an optimizer of each of ``owned`` parts, as rank 0's part ``at`` overflows; return which stay."""
+    parts = [part for layers in sets for part in layers.parameters()]
+    optimizers = [torch.optim.SGD(parts[own], lr=0.1) for own in owned]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    x = torch.ones(2, 4)
+    for layers in sets:
+        async for layer in layers:
+            x = layer(x)
+    scaler.scale(x.sum()).backward()
+    if rank == 0:
+        parts[at].grad[0] = float("inf")
+    before = [part.detach().clone() for part in parts]
+    for optimizer in optimizers:
+        await sets[0].unscale_(scaler, optimizer)
+        scaler.step(optimizer)
+    return [torch.equal(old, part) for old, part in zip(before, parts, strict=True)]
+
+
 def test_an_overflow_leaves_the_gradients_of_another_optimizer_alone() -> None:
     """As in one process. Regression: they became NaN, also those that accumulate over several steps."""
 
     async def rank_does(rank: int) -> list[bool]:
         torch.manual_seed(0)
         layers = ac.overlap.shard_layers(nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]))
-        parts = list(layers.parameters())
-        optimizers = [torch.optim.SGD([part], lr=0.1) for part in parts]
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        x = torch.ones(2, 4)
-        async for layer in layers:
-            x = layer(x)
-        scaler.scale(x.sum()).backward()
-        if rank == 0:
-            parts[0].grad[0] = float("inf")
-        before = [part.detach().clone() for part in parts]
-        for optimizer in optimizers:
-            await layers.unscale_(scaler, optimizer)
-            scaler.step(optimizer)
-        return [torch.equal(old, part) for old, part in zip(before, parts, strict=True)]
+        return await overflowed(rank, [layers], [slice(0, 1), slice(1, 2)], at=0)
 
     for rank, unmoved in simulate(rank_does, world_size=3).results.items():
         assert unmoved == [True, False], rank
@@ -559,20 +565,7 @@ def test_an_overflow_in_one_of_two_sets_of_layers_skips_the_step_of_their_optimi
     async def rank_does(rank: int) -> list[bool]:
         torch.manual_seed(0)
         sets = [ac.overlap.shard_layers([nn.Linear(4, 4)]) for _ in range(2)]
-        parts = [part for layers in sets for part in layers.parameters()]
-        optimizer = torch.optim.SGD(parts, lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        x = torch.ones(2, 4)
-        for layers in sets:
-            async for layer in layers:
-                x = layer(x)
-        scaler.scale(x.sum()).backward()
-        if rank == 0:
-            parts[1].grad[0] = float("inf")
-        before = [part.detach().clone() for part in parts]
-        await sets[0].unscale_(scaler, optimizer)
-        scaler.step(optimizer)
-        return [torch.equal(old, part) for old, part in zip(before, parts, strict=True)]
+        return await overflowed(rank, sets, [slice(None)], at=1)
 
     for rank, unmoved in simulate(rank_does, world_size=3).results.items():
         assert unmoved == [True, True], rank

@@ -25,9 +25,8 @@ class Process:
     def __init__(self) -> None:
         self.lock: AbstractContextManager[bool] = host.RLock()
         self.context: Context | None = None  # initialized here
-        self.adopted: tuple[Callable[[], object], Context] | None = (
-            None  # torch's default group (weak), our context on it
-        )
+        #: torch's default group (weak), and our context on it
+        self.adopted: tuple[Callable[[], object], Context] | None = None
         self.embedded: Context | None = None  # the world of one
         self.said: str | None = None  # WORLD_SIZE in the environment for which ``embedded`` was right
         self.left: Identity | None = None  # which rank this was in the world that it has finalized
