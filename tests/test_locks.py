@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ from asynccoll.host import locks
 
 @pytest.fixture
 def _threads_run_until_they_wait() -> Iterator[None]:
-    before = sys.getswitchinterval()
+    before, handler = sys.getswitchinterval(), signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.setswitchinterval(1000.0)
     yield
     sys.setswitchinterval(before)
+    signal.signal(signal.SIGINT, handler)
 
 
 def free(lock: Any) -> bool:
