@@ -69,6 +69,23 @@ def _no_test_outlives_its_time(request: pytest.FixtureRequest) -> Iterator[None]
     signal.signal(signal.SIGALRM, before)
 
 
+#: What a launcher in the process of the tests would handle.
+_OF_LAUNCHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
+
+
+@pytest.fixture(autouse=True)
+def _no_test_leaves_signals_handled() -> Iterator[None]:
+    """A launcher's handlers would stop this process at the next test that interrupts itself."""
+    before = [signal.getsignal(number) for number in _OF_LAUNCHERS]
+    yield
+    after = [signal.getsignal(number) for number in _OF_LAUNCHERS]
+    wakes = signal.set_wakeup_fd(-1)
+    for number, handler in zip(_OF_LAUNCHERS, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before, "the test has left handlers of signals"
+    assert wakes == -1, "the test has left a descriptor that signals are written to"
+
+
 @pytest.fixture(autouse=True)
 def _as_never_initialized() -> Iterator[None]:
     """After a test that finalized a world of this process, restore the initial state."""

@@ -38,9 +38,13 @@ class Nurse:
     def ask(self, *question: Any) -> Any:
         """Send one line, and return the answer."""
         assert self._popen.stdin is not None and self._popen.stdout is not None
-        self._popen.stdin.write(json.dumps(question) + "\n")
-        self._popen.stdin.flush()
-        return json.loads(self._popen.stdout.readline())
+        try:
+            self._popen.stdin.write(json.dumps(question) + "\n")
+            self._popen.stdin.flush()
+            return json.loads(self._popen.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError) as error:
+            code = self._popen.wait(10)
+            raise AssertionError(f"the process from which ranks are forked has ended, code {code}") from error
 
 
 class Forked:

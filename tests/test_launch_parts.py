@@ -49,6 +49,16 @@ from jobs import on_linux
 from patience import patient
 from struck import Strike
 
+_on_stop_signals = passing.on_stop_signals
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Keep launchers from handling the signals of this process; the mock is told what they would do."""
+    mock = Mock()
+    monkeypatch.setattr(passing, "on_stop_signals", mock)
+    return mock
+
 
 class Started:
     """A process as multiprocessing has it, which ends as soon as it is terminated."""
@@ -527,7 +537,7 @@ def test_a_hangup_is_not_the_first_of_two_signals(
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
     monkeypatch.setattr(passing, "processes", Mock())
     first: list[signal.Signals] = []
-    passing.on_stop_signals(first.append)
+    _on_stop_signals(first.append)
     for name in told:
         handlers[signal.Signals[name]](signal.Signals[name], None)
     assert first == [signal.Signals[told[0]]]
@@ -535,7 +545,7 @@ def test_a_hangup_is_not_the_first_of_two_signals(
 
 
 def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, registered: Mock
 ) -> None:
     """The launcher first kills what ranks have left running, which may take seconds."""
     failed = {0: ProcessFailure(0, 2, 7, "no-such-file")}
@@ -545,8 +555,6 @@ def test_a_signal_that_comes_after_a_failure_does_not_hide_it(
         started.reify({})
         raise ChildFailedError("", failed)
 
-    registered = Mock()
-    monkeypatch.setattr(passing, "on_stop_signals", registered)
     monkeypatch.setattr(elastic, "elastic_launch", lambda *_: launch)
     monkeypatch.setattr(elastic, "processes", Mock())
     elastic.processes.kill_children.side_effect = lambda: registered.call_args[0][0](signal.SIGTERM)
@@ -584,11 +592,9 @@ def test_a_hangup_that_comes_twice_at_once_is_heard_once() -> None:
 
 @pytest.mark.parametrize(("how", "code"), [(None, 0), (RendezvousTimeoutError, 1)])
 def test_a_signal_that_comes_after_the_end_of_a_job_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, how: type[Exception] | None, code: int
+    monkeypatch: pytest.MonkeyPatch, how: type[Exception] | None, code: int, registered: Mock
 ) -> None:
     """Directories are removed then, and Python ends."""
-    registered = Mock()
-    monkeypatch.setattr(passing, "on_stop_signals", registered)
     monkeypatch.setattr(elastic, "elastic_launch", lambda *_: Mock(side_effect=how))
     monkeypatch.setattr(elastic, "processes", Mock())
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", logs_specs=Mock())
@@ -598,7 +604,7 @@ def test_a_signal_that_comes_after_the_end_of_a_job_changes_nothing(
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_signal_that_comes_after_the_end_of_mpiexec_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, registered: Mock
 ) -> None:
     """The failure is still told."""
     running = Mock(returncode=None)
@@ -609,8 +615,6 @@ def test_a_signal_that_comes_after_the_end_of_mpiexec_changes_nothing(
         return code
 
     running.wait = wait
-    registered = Mock()
-    monkeypatch.setattr(passing, "on_stop_signals", registered)
     monkeypatch.setattr(passing, "launched", lambda *_: contextlib.nullcontext(running))
     monkeypatch.setattr(libraries, "processes", Mock())
     engine = libraries._Engine("mpi", "mpiexec", lambda: Mpiexec("mpiexec", "other"), "")
