@@ -27,8 +27,9 @@ AGAIN = $(1) || { test $$? -eq 1 && echo "=== once more, by itself, what failed 
 PYTEST := python -m pytest -q -c $(CURDIR)/pyproject.toml
 # Two files at a time, each with its own worlds, since one often waits for processes to start. They run in the
 # order of their names: with the largest files first, one process would run those with the longest tests at the end.
+# A process that dies ends the run: with another in its place, the others would wait forever for what it had begun.
 JOBS    ?= 2
-AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo gpt test tests memory system mpi horovod xla inside gpu soak compositions explore determined planted training faults kills nightly quick lint types docs coverage bench \
