@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 #: Time limits of a call that is waited for again whenever its time limit has passed.
 TIMEOUTS = (1e-4, 1e-3, 2e-2)
-#: The longest time limit of waiting for several works together: less than an operation's own.
+#: The longest time of waiting again and again: less than an operation's own time limit.
 _LONGEST_SECONDS = 10.0
 #: How often a condition is checked without a pause; then the pauses double from the shortest to the longest.
 _LOOKS = 5
@@ -131,12 +131,10 @@ class Looped:
                 with anyio.move_on_after(TIMEOUTS[call.seed % len(TIMEOUTS)]):
                     return await work
             case "deadline":
-                pause, longest = _PAUSES
-                while not work.done():  # a lane that was given up raises the same error
+                for pause in _while_out(work):
                     with contextlib.suppress(ac.CollectiveTimeoutError):
                         return await work
                     await anyio.sleep(pause)
-                    pause = min(2 * pause, longest)
             case _:
                 await _looked_at(self.until, call, work)
         return await work
@@ -221,12 +219,10 @@ class Threaded:
                 with contextlib.suppress(ac.CollectiveTimeoutError):
                     return _waited(work, TIMEOUTS[call.seed % len(TIMEOUTS)])
             case "deadline":
-                pause, longest = _PAUSES
-                while not work.done():
+                for pause in _while_out(work):
                     with contextlib.suppress(ac.CollectiveTimeoutError):
                         return _waited(work)
                     host.sleep(pause)
-                    pause = min(2 * pause, longest)
             case _:
                 await _looked_at(self.until, call, work)
         return _waited(work)
@@ -274,10 +270,22 @@ async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, wor
                 work.wait(1e-5)
 
 
+def _while_out(work: Any) -> Iterator[float]:
+    """Yield ever longer pauses until ``work`` is done: a lane that was given up raises the same error again.
+
+    Not forever: a rank that has lost its store does not learn that a peer has given up.
+    """
+    pause, longest = _PAUSES
+    begun = host.monotonic()
+    while not work.done() and host.monotonic() - begun < _LONGEST_SECONDS:
+        yield pause
+        pause = min(2 * pause, longest)
+
+
 async def _all_completed(works: Sequence[Any], seconds: float) -> None:
     """Wait for the works one by one; after a timeout, start over with twice the timeout.
 
-    Not forever: a rank that has lost its store learns only by deadlines that a peer has given up.
+    Not forever, as above.
     """
     while seconds < _LONGEST_SECONDS:
         try:
