@@ -45,14 +45,14 @@ demo: ## train a model on real data with its communication hidden (RANKS=2, ARGS
 gpt: ## train a small GPT on real text, stopped and resumed, compare it with DDP, and draw both (ARGS=--draw: only draw)
 	@$(ENVS) exec demo -- python examples/compare_gpt.py $(ARGS)
 
-# While the environments are downloaded, run the targets that need only the first of them.
+# While the other environments are downloaded and compiled, run the targets that need only the first of them.
 test: export ASYNCCOLL_TEST_RECORDS := $(CURDIR)/build/records
 test: ## everything: lint, types, docs, then all tests on a built wheel, and a table of what ran
 	@rm -rf $$ASYNCCOLL_TEST_RECORDS
-	@$(ENVS) build test horovod xla mpich openmpi impi & built=$$!; \
+	@nice $(ENVS) build test impi horovod xla mpich openmpi & built=$$!; \
 		$(MAKE) --no-print-directory system && $(MAKE) --no-print-directory -j2 -O lint types docs && \
-		$(MAKE) --no-print-directory memory && wait $$built && \
-		$(MAKE) --no-print-directory tests mpi horovod xla; status=$$?; kill $$built 2>/dev/null; \
+		$(MAKE) --no-print-directory memory tests && wait $$built && \
+		$(MAKE) --no-print-directory mpi horovod xla; status=$$?; kill $$built 2>/dev/null; \
 		if test -d $$ASYNCCOLL_TEST_RECORDS; then $(PYTHON) $(CURDIR)/tools/ran.py $$ASYNCCOLL_TEST_RECORDS; fi; \
 		exit $$status
 

@@ -4,10 +4,10 @@ By day, to keep it well below an hour:
 
 - worlds of one, three or four ranks wait only on asyncio, because the way of waiting does not depend on the
   number of ranks;
-- gloo runs each test in three combinations of world size and way of waiting, memory in two, the others in
-  one; which ones differs from test to test. Only gloo and memory run with five ranks;
+- gloo and memory run each test in two combinations of world size and way of waiting, the others in one; which
+  ones differs from test to test. Only gloo and memory run with five ranks;
 - tests that hardly depend on either run with two ranks on asyncio on all backends but gloo;
-- tests that start whole jobs run half of their cases, and simulations a third of their orders;
+- tests that start whole jobs run a third of their cases, and simulations a third of their orders;
 - tests marked ``nightly`` are left out: another test takes the same path through the library by day.
 
 The selection depends only on the names of the cases.
@@ -89,14 +89,14 @@ def _starts_jobs(item: pytest.Item) -> bool:
 
 
 def _some_of(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return three cases on gloo, two on memory (both are always available), else one; half of the jobs.
+    """Return two cases on gloo and on memory (which are always available), else one; a third of the jobs.
 
     Backends get different cases.
     """
     cases = sorted(cases, key=lambda case: case.nodeid)
     turn = crc32(cases[0].nodeid.encode()) % len(cases)
     backend, _ = _world(cases[0])
-    count = -(-len(cases) // 2) if _starts_jobs(cases[0]) else {"gloo": 3, "memory": 2}.get(backend, 1)
+    count = -(-len(cases) // 3) if _starts_jobs(cases[0]) else 2 if backend in ("gloo", "memory") else 1
     return (cases[turn:] + cases[:turn])[:count]
 
 
