@@ -18,7 +18,7 @@ import pytest
 import torch
 import trio
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 import asynccoll as ac
 import oracle
@@ -98,6 +98,7 @@ def behaviour() -> dict[str, Any]:
         "default": str(torch.get_default_device()),
         "sub": float(torch.sub(x, x).detach().flatten()[0]),
         "neg": float(torch.neg(x).detach().flatten()[0]),
+        "dispatching": is_in_torch_dispatch_mode(),
     }
 
 

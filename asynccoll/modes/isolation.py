@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 import torch.utils._device
+import torch.utils._python_dispatch
 
 from asynccoll.errors import InvalidArgumentError
 
@@ -28,6 +29,7 @@ Dtypes = dict[str, torch.dtype]
 
 _C: ModuleType = torch._C
 _DEVICES: Any = torch.utils._device
+_DISPATCH = vars(torch.utils._python_dispatch)
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT  # of this thread
 
 _recording = torch.is_grad_enabled
@@ -101,7 +103,7 @@ class _Away:
     def __init__(self, usual: Dtypes) -> None:
         # Modes that see torch functions go first and come back last, since they see the setters used here.
         self._functions = _Functions() if _functions() else None
-        self._dispatchers = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatchers())]
+        self._dispatchers = _Dispatchers() if _dispatchers() else None
         self._hooks = _taken_hooks()
         # Only the guard that entered inference mode can leave it, and that one belongs to the task. But
         # entering a guard saves all autograd flags and dispatch keys of the thread (including autocast's
@@ -119,8 +121,8 @@ class _Away:
             self._autocast.bring_back()
         for pack, unpack in self._hooks:
             _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        for mode in reversed(self._dispatchers):
-            _C._push_on_torch_dispatch_stack(mode)
+        if self._dispatchers is not None:
+            self._dispatchers.bring_back()
         if self._functions is not None:
             self._functions.bring_back()
 
@@ -160,6 +162,35 @@ def _use_default(context: Any) -> None:
         _default_device.device_context = context
     elif hasattr(_default_device, "device_context"):
         del _default_device.device_context
+
+
+class _Dispatchers:
+    """The torch dispatch modes of a thread, and the process's variables that say whether there are any.
+
+    ``torch.compile`` reads these. A mode sets them when it is entered, and when left puts back what it found.
+    """
+
+    __slots__ = ("_modes", "_noted")
+
+    def __init__(self) -> None:
+        self._modes = [_C._pop_torch_dispatch_stack(None) for _ in range(_dispatchers())]
+        self._noted = _noted()
+        _note(dict.fromkeys(self._noted, False))
+
+    def bring_back(self) -> None:
+        for mode in reversed(self._modes):
+            _C._push_on_torch_dispatch_stack(mode)
+        _note(self._noted)
+
+
+def _noted() -> dict[str, bool]:
+    return {name: value for name, value in _DISPATCH.items() if name.startswith("_is_in_")}
+
+
+def _note(noted: dict[str, bool]) -> None:
+    _DISPATCH.update(noted)
+    if (tell := _DISPATCH.get("set_is_in_mode_without_ignore_compile_internals")) is not None:
+        tell(noted["_is_in_any_mode_without_ignore_compile_internals"])  # a copy in C++
 
 
 class _Autocast:
@@ -215,6 +246,7 @@ class _Inherited:
         self._default = getattr(_default_device, "device_context", None)
         self._device = _DEVICES.CURRENT_DEVICE
         self._dispatchers = [_C._get_dispatch_stack_at(k) for k in range(_dispatchers())]
+        self._noted = _noted()
         self._hooks = _taken_hooks()
         for pack, unpack in self._hooks:
             _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
@@ -229,6 +261,7 @@ class _Inherited:
                 _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
             for mode in self._dispatchers:
                 _C._push_on_torch_dispatch_stack(mode)
+            _note(self._noted)
             for mode in self._functions:
                 _C._push_on_torch_function_stack(mode)
             if self._functions:
