@@ -7,8 +7,8 @@ import contextlib
 import enum
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -425,6 +425,52 @@ class Odd:
     """A dataclass whose field is not a valid leaf."""
 
     x: Any
+
+
+@dataclass
+class Late:
+    """A dataclass with a field that nothing has set yet."""
+
+    x: Any = field(init=False)
+
+
+def nested(depth: int, leaf: int) -> Any:
+    """The leaf inside so many lists."""
+    tree: Any = leaf
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+async def untyped(me: Rank) -> None:
+    """What Python itself refuses somewhere on the way: each raised Python's error."""
+    for call in (ac.all_reduce, ac.all_gather):
+        await me.refuses("int", ac.InvalidArgumentError, call, 10**5000, says=("bits", "*_object"))
+        await me.refuses("depth", ac.InvalidArgumentError, call, nested(101, 1), says=("more than 100 deep",))
+        await me.refuses("field", ac.PayloadTypeError, call, Late(), says=("Late", "'x'"))
+    await me.check("as deep as can be", ac.all_reduce, nested(100, 1), expect=nested(100, me.size))
+    paths = [Path("a\ud800"), Path("a\udcff"), Path("a/\U0001f389")]
+    await me.check("paths", ac.all_gather, paths, expect=[[path] * me.size for path in paths])
+
+
+def test_what_python_refuses_raises_a_typed_error(world: World) -> None:
+    """Huge ints, deep trees, unset fields; and paths of any characters, though not as a file's, arrive."""
+    world.run(untyped)
+
+
+async def masked(me: Rank) -> None:
+    hidden = np.ma.masked_array([1.0, 2.0], mask=True)
+    for call in (ac.all_reduce, ac.all_gather, ac.broadcast):
+        for label, value in (("mean", hidden.mean()), ("0-d", np.ma.masked_array(7, mask=True))):
+            await me.refuses(label, ac.PayloadTypeError, call, value, says=("Masked", "filled()"))
+            await me.refuses(f"{label} leaf", ac.PayloadTypeError, call, [1, value], says=("Masked",))
+        await me.refuses("array", ac.PayloadTypeError, call, hidden, says=("MaskedArray", "filled()"))
+    await me.check("not masked", ac.all_reduce, np.ma.masked_array(7, mask=False), expect=7 * me.size)
+
+
+def test_masked_values_are_no_numbers(world: World) -> None:
+    """The mean of values that are all masked was sent as 0.0."""
+    world.run(masked)
 
 
 async def others(me: Rank) -> None:

@@ -40,6 +40,8 @@ def refuse(name: str, x: object, expected: str = _EXPECTED) -> PayloadTypeError:
     hint = ""
     if isinstance(x, Work):
         hint = ", whose result has to be waited for first: was an await forgotten?"
+    elif hasattr(x, "filled"):
+        hint = " (call its filled(), or send what is not masked)"
     elif hasattr(x, "__array__") and getattr(getattr(x, "dtype", None), "kind", "f") in "biufc":
         hint = " (convert it with torch.as_tensor)"
     elif isinstance(x, (Iterator, set, frozenset, range, KeysView, ValuesView)):

@@ -34,7 +34,7 @@ def _pack_int(x: int) -> bytes:
         return _INT64.pack(x)
     except struct.error:
         raise InvalidArgumentError(
-            f"the int {x} does not fit into 64 bits; send it as str, or with all_gather_object"
+            f"an int of {x.bit_length() + 1} bits does not fit into 64; send it by an *_object function"
         ) from None
 
 
@@ -54,8 +54,8 @@ KINDS = (
     ),
     Kind(
         (pathlib.PurePath,),
-        lambda x: str(x).encode("utf-8", "surrogateescape"),
-        lambda raw: pathlib.Path(raw.decode("utf-8", "surrogateescape")),
+        lambda x: str(x).encode("utf-8", "surrogatepass"),
+        lambda raw: pathlib.Path(raw.decode("utf-8", "surrogatepass")),
     ),
     Kind((type(None),), lambda _: b"", lambda _: None),
 )

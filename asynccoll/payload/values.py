@@ -30,14 +30,17 @@ _VALUE = struct.Struct("<BQ")
 def as_number(x: object) -> object:
     """Return a NumPy scalar (anything 0-d with ``item()`` but a tensor) as a Python number, else ``x``.
 
-    NumPy dates are not numbers, although ``item()`` of some of them is an int.
+    NumPy dates are not numbers, although ``item()`` of some of them is an int; nor is a masked value, whose
+    ``item()`` is what the mask hides.
     """
     item = getattr(x, "item", None)
     if item is None or getattr(x, "shape", None) != () or isinstance(x, torch.Tensor):
         return x
     if isinstance(x, str):
         return str.__str__(x)  # ``item()`` drops trailing zeros
-    return x if getattr(getattr(x, "dtype", None), "kind", "") in ("M", "m") else item()
+    date = getattr(getattr(x, "dtype", None), "kind", "") in ("M", "m")
+    masked = hasattr(x, "filled") and getattr(x, "mask", False)
+    return x if date or masked else item()
 
 
 def to_message(x: object, codec: Codec | None = None) -> Message:

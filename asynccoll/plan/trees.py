@@ -25,6 +25,9 @@ import torch
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError
 
+#: How deep trees may be nested: they are walked by recursion, here and where they are described and rebuilt.
+MAX_DEPTH = 100
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeSpec:
@@ -91,6 +94,8 @@ def _flatten(x: object, leaves: list[object], path: tuple[int, ...]) -> TreeSpec
         return _LEAF
     if id(x) in path:
         raise InvalidArgumentError(f"a {type(x).__name__} contains itself; pass a tree")
+    if len(path) == MAX_DEPTH:
+        raise InvalidArgumentError(f"a tree is nested more than {MAX_DEPTH} deep; pass a list of its leaves")
     kind, names, children, make = _node(x)
     if not any(_is_tree_type(cls) for cls in {*map(type, children)}):
         leaves.extend(children)
@@ -117,7 +122,10 @@ def _node(x: Any) -> tuple[str, tuple[str, ...], list[object], Callable[[Sequenc
             f"a {cls.__name__} has attributes that are not fields ({', '.join(others)}), which "
             "its result would lack; make them fields, or properties if they follow from the fields"
         )
-    return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
+    try:
+        return cls.__name__, names, [getattr(x, name) for name in names], _dataclass_maker(x, names)
+    except AttributeError as error:
+        raise PayloadTypeError(f"a field of a {cls.__name__} has no value: {error}") from None
 
 
 def _key_name(key: object) -> str:
