@@ -55,7 +55,19 @@ def inferred(me):
     assert y.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("case", [parameters, inferred], ids=lambda case: case.__name__)
+def sparse(me):
+    """As by torch; the sum has more values than each rank's tensor."""
+    for wanted in (False, True):
+        x = torch.sparse_coo_tensor([[me.rank, 9]], [1.0, 2.0], (10,), requires_grad=wanted)
+        with me.case(f"gradient wanted: {wanted}"):
+            assert idist.all_reduce(x) is x
+            assert x.detach().to_dense().tolist() == [1.0] * me.size + [0.0] * (9 - me.size) + [2.0 * me.size]
+            assert (x.is_leaf, x.requires_grad) == (True, wanted)
+    with me.case("another reduction"), raising(NotImplementedError, "sparse"):
+        idist.all_reduce(x, "MAX")
+
+
+@pytest.mark.parametrize("case", [parameters, inferred, sparse], ids=lambda case: case.__name__)
 def test_tensors_are_filled_in_place(world, case):
     world.run(case)
 

@@ -55,6 +55,9 @@ def _of_tensor(
     plain = tensor.detach() if tensor.requires_grad else tensor
     if not in_place:
         return _waited_for(start, plain, **kwargs)
+    if plain.layout is not torch.strided:  # ``out=`` cannot be filled with another number of values
+        with torch.no_grad():
+            return tensor.copy_(_waited_for(start, plain, **kwargs))
     if plain.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             _waited_for(start, plain, out=plain, **kwargs)
