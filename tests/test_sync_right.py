@@ -115,6 +115,9 @@ def shapes(me):
         "too few": (mine, right[:-1]),
         "too many dimensions": (mine, [[*shape, 1] for shape in right]),
         "none": (mine, []),
+        "no shapes": (mine, None),
+        "sizes": (mine, [1, 2]),
+        "texts": (mine, ["a", "b"]),
         "no tensor": ([1.0], right),
     }
     for name, (tensor, said) in wrong.items():
@@ -137,8 +140,10 @@ def refused_in_a_group(me):
             idist.all_reduce("abc", group=members)
         with raising(ValueError, "Unsupported reduction operation"):
             idist.all_reduce(1, "mean", group=members)
+        with raising(ValueError, "Unsupported reduction operation"):
+            idist.all_reduce(1, ["SUM"], group=members)
     elif me.rank == 1:
-        for _ in range(2):
+        for _ in range(3):
             with raising(ac.PeerRefusedError, "rank 0 refused"):
                 idist.all_reduce(1, group=members)
     elif me.rank > 1:

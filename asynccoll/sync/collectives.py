@@ -88,7 +88,7 @@ def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike =
         return tensor
     if not isinstance(tensor, (torch.Tensor, *_NUMBERS)):
         _refuse("all_reduce", PayloadTypeError(f"Unhandled input type {type(tensor)}"), group)
-    ours = now.ops.get(op)
+    ours = now.ops.get(op) if isinstance(op, str) else None
     if ours is None:
         _refuse("all_reduce", InvalidArgumentError(f"Unsupported reduction operation: '{op}'"), group)
     if group is not None:
@@ -148,19 +148,19 @@ def all_gather_tensors_with_shapes(
         group = _group(group)
         if _outside(group):
             return [tensor]
-    _check_shapes(tensor, shapes, group)
-    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    known = _checked_shapes(tensor, shapes, group)
+    largest = [max(sizes) for sizes in zip(*known, strict=True)]
     missing = [size - have for size, have in zip(largest, tensor.shape, strict=True)]
     padding = [amount for size in reversed(missing) for amount in (0, size)]
     padded = torch.nn.functional.pad(tensor, padding) if any(missing) else tensor
-    rows = all_gather(padded, group=group).view(len(shapes), *largest)
-    return [
-        row[tuple(slice(size) for size in shape)] for row, shape in zip(rows.unbind(0), shapes, strict=True)
-    ]
+    rows = all_gather(padded, group=group).view(len(known), *largest)
+    return [row[tuple(map(slice, shape))] for row, shape in zip(rows.unbind(0), known, strict=True)]
 
 
-def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupLike) -> None:
-    """Refuse wrong shapes: a tensor would be padded or cut to another rank's, and arrive changed."""
+def _checked_shapes(
+    tensor: object, shapes: Sequence[Sequence[int]], group: GroupLike
+) -> list[tuple[int, ...]]:
+    """Return ``shapes``; refuse wrong ones, for which a tensor would be padded or cut to another rank's."""
     size, place = (1, 0) if model() is SERIAL else (ac.get_world_size(group), ac.get_rank(group))
     if not isinstance(tensor, torch.Tensor):
         _refuse(
@@ -168,16 +168,20 @@ def _check_shapes(tensor: object, shapes: Sequence[Sequence[int]], group: GroupL
             PayloadTypeError(f"all_gather_tensors_with_shapes got a {type(tensor).__name__}"),
             group,
         )
-    given = [tuple(shape) for shape in shapes]
+    try:
+        given = [tuple(map(int, shape)) for shape in shapes]
+    except (TypeError, ValueError):  # not shapes at all
+        given = []
     if len(given) != size or len({len(shape) for shape in given}) != 1 or given[place] != tensor.shape:
         _refuse(
             "all_gather",
             InvalidArgumentError(
                 f"shapes must be those of the tensors of {size} ranks, all with the same number of "
-                f"dimensions; rank {place} has a tensor of shape {tuple(tensor.shape)}, and shapes={given}"
+                f"dimensions; rank {place} has a tensor of shape {tuple(tensor.shape)}, and shapes={shapes}"
             ),
             group,
         )
+    return given
 
 
 def broadcast(
