@@ -9,6 +9,7 @@ import time
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,16 @@ def strings(me):
             same(idist.broadcast(mine[me.rank], src=1), mine[1])
 
 
+def roots(me):
+    """As torch takes them: ``np.argmin`` gives a number of NumPy."""
+    for src in (np.int64(1), np.argmin([1, 0]), True):
+        for make in (int, str, torch.tensor):
+            with me.case(f"{make.__name__} from {src!r}"):
+                same(idist.broadcast(make(me.rank), src=src), make(1))
+                mine = make(1) if me.rank == 1 else None
+                same(idist.broadcast(mine, src=src, safe_mode=True), make(1))
+
+
 def scattered(me):
     """ignite's placeholder is contiguous, and gets the bytes in the order in which they lie in memory."""
     x = torch.arange(6.0).view(2, 3).t()
@@ -172,6 +183,11 @@ def groups(me):
     assert all(now <= then for now, then in zip(held, before, strict=True)), f"{before} became {held}"
 
 
+class UnsaidError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 def first_fails(me, local):
     ran = []
 
@@ -188,6 +204,10 @@ def first_fails(me, local):
         with raising(ac.CollectiveError, "rank 0: LookupError: no such file"):
             body()
     assert ran == ([0] if me.rank == 0 else [])
+    with raising(UnsaidError if me.rank == 0 else ac.CollectiveError), idist.one_rank_first(local=local):
+        ran.append(me.rank)
+        raise UnsaidError
+    assert ran == ([0, 0] if me.rank == 0 else [])
 
     @idist.one_rank_only(with_barrier=True)
     def alone():
@@ -230,7 +250,7 @@ def refused_by_one(me):
 
 @pytest.mark.parametrize(
     "case",
-    [numbers, strings, scattered, shapes, groups, refused_by_one, refused_in_a_group],
+    [numbers, strings, roots, scattered, shapes, groups, refused_by_one, refused_in_a_group],
     ids=lambda c: c.__name__,
 )
 def test_right(world, case):

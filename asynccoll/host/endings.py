@@ -40,8 +40,15 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def in_full(error: BaseException) -> str:
-    """Return ``ValueError: no such file``, or ``KeyboardInterrupt`` for an error that says nothing more."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    """Return ``ValueError: no such file``, or ``KeyboardInterrupt`` for an error that says nothing more.
+
+    Never raises, although the ``__str__`` of a user's error may: other ranks wait for what is said here.
+    """
+    try:
+        said = str(error)
+    except Exception as why:
+        said = f"(its text raised {type(why).__name__})"
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 def in_a_line(error: BaseException) -> str:

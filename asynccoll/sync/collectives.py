@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from numbers import Number
+from numbers import Integral, Number
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -203,6 +203,8 @@ def broadcast(
         if tensor is None:
             raise InvalidArgumentError("Argument tensor should not be None")
         return tensor
+    if isinstance(src, Integral):  # as from ``np.argmin``
+        src = int(src)
     _check_broadcast(tensor, src, safe_mode)
     if safe_mode:
         received = _waited_for(ac.broadcast, tensor, src=src, safe_mode=True)

@@ -15,6 +15,7 @@ import torch
 import asynccoll as ac
 from asynccoll.backends.api import own_device
 from asynccoll.errors import CollectiveError, InvalidArgumentError
+from asynccoll.host.endings import in_full
 from asynccoll.sync import layout as _layout
 from asynccoll.sync import world as _world
 from asynccoll.sync.collectives import (
@@ -271,7 +272,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        outcome = f"rank {get_rank()}: {type(error).__name__}: {error}"
+        outcome = f"rank {get_rank()}: {in_full(error)}"
         raise
     finally:
         all_gather(outcome)
