@@ -58,9 +58,10 @@ def inferred(me):
 
 def sparse(me):
     """As by torch; the sum has more values than each rank's tensor."""
-    for wanted in (False, True):
-        x = torch.sparse_coo_tensor([[me.rank, 9]], [1.0, 2.0], (10,), requires_grad=wanted)
-        with me.case(f"gradient wanted: {wanted}"):
+    for wanted, inferring in ((False, False), (True, False), (False, True)):
+        with torch.inference_mode(inferring):
+            x = torch.sparse_coo_tensor([[me.rank, 9]], [1.0, 2.0], (10,), requires_grad=wanted)
+        with me.case(f"gradient wanted: {wanted}, made in inference mode: {inferring}"):
             assert idist.all_reduce(x) is x
             assert x.detach().to_dense().tolist() == [1.0] * me.size + [0.0] * (9 - me.size) + [2.0 * me.size]
             assert (x.is_leaf, x.requires_grad) == (True, wanted)

@@ -56,7 +56,7 @@ def _of_tensor(
     if not in_place:
         return _waited_for(start, plain, **kwargs)
     if plain.layout is not torch.strided:  # ``out=`` cannot be filled with another number of values
-        with torch.no_grad():
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             return tensor.copy_(_waited_for(start, plain, **kwargs))
     if plain.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
