@@ -235,6 +235,10 @@ def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch)
         ac.initialize("serial")
     ac.initialize("serial", check="off")
     ac.finalize()
+    for name in ("ASYNCCOLL_CHECK", "ASYNCCOLL_MEMORY"):
+        monkeypatch.setenv(name, "")  # as in a template whose value is left out
+    ac.initialize("serial")
+    ac.finalize()
 
 
 async def after_a_block(me: Rank) -> None:

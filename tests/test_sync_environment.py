@@ -11,6 +11,7 @@ from ignite.distributed.comp_models.native import _NativeDistModel
 
 import asynccoll.sync as ours
 import worlds
+from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.sync.environment import Environment
 from ports import free_port
 from ranks import raising
@@ -97,6 +98,26 @@ def test_read_as_ignite_does(environ, place, monkeypatch):
     else:
         assert got == expected
     assert warned_too == warned
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({**ENVIRONMENTS["torchrun"], "RANK": "first"}, "RANK='first'"),
+        ({**ENVIRONMENTS["torchrun"], "WORLD_SIZE": ""}, "should define env variables"),
+        ({**SLURM, **AGREEING, "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        ({**SLURM, **AGREEING, "SLURM_NTASKS": "4x"}, "SLURM_NTASKS='4x'"),
+    ],
+    ids=str,
+)
+def test_a_variable_that_is_empty_or_no_number_is_refused(environ, named, monkeypatch):
+    def read(*place):
+        found = Environment(*place)
+        return found.rank, found.world_size
+
+    got, _ = _outcome(read, environ, (None, None), monkeypatch)
+    assert isinstance(got, LaunchEnvironmentError), repr(got)
+    assert named in str(got)
 
 
 def _all_of(idist, environ):

@@ -259,7 +259,7 @@ def _enter(context: Context) -> None:
 
 def _uses_memory(memory: bool | None) -> bool:
     if memory is None:
-        said = os.environ.get(MEMORY_VARIABLE, "1")
+        said = os.environ.get(MEMORY_VARIABLE) or "1"
         if said not in ("0", "1"):
             raise InvalidArgumentError(f"{MEMORY_VARIABLE} must be 0 or 1, got {said!r}")
         return said == "1"
@@ -269,7 +269,7 @@ def _uses_memory(memory: bool | None) -> bool:
 
 
 def _check_mode(check: str | None) -> str:
-    mode = check if check is not None else os.environ.get(CHECK_VARIABLE, "local")
+    mode = check if check is not None else os.environ.get(CHECK_VARIABLE) or "local"
     if mode not in _CHECKS:
         raise InvalidArgumentError(f"check must be one of {', '.join(map(repr, _CHECKS))}, got {mode!r}")
     return mode

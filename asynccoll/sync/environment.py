@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping
 
+from asynccoll.environment.info import Variables
 from asynccoll.environment.slurm import expand_with_scontrol
 from asynccoll.errors import LaunchEnvironmentError
 from asynccoll.launch import detect
@@ -37,28 +38,29 @@ class Environment:
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         """Read and check what is set; ``rank`` and ``world_size`` fill in what no launcher says."""
-        self.in_slurm: bool = "SLURM_JOB_ID" in os.environ
+        given = {name: value for name, value in os.environ.items() if value}  # empty ones are not set
+        self.in_slurm: bool = "SLURM_JOB_ID" in given
         if self.in_slurm:
             if rank is not None or world_size is not None:
                 raise LaunchEnvironmentError(
                     "Arguments rank and world_size should not be specified with SLURM"
                 )
-            self.values: dict[str, str] = _from_slurm(os.environ)
+            self.values: dict[str, str] = _from_slurm(given)
         else:
-            self.values = _from_torch(os.environ, rank, world_size)
+            self.values = _from_torch(given, rank, world_size)
         #: whether a launcher has said how many ranks this node has
-        self.complete: bool = self.in_slurm or "LOCAL_WORLD_SIZE" in os.environ
+        self.complete: bool = self.in_slurm or "LOCAL_WORLD_SIZE" in given
         #: whether the local rank is set, but not the number of ranks
-        self.partial: bool = not self.complete and "LOCAL_RANK" in os.environ
+        self.partial: bool = not self.complete and "LOCAL_RANK" in given
         self._before: dict[str, str | None] = {}
 
     @property
     def rank(self) -> int:
-        return int(self.values["RANK"])
+        return Variables(self.values).integer("RANK")
 
     @property
     def world_size(self) -> int:
-        return int(self.values["WORLD_SIZE"])
+        return Variables(self.values).integer("WORLD_SIZE")
 
     def apply(self, *names: str) -> None:
         """Set these variables (all of them, if none is named)."""
@@ -122,16 +124,17 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _check_beside_slurm(environ: Mapping[str, str], given: Mapping[str, str | None]) -> None:
     """Refuse torch's variables unless they match SLURM's; on one node they may ask for more."""
+    number = Variables(environ).integer
     slurm = {
-        "RANK": int(environ["SLURM_PROCID"]),
-        "LOCAL_RANK": int(environ["SLURM_LOCALID"]),
-        "WORLD_SIZE": int(environ["SLURM_NTASKS"]),
+        "RANK": number("SLURM_PROCID"),
+        "LOCAL_RANK": number("SLURM_LOCALID"),
+        "WORLD_SIZE": number("SLURM_NTASKS"),
         "MASTER_ADDR": None,
         "MASTER_PORT": None,
     }
-    several = int(environ["SLURM_JOB_NUM_NODES"]) > 1
+    several = number("SLURM_JOB_NUM_NODES") > 1
     for name in _PLACE:
-        theirs, ours = int(slurm[name] or 0), int(environ[name])
+        theirs, ours = int(slurm[name] or 0), number(name)
         if ours == theirs or (not several and ours > theirs):
             slurm[name] = ours
             continue

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import asynccoll as ac
 from asynccoll import host
+from asynccoll.environment.info import Variables
 from asynccoll.environment.nodes import node_name
 from asynccoll.runtime.forked import forked
 
@@ -87,11 +88,9 @@ def layout() -> Layout:
 
 def _told() -> int | None:
     """Return the local rank that was set explicitly, if any."""
-    if "SLURM_JOB_ID" in os.environ and "SLURM_LOCALID" in os.environ:
-        return int(os.environ["SLURM_LOCALID"])
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    return _state.hinted
+    names = ("SLURM_LOCALID", "LOCAL_RANK") if os.environ.get("SLURM_JOB_ID") else ("LOCAL_RANK",)
+    said = Variables(os.environ).first(*names)
+    return _state.hinted if said is None else said
 
 
 def _arrange(rank: int, size: int, entries: list[dict[str, Any]]) -> Layout:
