@@ -229,6 +229,8 @@ def refused_by_one(me):
         "broadcast": lambda: idist.broadcast(None),
         "safe broadcast": lambda: idist.broadcast([], safe_mode=True),
         "not to be pickled": lambda: idist.all_gather(lambda: None),
+        "not yet a parameter": lambda: idist.broadcast(torch.nn.UninitializedParameter()),
+        "not yet one to gather": lambda: idist.all_gather(torch.nn.UninitializedParameter()),
     }
     right = {
         "all_reduce": lambda: idist.all_reduce(1),
@@ -236,6 +238,8 @@ def refused_by_one(me):
         "broadcast": lambda: idist.broadcast(1),
         "safe broadcast": lambda: idist.broadcast(None, safe_mode=True),
         "not to be pickled": lambda: idist.all_gather({}),
+        "not yet a parameter": lambda: idist.broadcast(torch.ones(2)),
+        "not yet one to gather": lambda: idist.all_gather(torch.ones(2)),
     }
     for name, call in wrong.items():
         with me.case(name):

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
+from torch.nn.parameter import is_lazy
 
 import asynccoll as ac
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError, UnsupportedOpError
@@ -52,8 +53,8 @@ def _of_tensor(
     start: Callable[..., ac.Work[torch.Tensor]], tensor: torch.Tensor, *, in_place: bool, **kwargs: object
 ) -> torch.Tensor:
     """Return the result; if ``in_place``, in ``tensor``, even if that is a parameter or inference tensor."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    if not in_place:
+    plain = _detached(tensor)
+    if not in_place or is_lazy(tensor):  # which is refused
         return _waited_for(start, plain, **kwargs)
     if plain.layout is not torch.strided:  # ``out=`` cannot be filled with another number of values
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -64,6 +65,11 @@ def _of_tensor(
     else:
         _waited_for(start, plain, out=plain, **kwargs)
     return tensor
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without history; a lazy parameter itself, which has no data and is refused later."""
+    return tensor.detach() if tensor.requires_grad and not is_lazy(tensor) else tensor
 
 
 def all_reduce(tensor: torch.Tensor | float, op: str = "SUM", group: GroupLike = None) -> Any:
@@ -124,7 +130,7 @@ def all_gather(tensor: torch.Tensor | float | str | object, group: GroupLike = N
         if _outside(group):
             return [tensor] if isinstance(tensor, str) else _plain(tensor)
     if isinstance(tensor, torch.Tensor):
-        return _waited_for(ac.all_gather, tensor.detach() if tensor.requires_grad else tensor, group=group)
+        return _waited_for(ac.all_gather, _detached(tensor), group=group)
     if isinstance(tensor, (str, *_NUMBERS)):
         return _waited_for(ac.all_gather, tensor, group=group)
     return _waited_for(ac.all_gather_object, tensor, codec="pickle", group=group)
