@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import asynccoll as ac
 from asynccoll.testing import simulate
@@ -37,5 +38,19 @@ def test_a_copy_is_refused_by_name(kind: str, copier: Callable[[object], object]
         made = MADE[kind](model)
         with pytest.raises(ac.InvalidArgumentError, match=f"an? {kind} belongs to its [a-z]+ and process"):
             copier(made)
+
+    simulate(main, world_size=2, loop="none").check()
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps, AveragedModel], ids=lambda one: one.__name__)
+def test_a_copy_of_a_model_with_sharded_layers_is_refused(copier: Callable[[object], object]) -> None:
+    """Regression: the copy was silently empty."""
+
+    def main(_: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        layers = ac.overlap.shard_layers([model[0]])
+        with pytest.raises(ac.InvalidArgumentError, match=r"save `await layers.full_state_dict\(\)`"):
+            copier(model)
+        assert [layer(torch.ones(1, 2)).shape for layer in layers] == [(1, 2)]
 
     simulate(main, world_size=2, loop="none").check()

@@ -1,13 +1,15 @@
-"""Refuses ``state_dict()`` and ``load_state_dict()`` of modules whose parameters are divided among the ranks.
+"""Refuses to save, load or copy modules whose parameters are divided among the ranks.
 
-Such a module has a part of each parameter, or none, so a checkpoint would silently lack the rest. It is
-refused through a module that contains it, too. ``layerstates`` saves and loads whole parameters instead.
+Such a module has a part of each parameter, or none, so a checkpoint or a copy would silently lack the rest.
+It is refused through a module that contains it, too. ``layerstates`` saves and loads whole parameters
+instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from torch import nn
 
@@ -27,6 +29,13 @@ class Unsaved:
         """Refuse ``state_dict()`` and ``load_state_dict()`` of ``module`` from now on."""
         module.register_state_dict_pre_hook(self)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(self)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidArgumentError(
+            "a module whose parameters shard_layers has divided among the ranks cannot be copied or pickled "
+            "(by torch.save, or for an AveragedModel): save `await layers.full_state_dict()`, and load it "
+            "into a new one"
+        )
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
