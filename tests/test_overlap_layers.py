@@ -134,6 +134,8 @@ def test_refused() -> None:
         ac.overlap.shard_layers([nn.Linear(2, 2)], ahead=-1)
     with ac.overlap_gradients(tied), raising(ac.InvalidArgumentError, "already reduces the gradients"):
         ac.overlap.shard_layers([tied])
+    with raising(ac.InvalidArgumentError, "of shape [3, 2]", "sparse=True"):
+        ac.overlap.shard_layers([tied, nn.Embedding(3, 2, sparse=True)])
     assert tied.weight.numel() == 4
 
 

@@ -561,6 +561,18 @@ def test_refused(name: str) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
+def test_sparse_gradients_are_refused_unless_they_are_left_out() -> None:
+    """Regression: the first backward refused them, after the parameters were taken over."""
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2))
+    with raising(ac.InvalidArgumentError, "of shape [3, 2]", "sparse=True"):
+        ac.overlap.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rest = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with ac.overlap.shard_optimizer(model, rest) as optimizer:
+        model(torch.tensor([0])).sum().backward()
+        optimizer.step().wait()
+    assert model[0].weight.grad.is_sparse
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_its_parts_are_refused_where_their_gradients_would_be_reduced_again(wrapped: bool) -> None:
     """Regression: each rank's part was averaged with other ranks' parts, which are of other parameters."""

@@ -54,6 +54,7 @@ from asynccoll.overlap.gradients import check_unreduced
 from asynccoll.overlap.hyperparameters import hyperparameters_of, states_of
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.prefetch import prefetch
+from asynccoll.overlap.rows import check_dense
 from asynccoll.overlap.scaling import agreed, scaled_together
 from asynccoll.overlap.states import gathered_apart
 from asynccoll.overlap.steps import Steps
@@ -129,7 +130,9 @@ class ShardedLayers(Uncopied, nn.Module):
             check_count("ahead", ahead, least=0)
             modules = _listed(layers)
             _check_unshared(modules)
-            emptied = list(nn.ModuleList(modules).parameters())
+            whole = nn.ModuleList(modules)
+            emptied = list(whole.parameters())
+            check_dense(whole, emptied)
             check_not_ddp(None, emptied)
             check_unreduced(emptied)
             if reshard_after_forward:
@@ -384,8 +387,9 @@ def shard_layers(
             there, on ``<lane>/again/backward``: less memory for half as much more communication.
 
     Raises:
-        InvalidArgumentError: two layers share a parameter or memory; a parameter is sharded already;
-            ``ahead`` is invalid; this rank is not in ``group``; other layers have this lane.
+        InvalidArgumentError: two layers share a parameter or memory; a parameter is sharded already, or has
+            sparse gradients; ``ahead`` is invalid; this rank is not in ``group``; other layers have this
+            lane.
     """
     return ShardedLayers(
         layers, ahead=ahead, group=group, lane=lane, reshard_after_forward=reshard_after_forward

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from asynccoll.errors import InvalidArgumentError
 from asynccoll.overlap.buckets import Gradients
 from asynccoll.waiting.work import Work
 
-__all__ = ["SparseGradient", "sparse_of"]
+__all__ = ["SparseGradient", "check_dense", "sparse_of"]
 
 
 def sparse_of(model: object) -> Iterator[torch.Tensor]:
@@ -18,6 +19,18 @@ def sparse_of(model: object) -> Iterator[torch.Tensor]:
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             yield module.weight
+
+
+def check_dense(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse ``parameters`` of ``model`` whose gradients will be sparse, and cannot be cut into parts."""
+    sparse = {id(x) for x in sparse_of(model)}
+    for parameter in parameters:
+        if parameter.requires_grad and id(parameter) in sparse:
+            raise InvalidArgumentError(
+                f"a parameter of shape {list(parameter.shape)} is of an embedding with sparse=True, whose "
+                "gradients cannot be divided among the ranks: build it with sparse=False, or leave it out "
+                "here and reduce its gradients with ac.overlap_gradients"
+            )
 
 
 class SparseGradient(Gradients):

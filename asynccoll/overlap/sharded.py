@@ -57,6 +57,7 @@ from asynccoll.overlap.gradients import OPTIONS
 from asynccoll.overlap.hyperparameters import hyperparameters_of, states_of
 from asynccoll.overlap.parameters import first_that_differs, start_alike
 from asynccoll.overlap.pending import Methods, Pending
+from asynccoll.overlap.rows import check_dense
 from asynccoll.overlap.shards import ShardBucket, ShardReducer, waiting_hooks
 from asynccoll.overlap.states import (
     State,
@@ -526,8 +527,9 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer, **options: object) -
 
     Raises:
         InvalidArgumentError: the optimizer is not elementwise, or has parameters that are not the
-            model's; also as ``ac.overlap_gradients``. From backward, if it used a parameter that nothing had
-            waited for. From ``step``, if a parameter was added, frozen or unfrozen since.
+            model's, or whose gradients are sparse; also as ``ac.overlap_gradients``. From backward, if it
+            used a parameter that nothing had waited for. From ``step``, if a parameter was added, frozen or
+            unfrozen since.
         CollectiveMismatchError: the ranks do not have the same parameters. From ``step``, on every rank: they
             have different hyperparameters, or only some have loaded a checkpoint. No rank has stepped then.
 
@@ -564,6 +566,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
                     f"parameter group {index} has a parameter of shape {list(parameter.shape)} that is not "
                     "in the model, so no forward would wait for it: pass the module that has all of them"
                 )
+    check_dense(model, chain.from_iterable(given["params"] for given in optimizer.param_groups))
     check_unaliased(model.named_parameters())
     check_elementwise(optimizer)
     return known
