@@ -201,11 +201,13 @@ def test_layers_that_are_frozen_and_unfrozen_in_the_model() -> None:
         iter(layers)
 
 
-def test_a_hook_on_a_part_is_refused() -> None:
-    """Regression: it ran before the gradient was there, and a step in it used that of the backward before."""
-    layers = ac.overlap.shard_layers([nn.Linear(3, 3)])
-    (part,) = layers.parameters()
-    for register in (part.register_hook, part.register_post_accumulate_grad_hook):
+@pytest.mark.parametrize("own", [False, True])
+def test_a_hook_on_a_parameter_is_refused(own: bool) -> None:
+    """Regression: on a part it ran before the gradient was there, and on the layer's own parameter never."""
+    layer = nn.Linear(3, 3)
+    layers = ac.overlap.shard_layers([layer])
+    parameter = layer.weight if own else next(layers.parameters())
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
         with raising(ac.InvalidArgumentError, "has a hook", "after backward()"):
             iter(layers)

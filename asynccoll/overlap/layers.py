@@ -241,6 +241,7 @@ class ShardedLayers(Uncopied, nn.Module):
             shard.follow()
         if torch.is_grad_enabled():
             _check_unhooked(self.shards)
+            _check_unhooked(x for layer in layers for shard in layer.shards for x in shard.emptied)
         one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
@@ -456,13 +457,17 @@ def _listed(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def _check_unhooked(parts: Iterable[torch.Tensor]) -> None:
-    """Refuse hooks on parts: autograd calls them when it reaches a layer, before its gradient is reduced."""
-    if any(x._backward_hooks or x._post_accumulate_grad_hooks for x in parts):
+def _check_unhooked(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse hooks on parts, and on the layers' own parameters.
+
+    Autograd calls the former when it reaches a layer, before its gradient is reduced, and the latter never.
+    """
+    if any(x._backward_hooks or x._post_accumulate_grad_hooks for x in parameters):
         raise InvalidArgumentError(
             "a parameter of the sharded layers has a hook (register_hook, or "
             "register_post_accumulate_grad_hook, as for an optimizer that steps in backward), which would "
-            "run before its gradient is there: remove it, and use the gradients after backward()"
+            "run before its gradient is there, or never, if the parameter is the layer's own: remove it, and "
+            "use the gradients of `layers.parameters()` after backward()"
         )
 
 
