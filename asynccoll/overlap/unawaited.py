@@ -36,7 +36,8 @@ class Calls:
             f"accumulate first, under `with {self.name}.no_sync():`, and send with the last backward. (The "
             "backward of another model's loss that goes through this one, as a generator's goes through the "
             f"discriminator, counts: run it under this model's `{self.name}.no_sync()`, or with its "
-            "parameters frozen)"
+            "parameters frozen. So does checkpoint(use_reentrant=True) of layers that are used twice: pass "
+            "use_reentrant=False)"
         )
 
     @property
