@@ -32,7 +32,7 @@ import asynccoll as ac
 import parity
 import worlds
 from asynccoll.auto.data import dataloader_for
-from asynccoll.auto.models import optim_for
+from asynccoll.auto.models import load_in_place, optim_for
 from asynccoll.auto.place import here
 from ranks import raising
 from training_helpers import without_ddp
@@ -703,6 +703,16 @@ def test_a_world_of_one_is_left_alone():
     assert isinstance(ac.auto_dataloader(DATA), DataLoader)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert ac.auto_optim(optimizer) is optimizer
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, ac.async_optim])
+def test_a_loaded_state_leaves_the_groups_that_a_scheduler_writes_to(wrap):
+    """Regression: the list went to the wrapper, and the wrapped optimizer read groups of its own."""
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    wrapped = wrap(optimizer)
+    group = optimizer.param_groups[0]
+    load_in_place(wrapped, wrapped.state_dict())
+    assert optimizer.param_groups[0] is group
 
 
 # apex

@@ -796,6 +796,27 @@ def test_schedulers_and_samplers_are_kept_too(pair: worlds.World) -> None:
     pair.run(takes_over_more)
 
 
+def alone_afterwards(me: Rank) -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ac.initialize("horovod", torch_group=False)
+    assert ac.auto_optim(optimizer) is optimizer
+    ac.finalize()
+    ac.initialize("serial")
+    assert ac.auto_optim(optimizer) is optimizer
+    torch.nn.init.constant_(model.weight, 5)
+    model(torch.tensor([[3.0]])).sum().backward()
+    optimizer.step()
+    assert model.weight.item() == 2
+    ac.finalize()
+
+
+def test_the_last_worker_trains_on_alone() -> None:
+    """Regression: its backward sent gradients to the ranks of the earlier world, and was refused."""
+    with worlds.fresh("horovod", 2, bare=True) as world:
+        world.run(alone_afterwards, timeout=30)
+
+
 def contradictions(me: Rank) -> None:
     for options in ({"rank": 1 - me.rank, "world_size": 2}, {"rank": me.rank, "world_size": 3}):
         with pytest.raises(ac.LaunchEnvironmentError, match="Horovod says"):

@@ -30,7 +30,7 @@ from asynccoll.ops.scopes import new_lane
 from asynccoll.overlap import broadcast_parameters
 from asynccoll.overlap.accepted import check_not_unscaled, check_scaler, check_step, check_whole, ddp_models
 from asynccoll.overlap.asking import AskingReducer
-from asynccoll.overlap.backward import BackwardReducer
+from asynccoll.overlap.backward import BackwardReducer, close_earlier
 from asynccoll.overlap.gradients import OPTIONS, check_unreduced
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
@@ -170,6 +170,7 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
     """Do what ``auto_optim`` does, for a given place."""
     _refuse_apex(optimizer)
     training = place.training
+    close_earlier(_parameters_of(optimizer)())
     own = None
     if not kwargs.keys() <= {*OPTIONS, _NAMES}:
         own = cast("O | None", training.own_optimizer(optimizer, kwargs))
@@ -193,13 +194,13 @@ def _take_over(optimizer: Optimizer) -> None:
 def load_in_place(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state, and keep the dicts of the groups, which a scheduler writes to.
 
-    Horovod's optimizer shares them with the one that it was made of.
+    Horovod's optimizer shares them with the one that it was made of. The list is that of a wrapped optimizer.
     """
     groups = optimizer.param_groups
     optimizer.load_state_dict(state)
     for group, taken in zip(groups, optimizer.param_groups, strict=True):
         group.update(taken)
-    optimizer.param_groups = groups
+    optimizer.param_groups[:] = groups
 
 
 def _average_in_backward(optimizer: Optimizer, kwargs: dict[str, object]) -> None:

@@ -19,7 +19,7 @@ from asynccoll.overlap.buckets import Gradients
 from asynccoll.overlap.gradients import GradientReducer, living
 from asynccoll.overlap.unawaited import BY_BACKWARD
 
-__all__ = ["BackwardReducer"]
+__all__ = ["BackwardReducer", "close_earlier"]
 
 #: Ranks compare their step numbers modulo three, sent as -1, 0 or 1. Low-precision dtypes sum these exactly
 #: for up to this many ranks.
@@ -52,7 +52,6 @@ class BackwardReducer(GradientReducer):
     _calls = BY_BACKWARD
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], **options: Any) -> None:
-        _take_over(parameters())
         self._steps = 0
         super().__init__(parameters, **options)
         self._task = -1  # autograd's number of the backward that will wait at its end, or -1
@@ -131,8 +130,11 @@ def _end(reducer: weakref.ref[BackwardReducer], task: int) -> None:
     own.wait()
 
 
-def _take_over(parameters: Iterable[torch.Tensor]) -> None:
-    """Close reducers that have no parameters but these, for which a new optimizer is being made."""
+def close_earlier(parameters: Iterable[torch.Tensor]) -> None:
+    """Close reducers that have no parameters but these, for which a new optimizer is being made.
+
+    They may be of an earlier world, whose parameters train on in a world of one, say.
+    """
     mine = {id(parameter) for parameter in parameters}
     for other in living():
         if isinstance(other, BackwardReducer) and other._identity[2] <= mine:
