@@ -7,17 +7,19 @@ and turns our errors into the one that Horovod recovers from.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch.optim import Optimizer
 
 from asynccoll.auto.data import Resumable
 from asynccoll.auto.models import load_in_place
+from asynccoll.backends.api import own_device
 from asynccoll.backends.horovod.library import load, start
 from asynccoll.errors import CollectiveError, CollectiveMismatchError, PeerRefusedError
 from asynccoll.host.endings import in_a_line, leaves
@@ -36,56 +38,86 @@ _RECOVERS = re.compile(
 
 
 def state(**kept: object) -> Any:
-    """Return a ``horovod.torch.elastic.TorchState`` that survives a loss: models, optimizers, plain values.
+    """Return a ``horovod.common.elastic.State`` that survives a loss: models, optimizers, plain values.
 
     >>> state = ac.elastic.state(model=model, optimizer=optimizer, epoch=0, batch=0)
 
     It also keeps other objects that have ``state_dict`` and ``load_state_dict``: schedulers, gradient
-    scalers, and our samplers, which share what is left of an epoch among the workers of the new world.
+    scalers, averages of weights, and our samplers, which share what is left of an epoch among the workers of
+    the new world. These objects remain the same ones; plain values (numbers, lists, tensors) are replaced by
+    copies, so read them from the state.
 
     ``state.commit()`` in the training loop keeps a copy, to which all workers return after a failure; new
     workers get rank 0's.
     """
     hvd = load()
     start(hvd, None)
-    made = hvd.elastic.TorchState(**kept)
-    for handler in made._handlers.values():
-        if isinstance(handler.value, Optimizer):
-            handler.sync = functools.partial(_sync, hvd, handler)
-            handler.restore = functools.partial(_restore, handler)
-    for name in [name for name, value in made._saved_state.items() if hasattr(value, "load_state_dict")]:
-        # Horovod would keep no copy, and give other workers a new object: a scheduler with its own optimizer.
-        value = made._saved_state.pop(name)
-        made._handlers[name] = hvd.elastic.state.SamplerStateHandler(value)
-        if isinstance(value, Resumable):
-            _share_anew(hvd, value)  # it may have been made before there was a world
-            made.register_reset_callbacks([functools.partial(_share_anew, hvd, value)])
+    from horovod.common.elastic import State
+
+    kind: Any = type("State", (_Kept, State), {})
+    made = kind(hvd.broadcast_object, hvd.rank)
+    vars(made).update(kept)
+    made._names = [*kept]
+    made.save()
     return made
 
 
-def _share_anew(hvd: Any, sampler: Any) -> None:
-    """Have the next iteration of ``sampler``, one of ours, share what is left among the workers of now."""
-    left = sampler.state_dict()
-    sampler.num_replicas, sampler.rank = hvd.size(), hvd.rank()
-    sampler.load_state_dict(left)
+class _Kept:
+    """What Horovod's loop calls on a state: before a function, after a loss, and to commit."""
+
+    _names: list[str]
+
+    def save(self) -> None:
+        """Keep a copy of everything."""
+        self._saved = copy.deepcopy({name: _saved(vars(self)[name]) for name in self._names})
+
+    def restore(self) -> None:
+        """Return to the copy, which stays as it is."""
+        for name, kept in self._saved.items():
+            value, saved = vars(self)[name], copy.deepcopy(kept)
+            if isinstance(value, Optimizer):
+                load_in_place(value, saved)
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(saved)
+            else:
+                vars(self)[name] = saved
+
+    def sync(self) -> None:
+        """Give every worker what rank 0 has now; all keep a copy of it, if the next loss comes first."""
+        hvd = load()
+        self.save()
+        self._saved = _from_first(hvd, self._saved)
+        for name in self._names:
+            if isinstance(sampler := vars(self)[name], Resumable):
+                sampler.num_replicas, sampler.rank = hvd.size(), hvd.rank()
+        self.restore()
 
 
-def _sync(hvd: Any, handler: Any) -> None:
-    """Give every worker the state of rank 0's optimizer; a new worker has none.
+def _saved(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "load_state_dict") else value
 
-    Horovod's own function makes a step on a new worker to get one, which decays its weights.
+
+def _from_first(hvd: Any, kept: T) -> T:
+    """Return rank 0's ``kept``; its tensors on a GPU are on this worker's own.
+
+    Horovod's ``broadcast_object`` takes seconds for megabytes, and fails from 2 GiB on.
     """
-    saved = io.BytesIO()
+    from horovod.torch.functions import cloudpickle
+
+    written = io.BytesIO()
     if hvd.rank() == 0:
-        torch.save(handler.value.state_dict(), saved)
-    sent = io.BytesIO(hvd.broadcast_object(saved.getvalue(), root_rank=0))
-    # On the CPU: else every worker of a host would load it on the first GPU.
-    load_in_place(handler.value, torch.load(sent, map_location="cpu", weights_only=False))
+        torch.save(kept, written, pickle_module=cloudpickle)
+    size = int(hvd.broadcast(torch.tensor([written.tell()]), 0, name="asynccoll.elastic.size"))
+    written.write(bytes(size - written.tell()))
+    sent = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+    hvd.broadcast_(sent, 0, name="asynccoll.elastic.state")
+    written.seek(0)
+    own_device(hvd.local_rank())  # as in ``initialize``; else all workers of a host would use rank 0's
+    return cast("T", torch.load(written, map_location=_to_own, weights_only=False))
 
 
-def _restore(handler: Any) -> None:
-    """Return to the state that was saved last; Horovod's own function cuts schedulers off."""
-    load_in_place(handler.value, handler._saved_optimizer_state)
+def _to_own(storage: Any, place: str) -> Any:
+    return storage if place == "cpu" else storage.cuda()
 
 
 def _is_mistake(error: BaseException) -> bool:
@@ -103,8 +135,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     >>> @ac.elastic.run
     ... def train(state):
-    ...     for state.epoch in range(state.epoch, 10):
+    ...     while state.epoch < 10:
     ...         ...                       # any collectives of ours, on the horovod backend
+    ...         state.epoch += 1          # first: else the epoch would be repeated after a loss
     ...         state.commit()
     >>> train(state)
 
@@ -132,6 +165,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             is_mistake = all(map(_is_mistake, causes))
             finalize(abort=not is_mistake)  # peers must still hear of a mistake, and not take it for a loss
             if updates := [one for one in causes if isinstance(one, HostsUpdatedInterrupt)]:
+                updates[0].skip_sync = False  # samplers have to share anew among fewer workers, too
                 raise updates[0] from None
             if not is_mistake and all(isinstance(one, recoverable) for one in causes):
                 raise HorovodInternalError(in_a_line(error)) from error

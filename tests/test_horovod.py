@@ -788,12 +788,60 @@ def takes_over_more(me: Rank) -> None:
     assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (2, 0.05)
     sampler.num_replicas, sampler.rank = 4, 3  # as in a larger world, of which these workers are left
     state.on_reset()
+    state.sync()
     assert [*sampler] == [*range(4, 12)][me.rank :: 2]
 
 
 def test_schedulers_and_samplers_are_kept_too(pair: worlds.World) -> None:
     """Regression: nothing took them back, and a new worker's scheduler stepped a copy of the optimizer."""
     pair.run(takes_over_more)
+
+
+class _Average:
+    """An average of weights as users write it: it keeps what it loads, and changes it in place."""
+
+    def __init__(self) -> None:
+        self.values = {"weight": torch.zeros(2)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.values = state
+
+
+def lost_twice(me: Rank) -> None:
+    model = torch.nn.Linear(1, 2, dtype=torch.bfloat16)
+    model.register_buffer("mask", torch.tensor([True, me.rank == 0]))
+    state = ac.elastic.state(model=model, average=_Average(), epoch=me.rank, losses=[float(me.rank)])
+
+    def train() -> None:
+        with torch.no_grad():
+            model.weight += 1
+        model.mask.zero_()
+        state.average.values["weight"] += 1
+        state.epoch += 1
+        state.losses.append(7.0)
+
+    def has() -> list[Any]:
+        held = [model.weight, model.mask, state.average.values["weight"]]
+        return [*(x.tolist() for x in held), state.epoch, [*state.losses]]
+
+    wanted = ac.broadcast_object(has()).wait()
+    state.sync()
+    for _ in range(2):
+        train()
+        state.restore()  # no worker has committed anything in this world
+        assert has() == wanted, "the copy is rank 0's, whole, and does not change"
+    train()
+    wanted = ac.broadcast_object(has()).wait()
+    state.sync()  # hosts were added
+    assert has() == wanted, "workers continue from the current state, all of it"
+
+
+def test_every_worker_returns_to_the_same_whole_state(pair: worlds.World) -> None:
+    """Regression: lists and averages kept what a loss took back, a new worker its own weights."""
+    pair.run(lost_twice)
 
 
 def alone_afterwards(me: Rank) -> None:

@@ -387,6 +387,7 @@ def test_an_elastic_job_recovers_from_errors_in_its_task_groups(
     with pytest.raises(Exception, match=r"why|unhandled errors") as caught:
         train(None)
     assert type(caught.value).__name__ == raised
+    assert not getattr(caught.value, "skip_sync", False), "samplers have to share anew"
     assert left == [errors != ["PeerRefusedError"]]
 
 
