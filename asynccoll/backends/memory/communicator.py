@@ -60,36 +60,30 @@ class MemoryCommunicator:
         #: for each kind of call and the line that makes it: its checksum, the text that shows it, and the
         #: code of that line, kept alive so that no other code gets its ``id``
         self._kinds: dict[tuple[object, ...], tuple[int, bytes, object]] = {}
-        self._what: Hashable = None
-        self._spot: Any = None
-        self._place, self._part, self._shares = 0, 1, False
+        self._announced: tuple[Hashable, Any, int, int, bool] = None, None, 0, 1, False
 
     def announce(self, what: Hashable, spot: object, place: int, part: int, shares: bool) -> None:
         """Say which call the next native calls belong to (see ``Communicator``)."""
-        self._what, self._spot = what, spot
-        self._place, self._part, self._shares = place, part, shares
+        self._announced = what, spot, place, part, shares
 
     def _call(self, *native: object) -> Call:
         """Describe a native call. The checksum covers what must be the same on all ranks.
 
         That is what the user called, this native call, and which of the lane's calls and parts it is.
         """
-        spot = self._spot
-        key = (native, self._what, spot and id(spot.code), spot and spot.instruction)
-        known, line, _ = self._kinds.get(key) or self._learn(key)
+        what, spot, place, part, shares = self._announced
+        key = (native, what, spot and id(spot.code), spot and spot.instruction)
+        known, line, _ = self._kinds.get(key) or self._learn(key, spot)
         # Ranks may make equal calls at different places: one may have made fewer parts of the previous call,
         # or fewer calls in the previous child task on the lane (each child's places begin 2**40 higher).
-        place = self._place
-        which = place * 0x9E3779B1 + (place >> 32) * 0x27D4EB2F + self._part * 0x85EBCA6B
-        checksum = (known + which) & 0xFFFFFFFF
-        return checksum, line, self._place, self._shares, self._disagreed
+        checksum = (known + hash((place, part))) & 0xFFFFFFFF  # of ints, so the same in every process
+        return checksum, line, place, shares, self._disagreed
 
-    def _learn(self, key: tuple[object, ...]) -> tuple[int, bytes, object]:
+    def _learn(self, key: tuple[object, ...], spot: Any) -> tuple[int, bytes, object]:
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         native, what = key[:2]
         text = shown(what) or shown(native)
-        spot = self._spot
         line = at_line(what or native, spot and spot.place, TEXT_BYTES - 1)
         checksum = zlib.crc32(encoded(f"{text} {shown(native)}"))
         found = self._kinds[key] = checksum, line, spot and spot.code

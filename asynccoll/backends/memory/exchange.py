@@ -41,13 +41,14 @@ class Exchange(InFlight):
     #: whether the ranks must tell each other how many steps they need
     has_length = False
 
+    checksum: int
+    text: bytes
+    place: int
+    shares: bool
+    disagreed: Callable[[int, CollectiveError], object]
+
     def __init__(self, engine: Carrier, call: Call, steps: int | None) -> None:
         super().__init__(engine)
-        self.checksum: int
-        self.text: bytes
-        self.place: int
-        self.shares: bool
-        self.disagreed: Callable[[int, CollectiveError], object]
         self.checksum, self.text, self.place, self.shares, self.disagreed = call
         self.steps: int | None = steps
         #: whether it takes more than one step, as far as this rank knows
