@@ -29,9 +29,9 @@ def counted(x: Any, out: torch.Tensor | None = None) -> torch.Tensor | None:
     Also None if ``out`` overlaps ``x``, since the call itself writes there, and for a lazy tensor, since a
     call uses the value that the tensor has at the time of the call.
     """
-    if type(x) not in ORDINARY or x.is_xla or (x._is_view() and _is_a_part(x)):
+    if out is x or type(x) not in ORDINARY or x.is_xla or (x._is_view() and _is_a_part(x)):
         return None
-    if out is not None and (out is x or may_overlap(x, out)):
+    if out is not None and may_overlap(x, out):
         return None
     found: torch.Tensor = x
     return found

@@ -85,9 +85,9 @@ def _all_reduce_native(lane: Lane, route: Route, x: torch.Tensor, out: torch.Ten
 
 def _apart(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> bool:
     """Whether to fill the result from an unchanged ``x``, rather than copy ``x`` and reduce the copy."""
-    if not route.plain(x):
+    if out is None and x.nbytes <= _SMALL_BYTES:
         return False
-    return x.nbytes > _SMALL_BYTES if out is None else not may_overlap(out, x)
+    return route.plain(x) and (out is None or not may_overlap(out, x))
 
 
 def _all_reduce_into(route: Route, x: torch.Tensor, out: torch.Tensor | None) -> Call:
