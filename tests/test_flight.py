@@ -8,9 +8,11 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import asynccoll as ac
 from asynccoll import flight
 from asynccoll.flight import layout
 from asynccoll.flight.layout import lane_id
@@ -20,6 +22,8 @@ from asynccoll.health.blame import Awaited, blame
 from asynccoll.host import shared_memory
 from asynccoll.host.words import lane_name
 from asynccoll.order.records import Records
+from ranks import Rank
+from worlds import World
 
 
 def note(recorder: flight.Recorder, place: int, *, name: str = "all_reduce", lane: int = -1) -> int:
@@ -307,3 +311,17 @@ def test_of_an_account_the_last_calls_are_told_and_those_in_flight(recorder):
     told = flight.from_plain(flight.to_plain(read(recorder), 3))
     assert [call.sequence for call in told.calls] == [2, 6, 7, 8]
     assert flight.from_plain(flight.to_plain(read(recorder))) == read(recorder)
+
+
+def roots(me: Rank) -> list[str]:
+    x, begun = torch.ones(4), len(read(ac.runtime.current().recorder).calls)
+    for root in (0, 1, 0):
+        _ = ac.broadcast(x, src=root).wait()
+        _ = ac.reduce(x, dst=root).wait()
+    return [call.of for call in read(ac.runtime.current().recorder).calls[begun:]]
+
+
+def test_calls_of_one_line_are_told_apart_by_their_root(pair: World) -> None:
+    """Regression: the root of the first was shown for all."""
+    told = [f"float32[4] {words}={root}" for root in (0, 1, 0) for words in ("src", "sum dst")]
+    assert pair.run(roots, runner="blocking") == [told, told]

@@ -48,6 +48,8 @@ class Subject(Protocol):
     """The data of an operation, for the flight recorder; it must not change."""
 
     plan: Any
+    #: what the call does beyond its name: the reduction, the root
+    detail: object
 
     @property
     def shape(self) -> Hashable:

@@ -50,7 +50,7 @@ class Records:
         key = (
             (estimate, id(spot[0]), spot[1])
             if of is None
-            else (estimate, id(of.plan), of.shape, id(spot[0]), spot[1])
+            else (estimate, id(of.plan), of.shape, of.detail, id(spot[0]), spot[1])
         )
         text = recorder.texts.get(key) or self._describe(key, estimate, spot, of)
         begins = called if begun else 0.0
