@@ -107,7 +107,7 @@ def _from_first(hvd: Any, kept: T) -> T:
     written = io.BytesIO()
     if hvd.rank() == 0:
         torch.save(kept, written, pickle_module=cloudpickle)
-    size = int(hvd.broadcast(torch.tensor([written.tell()]), 0, name="asynccoll.elastic.size"))
+    size = int(hvd.broadcast(torch.tensor([written.tell()], device="cpu"), 0, name="asynccoll.elastic.size"))
     written.write(bytes(size - written.tell()))
     sent = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
     hvd.broadcast_(sent, 0, name="asynccoll.elastic.state")
