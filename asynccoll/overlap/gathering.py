@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -434,6 +434,7 @@ class Pass:
         self._start = start
         self._call = again
         self._turns = turns
+        self._turn: Turn | None = None
         #: the layers that were gathered, in order, and their shards for which gradients are expected
         self._gathered: list[Layer] = []
         self.expected: list[Shard] = []
@@ -450,10 +451,14 @@ class Pass:
         while len(self._gathered) < len(self._layers):
             yield partial(self._start, self._layers[len(self._gathered)], self)
 
-    @cached_property
+    @property
     def turn(self) -> Turn:
         """The loop as peers see it. It begins when the first layer is gathered."""
-        return self._turns.begin(self)
+        # Not a cached_property: before Python 3.12, all ranks that are threads would share its lock, and
+        # one that refuses calls here may wait for the others.
+        if self._turn is None:
+            self._turn = self._turns.begin(self)
+        return self._turn
 
     def compared(self) -> Turns | None:
         """Return the loops' ``Turns`` before the first layer, where the ranks compare them; else None.
