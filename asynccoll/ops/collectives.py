@@ -116,8 +116,7 @@ _MESSAGES: dict[Callable[..., object], tuple[str, int]] = {
     objects.send_object: ("send", 1),
     objects.recv_object: ("recv", 0),
 }
-#: The frames from a function that `_start` calls to the user's: `_start`, the public function, and the
-#: wrapper of `fitting`.
+#: The frames from a check here to the user's: `_start`, the public function, and the wrapper of `fitting`.
 _DEPTH = 4
 _ENDS = {"send": "dst", "recv": "src"}
 _ROLES = {start.__name__: role for start, (role, _) in _MESSAGES.items()}
@@ -177,7 +176,7 @@ def _start(
     """
     context, block = current(), own_block()
     at: Lane | None = None
-    before = called_at.set(caller(_DEPTH))
+    before = called_at.set(caller(_DEPTH - 1))
     try:
         at = lane_of(context, group, lane)
         if timeout is not None:
