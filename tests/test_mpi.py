@@ -57,6 +57,22 @@ def communicator(lane: str = "default") -> Any:
     return current().world.lane(lane).communicator
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Keep new operations from the progress thread, as if it had no time yet, and wait for them at the end.
+
+    Until an operation is over MPI writes to its memory, which nobody but the thread and the test keeps.
+    """
+    from asynccoll.backends.mpi import completion
+
+    kept: list[completion.MpiCompletion] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "watch", kept.append)
+        yield
+    for work in kept:
+        assert work.wait(patient(30))
+
+
 # ---------------------------------------------------------------- alongside the user's own MPI
 
 
@@ -295,8 +311,7 @@ def behind_a_large_message(me: Rank) -> None:
         assert [type(work.error()) for work in works] == [type(None), ac.PeerRefusedError] + 2 * [type(None)]
         assert (large.unique().tolist(), small.tolist()) == ([7.0], [3.0])
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completion, "watch", [].append)  # as if the thread had no time yet
+    with unwatched():
         under._common.overlapped = True
         first = under.send(large, 0, 0)
         under.refuse(0, 0, "not this one")
@@ -526,8 +541,7 @@ def interrupted(me: Rank) -> None:
     from asynccoll.backends.mpi import completion
 
     under, struck = communicator(), 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completion, "watch", [].append)  # keeps it from the progress thread
+    with unwatched():
         for event, moment in product(("c_call", "c_return", "return"), range(4)):
             x = torch.full((2 << 20,), float(me.rank))
             under._common.overlapped = True
@@ -551,8 +565,7 @@ def interrupted_before(me: Rank) -> None:
     from asynccoll.backends.mpi import completion
 
     under, struck = communicator(), 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completion, "watch", [].append)
+    with unwatched():
         for where, event, moment in product(
             ("__init__", "_watch_large"), ("call", "c_call", "c_return", "return"), range(4)
         ):
