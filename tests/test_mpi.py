@@ -227,10 +227,7 @@ async def huge(me: Rank) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements() -> None:
-    """With real large counts nothing is cut off or wraps around at 2^31.
-
-    In ranks of its own, for their 3 GB each, and since ranks have crashed in malloc in a later test.
-    """
+    """With real large counts nothing is cut off or wraps around at 2^31. Its ranks take 3 GB each."""
     with worlds.fresh("mpi", 2) as world:
         world.run(huge, timeout=120)
         world.kill()
