@@ -281,6 +281,45 @@ def test_a_child_begins_in_the_modes_it_was_started_in(run: Callable[..., Any], 
     run(inheriting, name)
 
 
+@contextlib.contextmanager
+def dispatching_elsewhere() -> Iterator[list[bool]]:
+    """Another thread is in a dispatch mode. Yields a list, for what torch says in that thread at the end."""
+    entered, leave = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def hold() -> None:
+        with Eights():
+            entered.set()
+            leave.wait()
+            found.append(is_in_torch_dispatch_mode())
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    try:
+        yield found
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_what_torch_says_of_another_threads_mode_is_not_inherited() -> None:
+    """Regression: the first child said for good that a mode was entered, the second that none was."""
+
+    async def look() -> bool:
+        return is_in_torch_dispatch_mode()
+
+    with dispatching_elsewhere(), torch.no_grad():
+        first = ac.isolated(look())
+    assert not asyncio.run(first)
+    with torch.no_grad():
+        second = ac.isolated(look())
+    with dispatching_elsewhere() as found:
+        asyncio.run(second)
+    assert found == [True]
+    assert not is_in_torch_dispatch_mode()
+
+
 async def opposite() -> None:
     with torch.inference_mode():
         async with ac.create_task_group() as tasks:

@@ -261,7 +261,8 @@ class _Inherited:
                 _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
             for mode in self._dispatchers:
                 _C._push_on_torch_dispatch_stack(mode)
-            _note(self._noted)
+            if self._dispatchers:  # else the variables may be about another thread's
+                _note(self._noted)
             for mode in self._functions:
                 _C._push_on_torch_function_stack(mode)
             if self._functions:
