@@ -84,10 +84,10 @@ class Looped:
             if holds():
                 return
             await checkpoint()
-        pause, longest = _PAUSES
-        while not holds():
+        for pause in _pauses():
+            if holds():
+                return
             await anyio.sleep(pause)
-            pause = min(2 * pause, longest)
 
     async def got(self, work: Any) -> Any:
         return await work
@@ -185,10 +185,10 @@ class Threaded:
             if holds():
                 return
             host.give_way()
-        pause, longest = _PAUSES
-        while not holds():
+        for pause in _pauses():
+            if holds():
+                return
             host.sleep(pause)
-            pause = min(2 * pause, longest)
 
     async def got(self, work: Any) -> Any:
         return _waited(work)
@@ -270,16 +270,23 @@ async def _looked_at(until: Callable[[Callable[[], bool]], Any], call: Call, wor
                 work.wait(1e-5)
 
 
+def _pauses() -> Iterator[float]:
+    pause, longest = _PAUSES
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)
+
+
 def _while_out(work: Any) -> Iterator[float]:
     """Yield ever longer pauses until ``work`` is done: a lane that was given up raises the same error again.
 
     Not forever: a rank that has lost its store does not learn that a peer has given up.
     """
-    pause, longest = _PAUSES
     begun = host.monotonic()
-    while not work.done() and host.monotonic() - begun < _LONGEST_SECONDS:
+    for pause in _pauses():
+        if work.done() or host.monotonic() - begun >= _LONGEST_SECONDS:
+            return
         yield pause
-        pause = min(2 * pause, longest)
 
 
 async def _all_completed(works: Sequence[Any], seconds: float) -> None:
