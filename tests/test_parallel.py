@@ -184,6 +184,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "address without a backend": ({"master_addr": "host"}, "master_addr"),
     "port without a backend": ({"master_port": 1}, "master_port"),
     "options without a backend": ({"start_method": "fork"}, "start_method"),
+    "a short name": ({"backend": "gloo", "nproc": 2}, "'nproc'; did you mean nproc_per_node=?"),
+    "an option of another backend": (
+        {"backend": "cpu:gloo", "nproc_per_node": 1, "torch_group": False},
+        "'torch_group'; it takes interface, by_node",
+    ),
     "no ranks": ({"backend": "gloo", "nproc_per_node": 0}, "nproc_per_node must be a positive number, got 0"),
     "no nodes": ({"backend": "gloo", "nproc_per_node": 1, "nnodes": -1}, "nnodes must be a positive number"),
     "node rank missing": ({"backend": "gloo", "nproc_per_node": 1, "nnodes": 2}, "needs node_rank="),

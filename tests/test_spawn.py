@@ -191,9 +191,9 @@ def test_a_killed_rank_is_an_error(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_before_the_function_is_told_too(backend: str) -> None:
-    """An option that `initialize` refuses on the ranks is raised in the caller, with the same message."""
-    with pytest.raises(ac.SpawnError, match="no option 'colour'"):
-        ac.spawn(backend, spawned.fail, (9,), nproc_per_node=2, colour="red")
+    """What `initialize` refuses on the ranks is raised in the caller, with the same message."""
+    with pytest.raises(ac.SpawnError, match="got 'now and then'"):
+        ac.spawn(backend, spawned.fail, (9,), nproc_per_node=2, check="now and then")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -319,6 +319,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "says where the ranks meet",
     ),
     "start method": ({"start_method": "teleport"}, "'spawn', 'fork', 'forkserver', got 'teleport'"),
+    "a short name": ({"nproc": 3}, "backend 'gloo' has no option 'nproc'; did you mean nproc_per_node=?"),
+    "torch's name": ({"nprocs": 3}, "did you mean nproc_per_node=?; it takes interface, by_node"),
+    "a misspelled argument": ({"timeot": 3}, "'timeot'; did you mean timeout=?"),
+    "an unknown argument": ({"xyzzy": 3}, "no option 'xyzzy'; it takes interface, by_node"),
+    "hosts, which only Horovod takes": ({"hosts": "a:1"}, "gloo ranks without hosts="),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -111,6 +112,21 @@ def _load(path: str) -> Callable[[Request], Context]:
     return cast("Callable[[Request], Context]", getattr(importlib.import_module(module), attribute))
 
 
+def options_of(name: str) -> tuple[str, ...] | None:
+    """Return the options that backend ``name`` takes, without opening it; None if it does not say."""
+    told = getattr(_module(name), "OPTIONS", None)
+    return None if told is None else tuple(told)
+
+
+def _module(name: str) -> ModuleType:
+    """Import the module of the backend called ``name``, as the table spells it."""
+    path = C10D if is_of_torch(name) else row(name).factory
+    try:
+        return importlib.import_module(path.partition(":")[0])
+    except ImportError as error:
+        raise BackendNotFoundError(f"backend {name!r} cannot be loaded: {error}") from error
+
+
 def capabilities_of(name: str, device: str) -> Capabilities:
     """Return what backend ``name`` supports for tensors on ``device``, without opening it.
 
@@ -119,11 +135,7 @@ def capabilities_of(name: str, device: str) -> Capabilities:
         InvalidArgumentError: another package's backend does not tell its capabilities in advance.
     """
     name = normal(name)
-    path = C10D if is_of_torch(name) else row(name).factory
-    try:
-        module = importlib.import_module(path.partition(":")[0])
-    except ImportError as error:
-        raise BackendNotFoundError(f"backend {name!r} cannot be loaded: {error}") from error
+    module = _module(name)
     told = getattr(module, "capabilities", None)
     if told is None:
         raise InvalidArgumentError(

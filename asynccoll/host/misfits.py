@@ -93,9 +93,9 @@ def named_type(given: object) -> str:
     return f"{'an' if type(given).__name__[0] in 'AEIOUaeiou' else 'a'} {type(given).__name__}"
 
 
-def near(name: str, names: Sequence[str]) -> str:
+def near(name: str, names: Sequence[str], cutoff: float = 0.6) -> str:
     """Return the one of ``names`` that is spelled most like ``name``; "" if none is close."""
-    return next(iter(difflib.get_close_matches(name, names, 1)), "")
+    return next(iter(difflib.get_close_matches(name, names, 1, cutoff)), "")
 
 
 def _refuse(

@@ -19,7 +19,7 @@ from asynccoll.errors import InvalidArgumentError
 from asynccoll.host.endings import is_failure
 from asynccoll.host.misfits import fitting
 from asynccoll.launch.calling import check_called, complete
-from asynccoll.launch.spawn import ABOUT_STARTING, spawn
+from asynccoll.launch.spawn import ABOUT_STARTING, check_keywords, spawn
 from asynccoll.runtime.process import finalize, get_local_rank, get_world_size, initialize
 
 _log = logging.getLogger("asynccoll.launch")
@@ -76,6 +76,8 @@ class Parallel:
                 f"without a backend there are no ranks, so {', '.join(names)} have no effect"
             )
         self.backend: str | None = None if backend is None else usable(backend)
+        if self.backend is not None:
+            check_keywords(self.backend, spawn_kwargs)
         self.init_method = init_method
         self._options = spawn_kwargs
         self._spawned: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -27,6 +28,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from asynccoll.backends.api.request import check_options
+from asynccoll.backends.choosing import options_of
 from asynccoll.backends.table import starting, usable
 from asynccoll.backends.xla import threads as xla_threads
 from asynccoll.environment.nodes import Nodes
@@ -45,6 +48,9 @@ _START_METHODS = ("spawn", "fork", "forkserver")
 #: Arguments of ``spawn`` that ``initialize`` does not take.
 ABOUT_STARTING = frozenset({"start_method", "daemon", "join", "hosts"})
 _NODES = ("nnodes", "node_rank", "master_addr", "master_port", "init_method")
+_OF_INITIALIZE = [
+    name for name, one in inspect.signature(initialize).parameters.items() if one.kind is one.KEYWORD_ONLY
+]
 
 
 @fitting
@@ -84,8 +90,17 @@ def spawn(
     name = usable(backend)
     Nodes(nproc_per_node)  # refuses what is no number of ranks
     check_called(fn, args, kwargs_dict)
+    check_keywords(name, kwargs)
     task = Job(name, fn, tuple(args), dict(kwargs_dict or {}))
     return _STARTERS[starting(name)](task, nproc_per_node, dict(kwargs))
+
+
+def check_keywords(backend: str, given: Collection[str]) -> None:
+    """Refuse keywords that neither ``spawn`` nor ``initialize`` takes, before a rank starts."""
+    known = options_of(backend)
+    if known is not None:  # otherwise only the backend knows them, and refuses them in the ranks
+        arguments = {"nproc_per_node", *_NODES, *ABOUT_STARTING, *_OF_INITIALIZE}
+        check_options(backend, {*given} - arguments, known, arguments)
 
 
 @contextlib.contextmanager
@@ -117,6 +132,11 @@ def _one_node(task: Job, kwargs: dict[str, object]) -> None:
             f"spawn starts {task.backend} ranks on this node only, got nnodes={nnodes}, "
             f"node_rank={node_rank}; on several nodes start the script with the backend's own launcher"
         )
+    _check_starting(task, kwargs)
+
+
+def _check_starting(task: Job, kwargs: dict[str, object]) -> None:
+    """Refuse what is left of the arguments about starting ranks."""
     if unknown := ABOUT_STARTING & kwargs.keys():
         raise InvalidArgumentError(
             f"spawn starts {task.backend} ranks without {', '.join(f'{name}=' for name in sorted(unknown))}, "
@@ -130,6 +150,7 @@ def _one_node(task: Job, kwargs: dict[str, object]) -> None:
 def _spawn_processes(task: Job, ranks: int, kwargs: dict[str, Any]) -> object:
     nodes = Nodes(ranks, **{name: kwargs.pop(name, None) for name in _NODES})
     how, join = _start_options(kwargs), kwargs.pop("join", True)
+    _check_starting(task, kwargs)
     if how["start_method"] != "fork":
         task = replace(task, function=portable(task.function))
     variables, store = _meeting(nodes)

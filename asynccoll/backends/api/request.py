@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from asynccoll.environment.info import LaunchInfo
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import near
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,28 @@ class Request:
 
     def take_options(self, *known: str) -> dict[str, Any]:
         """Return the backend options; raise if one is not ``known``."""
-        unknown = sorted(set(self.options) - set(known))
-        if unknown:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise InvalidArgumentError(
-                f"backend {self.backend!r} has no option {', '.join(map(repr, unknown))}; {takes}"
-            )
+        check_options(self.backend, self.options, known, _ARGUMENTS)
         return dict(self.options)
+
+
+#: The arguments of ``initialize`` that a misspelled option may have been meant to be.
+_ARGUMENTS = ("check", "init_method", "memory", "rank", "stall_warning", "store", "timeout", "world_size")
+
+
+def check_options(
+    backend: str, given: Collection[str], known: Collection[str], arguments: Collection[str]
+) -> None:
+    """Raise ``InvalidArgumentError`` for the keywords ``given`` that ``backend`` does not know as options.
+
+    ``arguments``: those of the function that was called, one of which may have been meant.
+    """
+    if unknown := sorted({*given} - {*known}):
+        # Half of the letters are enough: ``nproc`` for ``nproc_per_node``.
+        meant = [near(one, sorted({*known, *arguments}), 0.5) for one in unknown]
+        hints = [f"did you mean {right}=?" for right in dict.fromkeys(meant) if right]
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        what = f"backend {backend!r} has no option {', '.join(map(repr, unknown))}"
+        raise InvalidArgumentError("; ".join([what, *hints, takes]))
 
 
 def of_torch() -> str:

@@ -354,10 +354,13 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 # Making a context
 
+#: What ``create`` takes besides the arguments of every backend.
+OPTIONS = ("interface", "by_node")
+
 
 def create(request: Request) -> Context:
     """Join the world over c10d. Also make torch's default group for other libraries, unless there is one."""
-    options = request.take_options("interface", "by_node")
+    options = request.take_options(*OPTIONS)
     by_node = _wish(options.get("by_node"))
     native = _default_group() if request.store is None and request.init_method is None else None
     if native is not None:

@@ -167,10 +167,13 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 # Making a context
 
+#: What ``create`` takes besides the arguments of every backend.
+OPTIONS = ("torch_group", "comm")
+
 
 def create(request: Request) -> Context:
     """Join the world that horovodrun made, or that the user has joined with ``hvd.init()``."""
-    options = request.take_options("torch_group", "comm")
+    options = request.take_options(*OPTIONS)
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
             "backend 'horovod' finds its ranks through Horovod: start them with horovodrun or `asynccoll run "

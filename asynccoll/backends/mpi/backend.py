@@ -173,10 +173,13 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 # Making a context
 
+#: What ``create`` takes besides the arguments of every backend.
+OPTIONS = ("torch_group",)
+
 
 def create(request: Request) -> Context:
     """Join the world that mpiexec made; without mpiexec, a world of one rank."""
-    options = request.take_options("torch_group")
+    options = request.take_options(*OPTIONS)
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
             "backend 'mpi' finds its ranks through MPI: start them with mpiexec or `asynccoll run --backend "

@@ -147,9 +147,13 @@ def capabilities(name: str, device: str) -> Capabilities:
     return CAPABILITIES
 
 
+#: What ``create`` takes besides the arguments of every backend.
+OPTIONS: tuple[str, ...] = ()
+
+
 def create(request: Request) -> Context:
     """Make a world of one rank, asked for by name."""
-    request.take_options()
+    request.take_options(*OPTIONS)
     if (request.world_size or 1) != 1:
         raise InvalidArgumentError(
             f"backend 'serial' is a world of one, got world_size={request.world_size}; name another backend"

@@ -154,6 +154,9 @@ def capabilities(name: str, device: str) -> Capabilities:
 
 # Making a context
 
+#: What ``create`` takes besides the arguments of every backend.
+OPTIONS: tuple[str, ...] = ()
+
 
 def create(request: Request) -> Context:
     """Join the world of torch_xla's runtime, as the replica that runs in this thread."""
@@ -162,7 +165,7 @@ def create(request: Request) -> Context:
     from asynccoll.backends.xla.device import Device
     from asynccoll.backends.xla.replicas import join
 
-    request.take_options()
+    request.take_options(*OPTIONS)
     if request.store is not None or request.init_method not in (None, "env://"):
         raise InvalidArgumentError(
             "backend 'xla-tpu' finds its ranks through torch_xla's runtime: pass neither store= nor "
