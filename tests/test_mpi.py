@@ -10,6 +10,7 @@ import importlib
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -323,6 +324,28 @@ def behind_a_large_message(me: Rank) -> None:
 def test_a_large_message_that_is_left_to_the_thread_keeps_its_place(pair: worlds.World) -> None:
     """Also ahead of a refused message, and of one that is sent after a refused call."""
     pair.run(behind_a_large_message)
+
+
+def refused_often(me: Rank) -> None:
+    under, x, times, length = communicator(), torch.ones(1), 100, 900
+    if me.rank == 0:
+        for _ in range(times):
+            message = under.recv(x, 1, 0)
+            assert message.wait(patient(30))
+            assert isinstance(message.error(), ac.PeerRefusedError)
+        return
+    tracemalloc.start()
+    with unwatched():
+        for _ in range(times):
+            under.refuse(0, 0, "n" * length)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < times * length // 2, f"{grown} bytes more after {times} refused messages"
+
+
+def test_refused_messages_leave_nothing_behind(pair: worlds.World) -> None:
+    """What was said instead of a message is kept until it is sent, and no longer."""
+    pair.run(refused_often, runner="blocking")
 
 
 async def relayed(me: Rank) -> None:

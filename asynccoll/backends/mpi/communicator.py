@@ -61,7 +61,6 @@ class MpiCommunicator:
         self._rank = rank
         self._size = size
         self._messages = native  # the same in every epoch of a lane
-        self._refusals: list[bytes] = []
 
     def _start(
         self, call: Callable[..., Any], arguments: Sequence[object], x: torch.Tensor, keep: object = None
@@ -256,23 +255,9 @@ class MpiCommunicator:
     def refuse(self, dst: int, tag: int, why: str) -> None:
         """Send, instead of a message, a header with the reason and an empty body."""
         said, where = refusal(why), (dst, self._tag(tag))
-        self._common.make_left()
-        self._refusals.append(said)  # MPI reads it until it is sent, and no thread waits for that
-
-        def tell() -> None:
-            self._messages.Isend((said, BYTE), *where).Free()
-            self._messages.Isend(NO_BYTES, *where).Free()
-
-        self._attempt(tell)
-
-    def _attempt(self, call: Callable[[], object]) -> None:
-        """Run ``call()``, and ignore an error of MPI."""
-
-        def attempt() -> None:
-            with contextlib.suppress(MPI.Exception):
-                call()
-
-        self._library.call(attempt)
+        ahead = partial(self._messages.Isend, (said, BYTE), *where)
+        body = partial(self._messages.Isend, NO_BYTES, *where)
+        self._begin([ahead, body], Many(), _NOTHING, said)
 
     def barrier(self) -> Completion:
         return self._start(self.native.Ibarrier, (), _NOTHING)
@@ -285,12 +270,13 @@ class MpiCommunicator:
 
     def inherit(self, previous: MpiCommunicator) -> None:
         previous._common.make_left()  # it may be a message, which precedes those of this epoch
-        self._messages, self._refusals = previous._messages, previous._refusals
+        self._messages = previous._messages
 
     def close(self) -> None:
         """Free it, unless operations on it will never end: MPI then keeps it until the job ends."""
         if not self._common.abandoned and not MPI.Is_finalized():
-            self._attempt(self.native.Free)
+            with contextlib.suppress(MPI.Exception):
+                self._library.call(self.native.Free)
 
     def abort(self) -> None:
         """Give up what is in flight. MPI cannot cancel a collective, so its memory is never freed."""
