@@ -426,6 +426,7 @@ def test_a_call_that_fails_to_be_made_keeps_no_other_from_being_made() -> None:
 
     held[0].promise.add_callback(fails)
     every._held = list(held)
+    every._decide()
     with pytest.raises(RuntimeError, match="new thread"):
         every._settle()
     assert all(one.promise.done() for one in held)

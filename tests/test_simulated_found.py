@@ -387,3 +387,15 @@ def test_a_cancellation_that_comes_after_the_last_turn_of_trio_is_lost() -> None
         report = simulate(adds, world_size=2, seed=number, loop="trio", faults=faults)
         assert report.deadlock is None, report.deadlock
         assert all("RunFinished" not in repr(error) for error in report.errors.values()), report.errors
+
+
+def test_a_rank_that_is_blocked_in_a_call_still_announces_it_to_other_hosts() -> None:
+    """The thread that made calls that were confirmed also sent the notes for which the peers held theirs."""
+    program = from_json(
+        '{"ranks": 2, "tasks": [{"calls": ['
+        '{"operation": "scatter", "root": 1}, {"wait": "threaded"}, {"operation": "scatter", "root": 1}]}]}'
+    )
+    for seed in range(40):
+        schedule = PCT(3) if seed % 2 else RandomWalk()
+        found, _ = complaints(program, seed, transport="nccl", nodes=2, schedule=schedule)
+        assert not found, found

@@ -14,9 +14,11 @@ these differ. Calls that were made are remembered until some time after they are
 remembered as long as there is room, as a rank of another node may ask about one much later, if another rank
 of its node has already confirmed the call for both.
 
-Lock order: a lane's lock, then that of ``Confirmations``. Settling a promise drives lanes, so that is done by
-one thread per world that holds neither lock, and not by the thread that answers questions. Another thread
-sends notes again to ranks that have not answered, so that calls that do not need these ranks are not delayed.
+Lock order: a lane's lock, then that of ``Confirmations``. Settling a promise drives lanes, whose next calls
+may block (when a backend first connects to a peer, say) until other ranks make theirs; and these may be held
+until they hear from this rank. So one thread settles, which holds neither lock, and others answer questions
+and send notes. A third one sends notes again to ranks that have not answered, so that calls that do not need
+these ranks are not delayed.
 """
 
 from __future__ import annotations
@@ -122,7 +124,7 @@ class _Held:
 
 
 class Confirmations:
-    """The held calls of all lanes of a rank, the thread that announces and settles them, and early notes."""
+    """The held calls of all lanes of a rank, the threads that announce and settle them, and early notes."""
 
     def __init__(self, rank: int, ask: Ask) -> None:
         self.rank: int = rank
@@ -131,9 +133,12 @@ class Confirmations:
         self._ask = ask
         self._lanes: WeakValueDictionary[str, Confirming] = WeakValueDictionary()
         self._held: list[_Held] = []
-        self._late: list[tuple[Confirming, Where, Announced, dict[int, Note]]] = []
         self._wanted = host.Event()
-        self._thread: host.Thread | None = None
+        self._telling: host.Thread | None = None
+        #: what is left to do about calls that were compared: settle them, or refuse them
+        self._decided: list[Callable[[], object]] = []
+        self._left = host.Event()
+        self._settling: host.Thread | None = None
         #: the ranks that have not answered a note, and the thread that sends it again
         self._silent: set[int] = set()
         self._again: host.Thread | None = None
@@ -148,8 +153,12 @@ class Confirmations:
         """Pass notes for the lane of ``confirming`` to it from now on."""
         with self.lock:
             self._lanes[confirming.name] = confirming
-            if self._thread is None and not self._closed:
-                start_once("asynccoll-confirming", self._run, partial(setattr, self, "_thread"))
+            if self._telling is None and not self._closed:
+                tell = partial(self._run, self._wanted, self._look)
+                start_once("asynccoll-confirming", tell, partial(setattr, self, "_telling"))
+            if self._settling is None and not self._closed:
+                settle = partial(self._run, self._left, self._settle)
+                start_once("asynccoll-confirmed", settle, partial(setattr, self, "_settling"))
 
     def hold(self, held: _Held) -> None:
         """Have the thread announce the call, and settle it once enough is known. With the lock held."""
@@ -186,8 +195,8 @@ class Confirmations:
                 return {}
             del self.notes[name, where]
             if made.word != note.word:
-                self._late.append((confirming, where, made, {rank: note}))
-                self._wanted.set()
+                self._decided.append(partial(confirming.refuse, where, made, {rank: note}))
+                self._left.set()
             return _plain(made)
 
     def _note(self, name: str, where: Where, rank: int, note: Note) -> None:
@@ -195,12 +204,12 @@ class Confirmations:
             del self.notes[next(iter(self.notes))]
         self.notes.setdefault((name, where), {})[rank] = note
 
-    def _run(self) -> None:
+    def _run(self, wanted: host.Event, action: Callable[[], None]) -> None:
         while not self._closed:
-            self._wanted.wait()
-            self._wanted.clear()
+            wanted.wait()
+            wanted.clear()
             try:
-                self._look()
+                action()
             except Exception as error:  # a bug of ours, or no thread can start: this one has to keep running
                 with self.lock:
                     held, self._held = self._held, []
@@ -209,15 +218,11 @@ class Confirmations:
 
     def _look(self) -> None:
         with self.lock:
-            late, self._late = self._late, []
             self._held = [held for held in self._held if not held.confirming.is_broken]
             untold = [(held, ranks) for held in self._held if (ranks := held.untold - self._silent)]
-        host.call_each(
-            partial(confirming.refuse, where, made, differ) for confirming, where, made, differ in late
-        )
         for held, ranks in untold:
             self._tell(held, ranks)
-        self._settle()
+        self._decide()
         self._have_told_again()
 
     def _have_told_again(self) -> None:
@@ -259,21 +264,29 @@ class Confirmations:
                 if "word" in answer:
                     held.learn(rank, Note.of(answer))
 
-    def _settle(self) -> None:
-        """Settle the promises of calls about which enough is known; keep the calls still to be announced."""
+    def _decide(self) -> None:
+        """Have the calls settled about which enough is known; keep those that are still to be announced."""
         with self.lock:
             over = [held for held in self._held if held.is_over and not held.settled]
             for held in over:
                 held.settled = True
             self._held = [held for held in self._held if held.untold or not held.settled]
-        host.call_each([held.settle for held in over])
+            self._decided += [held.settle for held in over]
+        if over:
+            self._left.set()
+
+    def _settle(self) -> None:
+        with self.lock:
+            decided, self._decided = self._decided, []
+        host.call_each(decided)
 
     def close(self) -> None:
         """End the threads: from now on no call is settled or announced."""
         with self.lock:  # threads are started with it held, and one that has not started cannot be joined
             self._closed = True
-            threads = (self._thread, self._again)
+            threads = (self._telling, self._settling, self._again)
         self._wanted.set()
+        self._left.set()
         for thread in threads:
             if thread is not None and thread is not host.current_thread():
                 thread.join(_CLOSE_SECONDS)
