@@ -149,6 +149,21 @@ def test_half_precision_is_averaged_in_float32() -> None:
     assert (made.via, made.wire, made.wire_reduce) == ("all_gather", Wire.SAME, ReduceOp.AVG)
 
 
+@pytest.mark.parametrize("reduce", ["sum", "band"])
+def test_what_is_reduced_locally_is_gathered_as_it_is(reduce: str) -> None:
+    """A wider dtype, as which backends reduce small integers, would only send more bytes."""
+    known = dataclasses.replace(MOVER, move=frozenset({torch.uint8, torch.int8, torch.int32}))
+    made = plan(Op.ALL_REDUCE, torch.int8, known=known, reduce=reduce)
+    assert (made.via, made.wire, made.wire_dtype) == ("all_gather", Wire.SAME, None)
+    assert "int32" not in str(made)
+
+
+def test_a_permute_is_an_all_to_all() -> None:
+    made = plan(Op.PERMUTE)
+    assert made.native == "all_to_all"
+    assert "composed of all_to_all" in str(made)
+
+
 def test_planning_is_pure_and_cached() -> None:
     """Equal arguments give the same object; plans are frozen and hashable."""
     first = plan(Op.ALL_REDUCE, torch.int16, reduce="sum")

@@ -146,7 +146,7 @@ def refuse_missing(op: Op, known: Capabilities) -> None:
 
 def _native_call(op: Op, known: Capabilities) -> tuple[str, str]:
     """Return the name of the backend's native call for ``op``, and a sentence that says so."""
-    other = dict(known.built_of).get(op)
+    other = {Op.PERMUTE: Op.ALL_TO_ALL.value, **dict(known.built_of)}.get(op)
     if other is None:
         return op.value, f"{known.backend} has {op.value}"
     return other, f"{known.backend} has no {op.value} of its own: it is composed of {other}"
@@ -173,9 +173,9 @@ def _plan_reduction(op: Op, spec: TensorSpec, topology: Topology, policy: Policy
     else:
         native = native and not small
         by_node = dense and native and (through_memory or topology.sums_nodes_first(*size, policy.by_node))
-    if not native and wire is Wire.CAST and spec.dtype in HALF & known.move:
+    if not native and wire is Wire.CAST and spec.dtype in LOCAL & known.move:
         wire, dtype, on_wire, divide = Wire.SAME, spec.dtype, reduce, False
-        why = (f"{dtype_name(dtype)} is accumulated in float32 and rounded once",)
+        why = (f"{dtype_name(dtype)} is accumulated in float32 and rounded once",) if dtype in HALF else ()
     transport = op if native else Op.ALL_TO_ALL if small else _EXCHANGE[op]
     if transport not in known.ops:
         raise UnsupportedOpError(

@@ -74,6 +74,12 @@ HOROVOD = Capabilities(
     sparse=True,
     # Horovod's own takes only sums and averages, and copies the whole tensor first.
     compose=frozenset({Op.REDUCE_SCATTER}),
+    built_of=(
+        (Op.REDUCE, "all_reduce"),
+        (Op.GATHER, "all_to_all"),
+        (Op.SCATTER, "all_to_all"),
+        (Op.BARRIER, "all_reduce"),
+    ),
 )
 
 _ADASUM = tuple(
