@@ -98,7 +98,7 @@ _SEEDED = (
         "        self._queue.take_out(refusal, end)\n",
     ),
     ("order/halting.py", "            self._queue.extend(jobs)\n", ""),
-    ("order/halting.py", "place = places.open()", "place = places.latest + 1"),
+    ("order/halting.py", "place = places.open(count)", "place = places.latest + 1"),
     ("order/queue.py", "return latest if first is None else", "return 0 if first is None else"),
     ("transport/completion.py", "                self._callbacks.insert(0, wake)", "                pass"),
     (

@@ -121,8 +121,9 @@ class Refusals:
         part: int | None = None,
         name: str = "",
         until: int = 0,
+        count: int = 1,
     ) -> None:
-        """Refuse the call at ``place`` (None: the next one) on ``lane`` for ``reason``, and tell the peers.
+        """Refuse the call at ``place`` (None: the next ``count``) on ``lane``, and tell peers the ``reason``.
 
         ``part`` is the first part of it that is refused (None: the one after the last accepted). Each
         ``reason`` is told once, however many layers of a call it passes through, until ``leaves_its_call``.
@@ -133,7 +134,7 @@ class Refusals:
         if self._clients is None or lane.group.size == 1 or getattr(reason, _TOLD, False):
             return
         vars(reason)[_TOLD] = True  # also where setting an attribute fails: some are frozen dataclasses
-        self._settle(lane, lane.halting.refuse(in_full(reason), place, spare, part, name, until))
+        self._settle(lane, lane.halting.refuse(in_full(reason), place, spare, part, name, until, count))
 
     def note(self, kin: str, unmade: Unmade, opened: Iterable[Lane]) -> None:
         """Tell peers that may wait on lanes not ``opened`` here which calls child tasks have not made."""

@@ -37,11 +37,11 @@ class Party(Protocol):
     def waits_for(self) -> Mapping[str, object] | None:
         """Return what it is blocked on now, as JSON values; None if it is not blocked."""
 
-    def refuses(self, awaited: Mapping[str, object]) -> list[tuple[Lane, int | None, Exception]]:
-        """Return the calls that a peer waits for and this rank will never make: lane, place, reason.
+    def refuses(self, awaited: Mapping[str, object]) -> list[tuple[Lane, int | None, int, Exception]]:
+        """Return the calls that a peer waits for and this rank will never make: lane, place, count, reason.
 
-        ``place`` is None for the lane's next call. Each call is returned once: the caller refuses it, and the
-        party remembers that.
+        ``place`` is that of a call that was accepted; None for the next ``count`` calls of the lane. Each
+        call is returned once: the caller refuses it, and the party remembers that.
         """
 
 
@@ -82,9 +82,10 @@ class Waits:
             if party is not None:
                 self._publish(party)
                 for awaited in self._read(party):
-                    for lane, place, reason in party.refuses(awaited):
+                    for lane, place, count, reason in party.refuses(awaited):
                         # A call with a place was accepted; parts of it may have been issued, and are lost.
-                        self._refusals.refuse(lane, reason, place, part=None if place is None else 1)
+                        part = None if place is None else 1
+                        self._refusals.refuse(lane, reason, place, part=part, count=count)
 
     def _publish(self, party: Party) -> None:
         assert self._clients is not None

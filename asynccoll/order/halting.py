@@ -94,15 +94,16 @@ class Halting:
         part: int | None = None,
         name: str = "",
         until: int = 0,
+        count: int = 1,
     ) -> Cut | None:
-        """Refuse the call at ``place`` (None: this rank's next one), and halt the lane there.
+        """Refuse the call at ``place`` (None: this rank's next ``count``), and halt the lane there.
 
         Returns the cut if this refusal begins it; None if everything that it refuses was already lost, if it
         only moved an existing cut, or if the lane is closed. ``part`` is the first refused part of the call;
         None: the part after the last one accepted if the call is the latest one, else all parts. The
         operation with the completion ``spare`` is not failed here: the caller gives its waiter a separate
         error. ``name`` is the call's name, if it was made just now and is not recorded yet. ``until``, if not
-        0: all calls in [``place``, ``until``) are refused, as a child task has ended without making them.
+        0: all calls in [``place``, ``until``) are refused, as this rank will never make them.
         """
         epochs = self._epochs
         places = epochs.places
@@ -111,7 +112,8 @@ class Halting:
                 return None
             peak = self._peak()  # before a place is opened here, at which nothing is issued
             if place is None:
-                place = places.open()
+                place = places.open(count)
+                until = place + count if count > 1 else 0
             accepted = places.part if place == places.latest else 0
             stands = accepted if part is None else part - 1
             if name:
@@ -131,7 +133,7 @@ class Halting:
                 return None
             begun, lost = self._halt(refusal, self._peak())
             if refusal.until:  # even if there is a lower cut: that rank never makes these calls
-                lost += self._lost(refusal.place, refusal.until, refusal)
+                lost += self._lost(refusal.place, refusal.end - 1, refusal)
         self._fail_all(lost)
         return begun
 

@@ -43,11 +43,14 @@ class Places:
             return self.named(what), self.latest, self.part + 1, True
         return what, self.latest + 1, 1, False
 
-    def open(self) -> int:
-        """Take a place that has no part yet: for a call in parts, or for a call that is refused."""
-        self.latest += 1
+    def open(self, count: int = 1) -> int:
+        """Take a place that has no part yet, for a call in parts, or ``count`` of them, for refused calls.
+
+        Returns the first one.
+        """
+        self.latest += count
         self.part = 0
-        return self.latest
+        return self.latest - count + 1
 
     def named(self, what: What) -> What:
         """Return an operation's description, with that of the call that it is a part of, if any."""

@@ -25,7 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from asynccoll import host
 from asynccoll.errors import CollectiveMismatchError, InvalidArgumentError
@@ -37,6 +37,9 @@ from asynccoll.world.resolving import resolve_group
 if TYPE_CHECKING:
     from asynccoll.order.lane import Lane
     from asynccoll.world.group import GroupLike
+
+    #: Calls that are refused: lane, place (None: the next calls of that lane), count, reason.
+    Refused: TypeAlias = tuple[Lane, int | None, int, Exception]
 
 __all__ = ["SAME_STEPS", "Standing", "Turn", "Turns"]
 
@@ -157,8 +160,8 @@ class Turns:
         for earlier in list(self._turns):
             if earlier.has_raised and not earlier.is_over:
                 self._give_up(earlier)
-                for lane, reason in self._rest(earlier):
-                    self._refuse(lane, reason)
+                for lane, place, count, reason in self._rest(earlier):
+                    self._refuse(lane, reason, place, count=count)
 
     def _give_up(self, turn: Turn) -> None:
         turn.is_over = True
@@ -207,8 +210,8 @@ class Turns:
         for name, most in zip(self._of_backward, made, strict=True):
             if most:
                 lane = self._group.lane(name)
-                for _ in range(lane.sequence, most + 1):  # (in a group of one, refusing does nothing)
-                    self._refuse(lane, self._unreached())
+                if (behind := most + 1 - lane.sequence) > 0:
+                    self._refuse(lane, self._unreached(), count=behind)
 
     @contextmanager
     def waiting(self, turn: Turn, lane: str, together: Sequence[Turn]) -> Iterator[None]:
@@ -238,7 +241,7 @@ class Turns:
         """
         return self._awaited
 
-    def refuses(self, awaited: Mapping[str, Any]) -> list[tuple[Lane, int | None, Exception]]:
+    def refuses(self, awaited: Mapping[str, Any]) -> list[Refused]:
         """Return the calls that a peer waits for, if this rank can no longer make them.
 
         If both ranks wait for each other, also the first call that this one waits for in its later loop.
@@ -259,18 +262,21 @@ class Turns:
         # At least as many as the peer has made there, so that a rank that recovers from the error is in step.
         behind = awaited["reached"] - self._group.lane(waits_on).sequence
         turn.owes[waits_on] = max(1, behind, turn.owes[waits_on])
-        refused: list[tuple[Lane, int | None, Exception]]
-        refused = [(lane, None, reason) for lane, reason in self._rest(turn)]
+        refused = list(self._rest(turn))
         gathers = self._group.lane(self._lane)
         if both_wait and (first := min((one.sequence for one in gathers.outstanding()), default=0)):
-            refused.append((gathers, first, self._error(turn)))
+            refused.append((gathers, first, 1, self._error(turn)))
         return refused
 
-    def _rest(self, turn: Turn) -> Iterator[tuple[Lane, Exception]]:
-        """Yield the lane and the error of every call that backward of this loop still owes."""
+    def _rest(self, turn: Turn) -> Iterator[Refused]:
+        """Yield the calls that backward of this loop still owes.
+
+        Those of a lane are refused together: a peer that has heard of only some of them would make calls that
+        are lost behind the rest.
+        """
         for name, count in turn.owes.items():
-            lane = self._group.lane(name)
-            yield from ((lane, self._error(turn)) for _ in range(count))
+            if count > 0:
+                yield self._group.lane(name), None, count, self._error(turn)
 
     def _unreached(self) -> InvalidArgumentError:
         return InvalidArgumentError(
