@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ import threads
 import worlds
 from asynccoll.backends.serial.backend import SerialBackend
 from asynccoll.health.liveness import Liveness
+from asynccoll.host.store import Clients
 from asynccoll.runtime import process as runtime
 from asynccoll.world.context import Context, Identity
+from asynccoll.world.farewells import Farewells
 from patience import patient
 from ranks import Rank, raising
 
@@ -325,3 +328,56 @@ def test_a_world_is_left_once() -> None:
     context = Context(SerialBackend(), Identity(), store=dist.HashStore())
     context.close(abort=True)
     context.close(abort=False)
+
+
+class _Counted(dist.HashStore):
+    """Counts how often it is asked whether keys are set."""
+
+    asked = 0
+
+    def clone(self) -> _Counted:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return super().check(keys)
+
+
+class _Mortal:
+    """Knows which ranks are dead."""
+
+    def __init__(self, *dead: int) -> None:
+        self.dead = dead
+
+    def lost(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if rank in self.dead)
+
+
+def _last(dead: Sequence[int] = (), left: Sequence[int] = ()) -> tuple[Farewells, _Counted]:
+    """Return what rank 0 of a large world asks when it leaves last, and the store that it asks."""
+    store = _Counted()
+    for rank in left:
+        store.set(f"left/{rank}", "")
+    return Farewells(0, 100, Clients(store), _Mortal(*dead), list), store  # type: ignore[arg-type]
+
+
+def test_one_rank_that_stays_is_asked_for_alone() -> None:
+    """With a request for each rank, each look would keep a large world's store from serving others."""
+    farewells, store = _last()
+    assert not farewells._only_dead_stay()
+    assert store.asked == 1
+
+
+def test_who_has_left_is_not_asked_for_again() -> None:
+    farewells, store = _last(left=range(1, 99))
+    assert not farewells._only_dead_stay()
+    before = store.asked
+    assert not farewells._only_dead_stay()
+    assert store.asked == before + 1
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_dead_are_not_waited_for(alive: bool) -> None:
+    dead = [1, 50, *([] if alive else [99])]
+    farewells, _ = _last(dead, left=[rank for rank in range(1, 99) if rank not in (1, 50)])
+    assert farewells._only_dead_stay() is not alive

@@ -28,7 +28,7 @@ class Farewells:
     ) -> None:
         """``lanes`` returns all open lanes."""
         self._rank = rank
-        self._others = range(1, world_size)  # all but rank 0, which may serve the store
+        self._staying = [*range(1, world_size)]  # those not known to have left; rank 0 may serve the store
         self._clients = clients if world_size > 1 else None
         self._liveness = liveness
         self._lanes = lanes
@@ -68,14 +68,22 @@ class Farewells:
                     with self._clients.borrow() as store:
                         store.set(_left(self._rank), "")
                 return
-            self._clients.await_keys([_left(r) for r in self._others], patience, self._only_dead_stay)
+            self._clients.await_keys([_left(r) for r in self._staying], patience, self._only_dead_stay)
 
     def _only_dead_stay(self) -> bool:
-        """Whether all ranks that have not left are dead."""
+        """Whether all ranks that have not left are dead.
+
+        One that is alive settles it. So the others are asked about only if the first that stays is dead: a
+        large world would otherwise make a request for each of its ranks at each look.
+        """
         assert self._clients is not None
         with self._clients.borrow() as store:
-            staying = tuple(r for r in self._others if not store.check([_left(r)]))
-        return set(staying) <= set(self._liveness.lost(staying))
+            while self._staying and store.check([_left(self._staying[0])]):
+                del self._staying[0]
+            if self._staying and not self._liveness.lost((self._staying[0],)):
+                return False
+            self._staying = [rank for rank in self._staying if not store.check([_left(rank)])]
+        return set(self._staying) <= set(self._liveness.lost(tuple(self._staying)))
 
 
 def _left(rank: int) -> str:
