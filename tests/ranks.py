@@ -45,6 +45,8 @@ Report = Callable[..., None]
 
 MESSAGES = {"send", "recv", "send_object", "recv_object"}
 
+#: Errors of one call, which name it.
+_REFUSALS = (ac.InvalidArgumentError, ac.PayloadTypeError, ac.UnsupportedOpError)
 #: What a backend cannot do: (name of the collective, its arguments) -> bool.
 #: Such a case is not skipped: it must raise `UnsupportedOpError`.
 GAPS: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], bool]] = {
@@ -216,12 +218,14 @@ class Rank:
         says: tuple[str, ...] = (),
         **kwargs: Any,
     ) -> None:
-        """Check that `call(*args)` raises this typed error, with all of `says` in its text."""
+        """Check that `call(*args)` raises this typed error, with `says` and the operation in its text."""
         with self.case(label):
             with raising(error, *says) as caught:
                 got = await self.get(call(*args, **kwargs))
                 raise AssertionError(f"not refused: returned {got!r}")
             assert isinstance(caught.error, ac.AsyncCollError), f"untyped: {caught.error!r}"
+            if isinstance(caught.error, _REFUSALS) and call.__module__ == ac.all_reduce.__module__:
+                assert call.__name__ in str(caught.error), f"names no operation: {caught.error!r}"
 
 
 async def _wait(work: Any) -> Any:

@@ -13,11 +13,19 @@ from functools import partial, wraps
 from numbers import Integral
 from typing import Any, NoReturn, TypeVar
 
-from asynccoll.errors import AsyncCollError, InvalidCallError
+from asynccoll.errors import (
+    AsyncCollError,
+    InvalidArgumentError,
+    InvalidCallError,
+    PayloadTypeError,
+    UnsupportedOpError,
+)
 from asynccoll.host.frames import without_ours
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+#: Errors that refuse an argument; what found it wrong may not know of which call it is.
+_REFUSALS = (InvalidArgumentError, PayloadTypeError, UnsupportedOpError)
 #: How users write the names of public packages other than ``ac``.
 _WRITTEN = {"overlap": "ac.overlap", "trace": "ac.trace", "testing": "asynccoll.testing"}
 #: Raises the error for a call that Python rejected: its function, its arguments, and Python's ``TypeError``.
@@ -25,11 +33,16 @@ Refuse = Callable[[Callable[..., object], Sequence[object], Mapping[str, object]
 
 
 def fitting(
-    function: Function, refuse: Refuse | None = None, *, left_out: Mapping[str, str] | None = None
+    function: Function,
+    refuse: Refuse | None = None,
+    *,
+    left_out: Mapping[str, str] | None = None,
+    name: str = "",
 ) -> Function:
     """Wrap a function or constructor: arguments that do not fit raise an error that says which ones do.
 
     ``left_out``: keywords that other libraries' functions take, and why this one does not take them.
+    ``name``: what errors that refuse an argument begin with, unless they mention it.
     """
 
     @wraps(function)
@@ -43,6 +56,8 @@ def fitting(
                 said = error
             (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
         except AsyncCollError as error:
+            if isinstance(error, _REFUSALS) and name not in str(error):
+                error.args = (f"{name}: {error}",)
             raise without_ours(error)  # noqa: B904  # it is the same one
 
     return call  # type: ignore[return-value]  # by its signature

@@ -294,9 +294,7 @@ def _read_by(
     return None
 
 
-def refuse(
-    error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None, name: str = "call"
-) -> NoReturn:
+def refuse(error: AsyncCollError, *, group: GroupLike = None, lane: str | None = None, name: str) -> NoReturn:
     """Raise ``error`` instead of calling ``name``, and notify the peers, which may be making that call.
 
     For code on top of these functions that checks more than they do.
@@ -353,14 +351,14 @@ def _refuse_message(name: str, wrong: Misfit) -> NoReturn:
     raise wrong.error
 
 
-def _root(role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:
-    """Return the global rank of a collective's root; if it is invalid, raise, and notify the peers."""
+def _root(name: str, role: str, rank: int, index: int | None, group: GroupLike, lane: str | None) -> int:
+    """Return the global rank of the root of a call of ``name``; if it is invalid, raise, and notify peers."""
     if index is None:
         return rank
     try:
         return _peer(role, rank or None, index, group)
     except AsyncCollError as error:
-        refuse(error, group=group, lane=lane)
+        refuse(error, group=group, lane=lane, name=name)
 
 
 def _peer(role: str, rank: int | None, index: int | None, group: GroupLike) -> int:
@@ -451,7 +449,7 @@ def reduce(
 
     Source: ``torch.distributed.reduce``, ``MPI_Ireduce``.
     """
-    dst = _root("dst", dst, group_dst, group, lane)
+    dst = _root("reduce", "dst", dst, group_dst, group, lane)
     return _start(group, lane, timeout, payload.reduce, x, dst, op, out=out)
 
 
@@ -483,7 +481,7 @@ def broadcast(
     on ``src``, and zeros elsewhere; ``safe_mode`` has none. Source: ``torch.distributed.broadcast``,
     ``MPI_Ibcast``.
     """
-    src = _root("src", src, group_src, group, lane)
+    src = _root("broadcast", "src", src, group_src, group, lane)
     if is_compiling():
         return compiled.broadcast(x, src, group, lane=lane, safe_mode=safe_mode, out=out)
     return _start(group, lane, timeout, payload.broadcast, x, src, safe_mode, out=out)
@@ -614,7 +612,7 @@ def gather(
 
     Source: ``torch.distributed.gather``, ``MPI_Igather``.
     """
-    dst = _root("dst", dst, group_dst, group, lane)
+    dst = _root("gather", "dst", dst, group_dst, group, lane)
     return _start(group, lane, timeout, payload.gather, x, dst, dim, uneven, out=out)
 
 
@@ -658,7 +656,7 @@ def scatter(
 
     Source: ``torch.distributed.scatter``, ``MPI_Iscatter``.
     """
-    src = _root("src", src, group_src, group, lane)
+    src = _root("scatter", "src", src, group_src, group, lane)
     return _start(group, lane, timeout, payload.scatter, x, src, out=out)
 
 
@@ -922,7 +920,7 @@ def gather_object(
     ['rank 0', 'rank 1']                                      # r0
     None                                                      # r1
     """
-    dst = _root("dst", dst, group_dst, group, lane)
+    dst = _root("gather_object", "dst", dst, group_dst, group, lane)
     return _start(group, lane, timeout, objects.gather_object, obj, dst, codec)
 
 
@@ -945,7 +943,7 @@ def broadcast_object(
     >>> await ac.broadcast_object({"lr": 0.1} if rank == 0 else None)
     {'lr': 0.1}                                               # both
     """
-    src = _root("src", src, group_src, group, lane)
+    src = _root("broadcast_object", "src", src, group_src, group, lane)
     return _start(group, lane, timeout, objects.broadcast_object, obj, src, codec)
 
 
@@ -967,7 +965,7 @@ def scatter_object(
     'a'                                                       # r0
     {'b': 1}                                                  # r1
     """
-    src = _root("src", src, group_src, group, lane)
+    src = _root("scatter_object", "src", src, group_src, group, lane)
     return _start(group, lane, timeout, objects.scatter_object, obj, src, codec)
 
 

@@ -110,7 +110,7 @@ def fitting(function: Function, refuse: Callable[[str, Misfit], NoReturn] = _rai
     ) -> NoReturn:
         refuse(called.__name__, _misfit(called, args, given, said))
 
-    return misfits.fitting(function, refuse_misfit)
+    return misfits.fitting(function, refuse_misfit, name=function.__name__)
 
 
 def _misfit(
