@@ -99,16 +99,24 @@ INTERRUPTED = """
     ac.all_reduce(1).wait()
     print("waiting", flush=True)
     if ac.get_rank() == 0:
-        ac.all_reduce(torch.ones(4)).wait()
+        {waits}
     else:
         ac.recv(torch.ones(4), src=0).wait()
 """
 
 
-def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
-    """KeyboardInterrupt interrupts a blocking wait, and the process ends."""
-    for ended in scripts.run(tmp_path, INTERRUPTED, ranks=2, interrupt_at="waiting"):
+@pytest.mark.parametrize(
+    "waits",
+    [
+        "ac.all_reduce(torch.ones(4)).wait()",
+        pytest.param("work = ac.all_reduce(torch.ones(4)); ac.finalize()", marks=pytest.mark.nightly),
+    ],
+)
+def test_ctrl_c_while_waiting(tmp_path: Path, waits: str) -> None:
+    """KeyboardInterrupt interrupts a blocking wait, and the process ends, with one frame of ours to show."""
+    for ended in scripts.run(tmp_path, INTERRUPTED.format(waits=waits), ranks=2, interrupt_at="waiting"):
         assert "KeyboardInterrupt" in ended.err
+        assert ended.err.count('File "') == 2, ended.err
         assert ended.code != 0
 
 

@@ -1,4 +1,4 @@
-"""Leave this library's frames out of the tracebacks of its errors, whose messages say what to do."""
+"""Leave our frames out of tracebacks of our errors, whose messages say what to do, and of Ctrl-C."""
 
 from __future__ import annotations
 

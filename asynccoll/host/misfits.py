@@ -55,7 +55,7 @@ def fitting(
                     raise
                 said = error
             (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
-        except AsyncCollError as error:
+        except (AsyncCollError, KeyboardInterrupt) as error:
             if isinstance(error, _REFUSALS) and name not in str(error):
                 error.args = (f"{name}: {error}",)
             raise without_ours(error)  # noqa: B904  # it is the same one

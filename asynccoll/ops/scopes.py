@@ -155,8 +155,9 @@ class scope(Block[Members]):  # noqa: N801  # read as a statement: `async with a
     The end also waits for works of child tasks, and raises the errors of works that were not awaited. The
     wait of ``with`` blocks the thread. If the body fails or is cancelled, by anyio, trio or
     ``task.cancel()``, the end still waits, up to each operation's timeout; then the body's own error, or the
-    cancellation, is raised. Only Ctrl-C ends the wait. Works that a child task starts after the block has
-    ended belong to the enclosing scope, if there is one.
+    cancellation, is raised. Only Ctrl-C ends the wait (with ``asyncio.run`` the second one: the first cancels
+    the task). Works that a child task starts after the block has ended belong to the enclosing scope, if
+    there is one.
     """
 
     _entries = scopes

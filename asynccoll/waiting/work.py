@@ -31,6 +31,7 @@ from asynccoll.errors import (
 from asynccoll.host.blocks import Entries, innermost
 from asynccoll.host.exits import in_main_thread
 from asynccoll.host.forks import renew
+from asynccoll.host.frames import without_ours
 from asynccoll.host.misfits import check_function
 from asynccoll.host.timeouts import check_patience
 from asynccoll.memory.unfilled import claims, let_go
@@ -183,6 +184,9 @@ class Work(NotItsResult, Generic[T]):
                 for operation in self._operations:
                     block(operation, None if ends is None else ends - host.monotonic())
                     plain = plain and operation.over
+            except KeyboardInterrupt as error:
+                self._end_early()
+                raise without_ours(error)  # noqa: B904  # it is the same one
             except BaseException:
                 self._end_early()
                 raise
