@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
 import asynccoll as ac
+from asynccoll import trace
 from asynccoll.cli import main
 from asynccoll.trace.merged import Trace
 from browser import started
@@ -365,3 +367,24 @@ def test_an_earlier_trace_is_replaced_and_said_and_nobody_elses_file_is(
     for replaced in ("trace.html", "trace.html, trace.json"):
         assert main(["trace", "merge", "out"]) == 0
         assert f"replaced from an earlier trace: {replaced}; with -o DIR" in capsys.readouterr().out
+
+
+def _luminance(color: str) -> float:
+    """Return the relative luminance of ``#rrggbb``, as WCAG 2 defines it."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_labels_can_be_read_on_every_bar() -> None:
+    """WCAG asks for a contrast of 4.5 between text and what is behind it."""
+    page = Path(trace.__file__).with_name("page.html").read_text()
+    compute = re.findall("#[0-9A-F]{6}", page.partition("const COMPUTE = ")[2].partition("\n")[0])
+    calls = re.findall("--(?:hidden|waited): (#[0-9A-F]{6})", page)
+    (dark,) = re.findall('const DARK = "(.*)";', page)
+    assert len(compute) == 6
+    assert len(calls) == 2
+    for color in (*compute, *calls):
+        text = 1.0 if color == dark else 0.0
+        low, high = sorted((text, _luminance(color)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, color
