@@ -1,6 +1,10 @@
 """One-line helpers for model, optimizer and data: what ignite calls ``auto``.
 
-Knows ``overlap``, and how models are trained on the backend; must not know which backend it is.
+>>> loader = ac.auto_dataloader(dataset, batch_size=64)       # each rank loads its own part
+>>> model = ac.auto_model(Net())                              # on this rank's device, ready to be trained
+>>> optimizer = ac.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+
+This package knows ``overlap``, and how models are trained on the backend. It must not know which one that is.
 """
 
 from asynccoll.auto.data import DistributedProxySampler, auto_dataloader

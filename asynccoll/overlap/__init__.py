@@ -1,21 +1,20 @@
 """Helpers for your own training loops that hide communication behind compute.
 
-Built on the public operations; must not know backends, nor what ``auto`` does. Each module is one way to
-overlap, or has what several of them share:
+>>> gradients = ac.overlap_gradients(model)   # sends them while backward runs
+>>> loss.backward()
+>>> await gradients                           # now they are averaged
 
-- ``gradients``: gradients reduced bucket by bucket while backward runs (``overlap_gradients``);
-- ``ddp``: DDP's own buckets, sent on one of our lanes (``ddp_hook``);
-- ``sharded``: an optimizer whose work is divided among the ranks (``shard_optimizer``);
-- ``layers``: layers whose parameters are divided among the ranks, gathered ahead of use (``shard_layers``);
-- ``averaging``: local steps, with parameters averaged in the background (``average_parameters``);
-- ``prefetch``, ``window``: prefetching, and back-pressure (``prefetch``, ``InFlight``);
-- ``parameters``: the same parameters on all ranks at the start (``broadcast_parameters``);
-- ``divergence``: whether the ranks still have the same parameters (``check_parameters``);
-- ``backward``: for ``auto_optim``, gradients that are averaged when ``backward`` returns;
-- ``asking``: for ``async_optim``, gradients that are reduced again if a rank has added some;
-- ``arrivals``: parameters that a sharded optimizer's step has sent and the model has yet to wait for;
-- ``unawaited``: the errors for gradients that were not awaited;
-- ``scaling``: checks before a gradient scaler unscales gradients or steps.
+- ``overlap_gradients``: gradients reduced bucket by bucket while backward runs;
+- ``ddp_hook``: DDP's own buckets, sent on one of our lanes;
+- ``shard_optimizer``: an optimizer whose work is divided among the ranks;
+- ``shard_layers``: layers whose parameters are divided among the ranks, gathered ahead of use;
+- ``average_parameters``: local steps, with parameters averaged in the background;
+- ``prefetch``, ``InFlight``: prefetching, and back-pressure;
+- ``broadcast_parameters``: the same parameters on all ranks at the start;
+- ``check_parameters``: whether the ranks still have the same parameters.
+
+Built on the public operations: a user could have written this package. It must not know backends, nor what
+``auto`` does.
 """
 
 from asynccoll.overlap.averaging import ParameterAverager, average_parameters
