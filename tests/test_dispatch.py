@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 import asynccoll as ac
 import oracle
+from asynccoll.backends.choosing import capabilities_of
+from asynccoll.backends.memory.tables import MEMORY
 from asynccoll.backends.serial.backend import SerialCommunicator
 from asynccoll.plan import dispatch
 from asynccoll.plan.spec import (
@@ -162,6 +164,42 @@ def test_a_permute_is_an_all_to_all() -> None:
     made = plan(Op.PERMUTE)
     assert made.native == "all_to_all"
     assert "composed of all_to_all" in str(made)
+
+
+#: For each backend, the operations for which its communicator makes another of its library's calls.
+MADE_BY: dict[str, dict[str, str]] = {
+    "serial": {},
+    "memory": {},
+    "gloo": {},
+    "nccl": {},
+    "mpi": {},
+    "horovod": {
+        "reduce": "all_reduce",
+        "gather": "all_to_all",
+        "scatter": "all_to_all",
+        "barrier": "all_reduce",
+    },
+    "xla-tpu": {
+        "reduce": "all_reduce",
+        "broadcast": "all_reduce",
+        "gather": "all_gather",
+        "scatter": "reduce_scatter",
+        "permute": "collective_permute",
+        "barrier": "all_reduce",
+    },
+}
+
+
+@pytest.mark.parametrize("backend", MADE_BY)
+def test_what_a_backend_makes_by_another_call_is_not_called_native(backend: str) -> None:
+    known = MEMORY if backend == "memory" else capabilities_of(backend, "cpu")
+    made = {"permute": "all_to_all", **MADE_BY[backend]}
+    for op in known.ops - known.compose:
+        chosen = plan(op, known=dataclasses.replace(known, exchange_bytes=0))
+        if chosen.via == "native":
+            call = made.get(op.value, op.value)
+            assert chosen.native == call
+            assert (f"it is composed of {call}" in str(chosen)) is (call != op.value)
 
 
 def test_planning_is_pure_and_cached() -> None:

@@ -64,6 +64,7 @@ def _row(floats: tuple[torch.dtype, ...]) -> Capabilities:
             (Op.GATHER, "all_gather"),
             (Op.SCATTER, "reduce_scatter"),
             (Op.PERMUTE, "collective_permute"),
+            (Op.BARRIER, "all_reduce"),
         ),
     )
 
