@@ -40,6 +40,7 @@ from asynccoll.testing.delivery import Delivery
 from asynccoll.testing.network import Network
 from asynccoll.testing.report import leaves
 from asynccoll.testing.scheduler import Scheduler, install, running
+from asynccoll.testing.transports import TRANSPORTS
 from by_day import orders
 from determined import differing
 from pages import DOCS, blocks
@@ -99,21 +100,45 @@ def test_results_are_those_of_a_real_world(size: int, schedule: Any, loop: str) 
         assert sorted(report.results) == list(range(size))
 
 
-def test_the_same_seed_is_the_same_simulation() -> None:
-    """The digests are the same in another process too, in which sets have another order."""
+def in_another_process(told: str) -> list[str]:
+    """Return the words that a process prints which has imported this module as ``t``."""
     here = Path(__file__).parent
-    told = (
-        "import warnings; warnings.simplefilter('ignore'); import test_simulated as t; print(*t.digests(20))"
-    )
+    program = f"import warnings; warnings.simplefilter('ignore'); import test_simulated as t; print({told})"
     package = str(Path(ac.__file__).parent.parent)
     environ = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([package, str(here)])}
     other = subprocess.run(
-        [sys.executable, "-c", told], env=environ, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=120
     )
+    return other.stdout.split()
+
+
+def test_the_same_seed_is_the_same_simulation() -> None:
+    """The digests are the same in another process too, in which sets have another order."""
     first = digests(20)
     assert first == digests(20)
-    assert other.stdout.split() == first
+    assert in_another_process("*t.digests(20)") == first
     assert len(set(first)) == 20
+
+
+def imported_meanwhile() -> set[str]:
+    """Return which of our modules the first simulations of a process have imported in their ranks."""
+    imported: set[str] = set()
+
+    def main() -> None:
+        before = set(sys.modules)
+        ac.initialize()
+        ac.all_reduce(torch.ones(3)).wait()
+        ac.finalize()
+        imported.update(set(sys.modules) - before)
+
+    for transport in TRANSPORTS:
+        simulate(main, joined=False, world_size=2, transport=transport, loop="none").check()
+    return {name for name in imported if name.startswith("asynccoll.")}
+
+
+def test_a_simulation_imports_nothing_of_ours() -> None:
+    """The locks that a module makes as it is imported would be simulated ones, and stay so."""
+    assert in_another_process("t.imported_meanwhile()") == ["set()"]
 
 
 async def _cancelled_together(rank: int) -> list[str]:

@@ -90,9 +90,11 @@ class SimulatedBackend(Backend):
     device: torch.device = torch.device("cpu")
     opens_early = True
 
-    def __init__(self, fabric: Fabric, transport: Transport, device: Device, rank: int) -> None:
+    def __init__(
+        self, fabric: Fabric, transport: Transport, capabilities: Capabilities, device: Device, rank: int
+    ) -> None:
         self._fabric = fabric
-        self._capabilities = transport.capabilities
+        self._capabilities = capabilities
         self.ends_alone: bool = transport.ends_alone
         self.orders_lanes: bool = transport.orders_lanes
         self._over = transport.over(device, partial(fabric.delivery.within, rank))

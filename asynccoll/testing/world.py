@@ -92,6 +92,9 @@ class World:
         size = setting.world_size
         self._setting = setting
         self._loop = LOOPS[setting.loop]
+        self._transport = TRANSPORTS[setting.transport]
+        # Asked before the host is replaced: this imports the real backend, whose locks are to be real ones.
+        self._capabilities = self._transport.capabilities
         self._scheduler = Scheduler(setting.schedule, setting.seed, _MOST_STEPS)
         self._scheduler.ends = self._scheduler.now + setting.timeout
         self._per_node = size // setting.nodes
@@ -208,9 +211,9 @@ class World:
         runtime.finalize(abort=abort)
 
     def _backend(self, rank: int, life: int) -> Backend:
-        transport = TRANSPORTS[self._setting.transport]
-        backend = SimulatedBackend(self._fabrics[life], transport, devices.devices[rank], rank)
-        if not transport.in_memory:
+        fabric, device = self._fabrics[life], devices.devices[rank]
+        backend = SimulatedBackend(fabric, self._transport, self._capabilities, device, rank)
+        if not self._transport.in_memory:
             return backend
         hub: Any = SimulatedHub(self._hosts[life], rank)
         return Sharing(backend, hub, self._network.node_of, {})
