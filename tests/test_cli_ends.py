@@ -249,6 +249,40 @@ def test_a_rank_that_somebody_else_stops_is_named(start, script):
 
 
 @on_linux
+@pytest.mark.parametrize("by", ["a signal", "a failure"])
+def test_a_stopped_rank_is_continued_to_end(start, script, by):
+    """A stopped process does not notice SIGTERM, and used to be killed after thirty seconds instead."""
+    script("""
+        import os, signal, sys, asynccoll as ac
+
+        def save(*_):
+            print("saved")
+            sys.exit(0)
+
+        ac.initialize("gloo")
+        signal.signal(signal.SIGTERM, save)
+        print(os.getpid(), ac.get_rank())
+        if ac.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigwait([signal.SIGTERM])
+        save()
+    """)
+    job = start("run", "-n", 2, "program.py")
+    first, stopped = (line.split()[0] for line in sorted(job.lines(2), key=lambda line: line.split()[1]))
+    stat = Path(f"/proc/{stopped}/stat")
+    assert until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", patient(10))
+    if by == "a signal":
+        job.process.send_signal(signal.SIGTERM)
+        saved, expected = 2, 128 + signal.SIGTERM
+    else:
+        os.kill(int(first), signal.SIGKILL)
+        saved, expected = 1, 128 + signal.SIGKILL
+    code, output, errors = job.wait()
+    assert (code, output.split()) == (expected, ["saved"] * saved), errors
+
+
+@on_linux
 def test_programs_that_are_no_scripts_end_as_scripts_do(start):
     """They end with their own exit code, and by Ctrl-C."""
     # The failing rank waits until the other, which would be stopped otherwise, has written.

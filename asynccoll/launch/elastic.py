@@ -63,7 +63,8 @@ def run(request: RunRequest) -> int:
             _check_meeting(given, request.options)
             _set_environment(given, request.backend, job)
             config, command, arguments = _configure(given)
-            witness = Witness(job).watch()
+            goes_on = request.options.get("--kill-on-bad-exit") == "0"
+            witness = Witness(job, bool if goes_on else processes.continue_stopped).watch()
             try:
                 return _launch(config, command, arguments, witness)
             finally:

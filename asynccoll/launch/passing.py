@@ -168,6 +168,7 @@ def on_stop_signals(
                 processes.signal_children(signal.SIGKILL)
             return
         noticed.set()
+        processes.continue_stopped()
         if number == signal.SIGINT:
             escalation = threading.Timer(
                 processes.INTERRUPT_GRACE_S, processes.signal_children, [signal.SIGTERM]
@@ -194,7 +195,7 @@ def _pause(*_: object) -> None:
         signal.raise_signal(signal.SIGTSTP)  # returns once this process is continued, as by ``fg``
     finally:  # the handler of a signal that arrived meanwhile may raise here
         signal.signal(signal.SIGTSTP, _pause)
-        processes.signal_descendants(signal.SIGCONT)
+        processes.continue_stopped()
 
 
 def _watch_for_signals(noticed: threading.Event, stuck: Callable[[signal.Signals], None]) -> None:

@@ -64,6 +64,11 @@ def signal_descendants(number: signal.Signals) -> None:
         below = _children_of(below)
 
 
+def continue_stopped() -> None:
+    """Continue descendants that are stopped (SIGSTOP), so that they notice the signal that ends them."""
+    signal_descendants(signal.SIGCONT)
+
+
 def signal_children(number: signal.Signals) -> None:
     """Send a signal to every child or, if it leads a process group, to the whole group."""
     _signal(children(), number)

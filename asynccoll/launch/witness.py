@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,12 @@ class _Seen:
 class Witness:
     """Watches the processes that ``RANK.pid`` in a directory names, and those that hand over their memory."""
 
-    def __init__(self, directory: Path) -> None:
-        """Prepare to see ranks that are started in ``directory`` from now on, once ``watch`` is called."""
+    def __init__(self, directory: Path, failed: Callable[[], object] = bool) -> None:
+        """Prepare to see ranks that are started in ``directory`` from now on, once ``watch`` is called.
+
+        ``failed`` is called on the witness's thread when a rank has ended with another exit code than 0.
+        """
+        self._failed = failed
         self.directory: Path = directory
         self._seen: dict[int, _Seen] = {}  # by process
         self._earlier = 0  # how many of them are of earlier attempts
@@ -157,18 +162,20 @@ class Witness:
             self._ended.append(seen.rank)
 
     def _saw_end(self, seen: _Seen) -> None:
-        _mark(seen)
+        if _mark(seen):
+            self._failed()
         self._ended.append(seen.rank)
         self._poll.unregister(seen.descriptor)
         os.close(seen.descriptor)
         seen.descriptor, seen.ended = -1, True
 
 
-def _mark(seen: _Seen) -> None:
-    """Record, where its peers read it, that the process has ended, and its exit code, if known."""
+def _mark(seen: _Seen) -> int | None:
+    """Record, where its peers read it, that the process has ended; return its exit code, if known."""
     code = _exit_code(seen)
     if seen.memory is not None and (code is not None or _says_nothing(seen.memory)):
         flight.mark_ended(seen.memory, "exited", code, host.monotonic())
+    return code
 
 
 def _waited(seen: _Seen) -> bool:
