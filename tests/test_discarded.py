@@ -101,6 +101,16 @@ def heard(main: Callable[[int], Coroutine[Any, Any, None]]) -> list[str]:
     ]
 
 
+def test_few_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that compiles its code at every step does not keep all of it in memory."""
+    monkeypatch.setattr(discarded, "_MOST", 2)
+    monkeypatch.setattr(discarded, "_known", {})
+    for step in range(5):
+        code = compile("print(end=str(how(0)))", f"step {step}", "exec")
+        exec(code, {"how": discarded.thrown_away_by})
+        assert len(discarded._known) <= 2
+
+
 def test_each_rank_that_would_have_got_a_result_is_told() -> None:
     x = torch.ones(2)
 

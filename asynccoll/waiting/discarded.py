@@ -12,8 +12,10 @@ from types import CodeType
 from asynccoll.host.call_site import is_users
 
 #: How each call seen so far throws its result away, by the id of its code object and the instruction. The
-#: code object is kept alive so that no other one gets its id.
+#: code object is kept alive so that no other one gets its id; of at most ``_MOST`` calls, as a program may
+#: compile code at every step.
 _known: dict[tuple[int, int], tuple[str, CodeType]] = {}
+_MOST = 4096
 #: Instructions that leave the value of a call alone, or are part of the ``await`` after it.
 _AWAIT = frozenset(["CACHE", "NOP", "RESUME", "GET_AWAITABLE", "LOAD_CONST", "END_SEND", "YIELD_FROM"])
 #: Instructions between the name ``wait`` and its call in ``.wait(timeout=...)``, in any version of Python.
@@ -45,6 +47,8 @@ def thrown_away_by(depth: int) -> str:
     known = _known.get((id(code), instruction))
     if known is None:
         how = discarded_by(code, instruction) if is_users(code.co_filename) else ""
+        if len(_known) >= _MOST:
+            _known.clear()
         known = _known[id(code), instruction] = how, code
     return known[0]
 
