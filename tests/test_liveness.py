@@ -162,3 +162,26 @@ def test_nobody_is_gone_where_nobody_can_be_asked(asker: Liveness, monkeypatch: 
     assert asker.lost((RANK,)) == ()
     assert asker.lost((RANK,), routine=True) == ()
     assert asker.lost((RANK,), patience=0.05) == ()
+
+
+def test_peers_may_be_read_while_they_are_told_to_another_rank() -> None:
+    """``peers`` is answered on a thread of its own, and lists the peers that were known as it was asked."""
+    recorder = Recorder(0, 3)
+    accounts = Accounts(0, recorder, "the job's", "here")
+    known: dict[int, Peer] = {}
+    accounts.known = known
+
+    class Address(str):
+        """The address of a rank; another rank's beacon becomes known as it is copied into the answer."""
+
+        __slots__ = ()
+
+        def __deepcopy__(self, memo: object) -> str:
+            known[2] = Peer("127.0.0.3", 2, "here", 2)
+            return str(self)
+
+    known[RANK] = Peer(Address("127.0.0.2"), 1, "here", 1)
+    answer: Any = accounts._answer("peers")
+    assert [one["address"] for one in answer["peers"].values()] == ["127.0.0.2"]
+    accounts.close()
+    recorder.close()

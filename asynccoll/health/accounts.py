@@ -204,7 +204,8 @@ class Accounts:
         if question.startswith(NOTE):
             return {} if self.hear is None else self.hear(question)
         if question == "peers":
-            return {"peers": {str(rank): asdict(peer) for rank, peer in self.known.items()}}
+            known = list(self.known.items())  # a copy, as other threads add peers
+            return {"peers": {str(rank): asdict(peer) for rank, peer in known}}
         wanted = question, self._recorder.newest
         said, at, account = self._answered
         if wanted != said or at < host.monotonic() - KEPT_SECONDS:
