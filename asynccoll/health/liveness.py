@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -81,6 +81,10 @@ class Liveness:
                 peer = self._peers[rank] = Peer(**json.loads(said))
                 self._accounts.hold(rank, peer)
 
+    def _known(self, ranks: Iterable[int]) -> dict[int, Peer]:
+        """Return what those of ``ranks`` have published that this rank has read."""
+        return {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+
     def lost(
         self, ranks: tuple[int, ...], *, patience: float = 0.0, routine: bool = False
     ) -> tuple[int, ...]:
@@ -92,7 +96,7 @@ class Liveness:
         out of descriptors it cannot ask any rank, and no rank counts as gone.
         """
         self.learn(ranks)
-        asked = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
+        asked = self._known(ranks)
         until = host.monotonic() + patience
         gone: tuple[int, ...] = ()
         while True:
@@ -154,8 +158,7 @@ class Liveness:
     def accounts(self, ranks: tuple[int, ...]) -> dict[int, Account]:
         """Ask those of ``ranks`` that have published where they are, and return what is known about each."""
         self.learn(ranks)
-        peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
-        return self._accounts.of(peers)
+        return self._accounts.of(self._known(ranks))
 
     def lives_here(self) -> None:
         """Make the calling thread the one whose stack is given when peers ask where the program stands."""
@@ -163,9 +166,8 @@ class Liveness:
 
     def tell(self, ranks: Collection[int], question: str, seconds: float) -> Mapping[int, Mapping[str, Any]]:
         """Ask those of ``ranks`` that are known; return the answers that arrive within ``seconds``."""
-        peers = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
         with contextlib.suppress(OSError):  # no descriptors are left
-            return self._accounts.tell(peers, question, seconds)
+            return self._accounts.tell(self._known(ranks), question, seconds)
         return {}
 
     def hear_by(self, hear: Callable[[str], Mapping[str, object]]) -> None:
@@ -202,8 +204,7 @@ class Liveness:
 
     def _last_seen(self, ranks: tuple[int, ...]) -> dict[int, Flight]:
         """Return the records of those of ``ranks`` whose memory is open, whether or not they are alive."""
-        known = {rank: self._peers[rank] for rank in ranks if rank in self._peers}
-        seen = {rank: self._accounts.last_seen(rank, peer) for rank, peer in known.items()}
+        seen = {rank: self._accounts.last_seen(rank, peer) for rank, peer in self._known(ranks).items()}
         return {rank: one for rank, one in seen.items() if one is not None}
 
     def last_words(self, rank: int) -> str:
