@@ -35,6 +35,7 @@ from asynccoll.runtime.process import current
 from asynccoll.waiting import arriving
 from asynccoll.waiting.forgotten import NotItsResult, warn
 from asynccoll.waiting.work import Work
+from asynccoll.waiting.work import _claim as claim
 from patience import patient
 from ranks import Rank, raising
 from worlds import World
@@ -324,6 +325,23 @@ async def called_back(me: Rank) -> None:
 def test_done_callbacks(pair: World, runner: str) -> None:
     """A callback is called once, with the work, when it completes; immediately if it has completed."""
     pair.run(called_back, runner=runner)
+
+
+def test_a_work_may_be_completed_by_a_thread_that_claims_another() -> None:
+    """Garbage collection, which may run where a thread claims a work, can complete others."""
+    heard: list[Any] = []
+    operation: Any = SimpleNamespace(attended=lambda one_done: one_done())
+    work: Work[None] = Work((operation,), None)
+    work._told()
+
+    def complete() -> None:
+        with claim:
+            work.add_done_callback(heard.append)
+
+    thread = threading.Thread(target=complete, daemon=True)
+    thread.start()
+    thread.join(patient(5))
+    assert heard == [work]
 
 
 async def bad_callback(me: Rank) -> None:

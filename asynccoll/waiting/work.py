@@ -59,7 +59,8 @@ _DONE = 2
 _FAILED = 3
 #: How many works a scope keeps before it drops those whose outcome has been received.
 _FEW = 64
-_claim = host.Lock()
+#: Reentrant: making a promise with it held may collect garbage, and what that drops may complete a work.
+_claim = host.RLock()
 _waiters = host.per_process(lambda: Waiters("asynccoll-future"))
 renew(_claim)
 
@@ -380,7 +381,6 @@ class Work(NotItsResult, Generic[T]):
         Raises:
             InvalidArgumentError: no asyncio loop runs in this thread.
         """
-        import asyncio
 
         async def outcome() -> T:
             return await self
