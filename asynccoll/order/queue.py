@@ -38,7 +38,7 @@ class Queue:
     """The queue of one lane, and the code that issues calls from it.
 
     The methods above ``start`` are called with the lane's lock held; ``start`` and the methods below it
-    without the lock, except ``_rest`` and ``_may_start``.
+    without the lock, except ``_rest``, ``_may_start`` and ``_give_back``.
     """
 
     def __init__(

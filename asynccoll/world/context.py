@@ -103,7 +103,7 @@ class Context:
         self.instead: str = (
             "omit this call where Parallel, spawn or session has already made it, or call ac.finalize() first"
         )
-        #: called with each accepted operation and its size in bytes, under the lane's lock (``trace``)
+        #: called with each accepted operation and its size in bytes, without the lane's lock (``trace``)
         self.observers: tuple[Callable[[Operation, int], object], ...] = ()
         self.store: dist.Store | None = store if identity.world_size > 1 else None
         self.clients: Clients | None = Clients(store) if store is not None else None
