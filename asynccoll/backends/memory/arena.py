@@ -7,7 +7,6 @@ sealed, so that no process can shrink it while others use it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -116,8 +115,5 @@ class Arena:
             self._free[one.layout.total_bytes].append(one.offset)
 
     def close(self) -> None:
-        """Close the file, once this rank's lanes are closed. Other ranks may still have it mapped."""
-        with self._lock:
-            self._lent.clear()
-            with contextlib.suppress(OSError):
-                os.close(self.descriptor)
+        """Close the file of an arena that no hub has taken over (a hub closes those of its ranks)."""
+        os.close(self.descriptor)
