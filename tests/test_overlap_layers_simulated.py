@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,22 @@ def test_a_loop_that_begins_without_gradients() -> None:
             else:
                 with raising(ac.InvalidArgumentError, "layer 1", "began without", "requires_grad_(False)"):
                     kept[1](x)
+
+    simulate(main, world_size=2, loop="none").check()
+
+
+def test_a_loop_that_calls_only_frozen_layers() -> None:
+    """Regression: it was accepted, though its backward reaches none of the layers that peers wait for."""
+
+    def main(_: int) -> None:
+        modules = blocks()
+        modules[1].requires_grad_(False)
+        layers = ac.overlap.shard_layers(modules)
+        for called in ([1], [1, 2]):
+            x = rows(0).requires_grad_()
+            with raising(ac.InvalidArgumentError, "only frozen ones") if called == [1] else nullcontext():
+                for index, layer in enumerate(layers):
+                    x = layer(x) if index in called else x
 
     simulate(main, world_size=2, loop="none").check()
 

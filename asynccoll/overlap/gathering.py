@@ -493,17 +493,19 @@ class Pass:
         return [index in used for index in range(len(self._layers))]
 
     def check_used(self) -> None:
-        """Refuse a loop that ends without calling any layer: other ranks may wait for it in backward.
+        """Refuse a loop that ends without calling a trained layer: other ranks may wait for it in backward.
 
         The loop variable holds the last layer. If more layers are held, they may be called later.
         """
         kept = len(self.held) > 1 or len(self._gathered) == 1
-        if self.expected and not (self.used or kept) and self.expected[0].size > 1:
+        # Backward passes through a frozen layer without reaching the loop, unless it gathers it again.
+        reaches = any(self._call or not self.trained.isdisjoint(layer.shards) for layer in self.used)
+        if self.expected and not (reaches or kept) and self.expected[0].size > 1:
             raise InvalidArgumentError(
-                "this rank has called no layer of the loop, so its backward reaches none of them, and the "
-                "other ranks would wait there for its zeros: call at least one and let the loss depend on "
-                "it (without data, on an empty batch: loss = layer(x[:0]).sum()); or, where no rank runs "
-                "backward, loop under torch.no_grad()"
+                "this rank has called no layer of the loop, or only frozen ones, so its backward does not "
+                "reach the loop, and the other ranks would wait there for its zeros: call at least one that "
+                "is trained, and let the loss depend on it (without data, on an empty batch: loss = "
+                "layer(x[:0]).sum()); or, where no rank runs backward, loop under torch.no_grad()"
             )
 
     def regathering(self, layer: Layer, scattering: Scattering) -> Callable[[], list[torch.Tensor]] | None:

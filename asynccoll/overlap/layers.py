@@ -99,13 +99,13 @@ class ShardedLayers(Uncopied, nn.Module):
       in step again. Then either all ranks have to run backward, or none (agree on it with
       ``await ac.all_reduce(succeeded, op="and")``).
     - **A layer that a rank does not call** (LayerDrop, an early exit) has a gradient of zeros from that rank.
-      The rank's backward has to reach at least one layer of the loop: a loop that ends without calling any
-      raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without data calls one on an
-      empty batch (``loss = layer(x[:0]).sum()``). If a rank's loss does not depend on the loop, or its
-      backward raised, the others wait in theirs. Within seconds after that rank waits for something, too,
-      they get a ``PeerRefusedError`` that names it, and it gets one in its next loop. (There is one
-      exception: if it waits elsewhere and keeps the output of the loop, backward might still reach the loop.
-      Then the others' timeout error names it.)
+      The rank's backward has to reach at least one layer of the loop: a loop that ends without calling any,
+      or only frozen ones, raises ``InvalidArgumentError``, unless under ``torch.no_grad()``. A rank without
+      data calls one on an empty batch (``loss = layer(x[:0]).sum()``). If a rank's loss does not depend on
+      the loop, or its backward raised, the others wait in theirs. Within seconds after that rank waits for
+      something, too, they get a ``PeerRefusedError`` that names it, and it gets one in its next loop. (There
+      is one exception: if it waits elsewhere and keeps the output of the loop, backward might still reach the
+      loop. Then the others' timeout error names it.)
 
     Without an event loop, call ``wait()`` instead of ``await``: ``layers.clip_grad_norm_(1.0).wait()``.
     """
