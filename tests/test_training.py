@@ -181,6 +181,22 @@ def test_another_optimizer_takes_over(pair: World) -> None:
     pair.run(taken_over)
 
 
+def refused_then_trained(me: Rank) -> None:
+    parameter = scalar()
+    old = reducing(torch.optim.SGD([parameter], lr=1.0))
+    for wrong in ({"bucket_byte": 8}, {"bucket_bytes": 0}, {"op": "nonsense"}):
+        with raising(ac.AsyncCollError):
+            reducing(torch.optim.Adam([parameter], lr=1.0), **wrong)
+    (parameter.sum() * (me.rank + 1)).backward()
+    assert parameter.grad.tolist() == [(me.size + 1) / 2] * 2
+    old.step()
+
+
+def test_a_refused_call_leaves_the_earlier_optimizer_in_use(pair: World) -> None:
+    """Regression: it had closed the earlier one's reducer, and the ranks trained apart without an error."""
+    pair.run(refused_then_trained)
+
+
 async def stepped(me: Rank) -> None:
     parameter = scalar()
     async with ac.async_optim(torch.optim.SGD([parameter], lr=1.0)) as optimizer:

@@ -30,7 +30,7 @@ from asynccoll.ops.scopes import new_lane
 from asynccoll.overlap import broadcast_parameters
 from asynccoll.overlap.accepted import check_not_unscaled, check_scaler, check_step, check_whole, ddp_models
 from asynccoll.overlap.asking import AskingReducer
-from asynccoll.overlap.backward import BackwardReducer, close_earlier
+from asynccoll.overlap.backward import BackwardReducer, earlier
 from asynccoll.overlap.gradients import OPTIONS, check_unreduced
 from asynccoll.overlap.pending import Methods, Pending
 from asynccoll.overlap.steps import Steps
@@ -170,14 +170,16 @@ def optim_for(place: Place, optimizer: O, kwargs: dict[str, object]) -> O:
     """Do what ``auto_optim`` does, for a given place."""
     _refuse_apex(optimizer)
     training = place.training
-    close_earlier(_parameters_of(optimizer)())
+    replaced = earlier(_parameters_of(optimizer)())
     own = None
     if not kwargs.keys() <= {*OPTIONS, _NAMES}:
         own = cast("O | None", training.own_optimizer(optimizer, kwargs))
     if own is None:
-        training.adopt(optimizer)
         if not training.ddp and place.world_size > 1:
             _average_in_backward(optimizer, {name: value for name, value in kwargs.items() if name != _NAMES})
+        training.adopt(optimizer)
+    for other in replaced:
+        other.close()
     if training.starts_as_first and place.world_size > 1:  # last: the ranks' parameters are compared above
         _take_over(optimizer if own is None else own)
     return optimizer if own is None else own

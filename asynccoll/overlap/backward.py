@@ -19,7 +19,7 @@ from asynccoll.overlap.buckets import Gradients
 from asynccoll.overlap.gradients import GradientReducer, living
 from asynccoll.overlap.unawaited import BY_BACKWARD
 
-__all__ = ["BackwardReducer", "close_earlier"]
+__all__ = ["BackwardReducer", "earlier"]
 
 #: Ranks compare their step numbers modulo three, sent as -1, 0 or 1. Low-precision dtypes sum these exactly
 #: for up to this many ranks.
@@ -56,6 +56,9 @@ class BackwardReducer(GradientReducer):
         super().__init__(parameters, **options)
         self._task = -1  # autograd's number of the backward that will wait at its end, or -1
         self._closed = False
+
+    def _earlier(self) -> list[GradientReducer]:
+        return earlier(self._source())
 
     # During backward
 
@@ -130,12 +133,10 @@ def _end(reducer: weakref.ref[BackwardReducer], task: int) -> None:
     own.wait()
 
 
-def close_earlier(parameters: Iterable[torch.Tensor]) -> None:
-    """Close reducers that have no parameters but these, for which a new optimizer is being made.
+def earlier(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:
+    """Return the reducers that have no parameters but these, for which a new optimizer is being made.
 
     They may be of an earlier world, whose parameters train on in a world of one, say.
     """
     mine = {id(parameter) for parameter in parameters}
-    for other in living():
-        if isinstance(other, BackwardReducer) and other._identity[2] <= mine:
-            other.close()
+    return [x for x in living() if isinstance(x, BackwardReducer) and x._identity[2] <= mine]

@@ -178,7 +178,7 @@ class GradientReducer(EachStep):
             check_not_ddp(model, parameters)
             check_arguments(parameters, op, bucket_bytes, first_bucket_bytes, reduce_dtype, timeout)
             self._window = InFlight(max_in_flight_bytes) if max_in_flight_bytes is not None else None
-            if (conflict := _conflict(*self._identity)) is not None:
+            if (conflict := _conflict(*self._identity, but=self._earlier())) is not None:
                 raise conflict
         self._reduce_dtype = reduce_dtype
         self._scale = 1.0 / self._size if op == "avg" else 1.0
@@ -224,6 +224,10 @@ class GradientReducer(EachStep):
         _live[self] = None
         _hook_optimizers()
 
+    def _earlier(self) -> list[GradientReducer]:
+        """Return the reducers in whose place this one is made; its maker closes them afterwards."""
+        return []
+
     def _tail(self) -> dict[str, Any]:
         """Return group, lane and timeout, as keyword arguments for an operation."""
         return {"group": self._group, "lane": self._lane, "timeout": self._timeout}
@@ -258,7 +262,7 @@ class GradientReducer(EachStep):
                 if name := self._replaced():
                     raise InvalidArgumentError(_REPLACED.format(name=name))
                 check_whole(new)
-                conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=self)
+                conflict = _conflict(self._identity[0], self._lane, {id(x) for x in new}, but=[self])
                 if conflict is not None:
                     raise conflict
             if self._size > 1:
@@ -674,7 +678,7 @@ def check_unreduced(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _conflict(
-    rank: int, lane: str, ids: set[int], but: GradientReducer | None = None
+    rank: int, lane: str, ids: set[int], but: Sequence[GradientReducer] = ()
 ) -> InvalidArgumentError | None:
     """Return the error if another reducer of this rank has this lane, or one of these parameters; or None."""
     if _shared(rank, lane, ids, but) is None:
@@ -683,9 +687,11 @@ def _conflict(
     return _shared(rank, lane, ids, but)
 
 
-def _shared(rank: int, lane: str, ids: set[int], but: GradientReducer | None) -> InvalidArgumentError | None:
+def _shared(
+    rank: int, lane: str, ids: set[int], but: Sequence[GradientReducer]
+) -> InvalidArgumentError | None:
     for other in living():
-        if other is but:
+        if other in but:
             continue
         its_rank, its_lane, its_ids = other._identity
         if its_rank == rank and its_lane == lane:
