@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from asynccoll.auto.data import Resumable
 from asynccoll.auto.models import load_in_place
@@ -69,7 +70,8 @@ class _Kept:
 
     def save(self) -> None:
         """Keep a copy of everything."""
-        self._saved = copy.deepcopy({name: _saved(vars(self)[name]) for name in self._names})
+        with _Detaching():
+            self._saved = copy.deepcopy({name: _saved(vars(self)[name]) for name in self._names})
 
     def restore(self) -> None:
         """Return to the copy, which stays as it is."""
@@ -91,6 +93,22 @@ class _Kept:
             if isinstance(sampler := vars(self)[name], Resumable):
                 sampler.num_replicas, sampler.rank = hvd.size(), hvd.rank()
         self.restore()
+
+
+class _Detaching(TorchFunctionMode):
+    """Has deepcopy, which refuses tensors with a history of autograd, copy them without it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            copied = args[1][id(args[0])] = copy.deepcopy(args[0].detach(), args[1])
+            return copied
+        return func(*args, **(kwargs or {}))
 
 
 def _saved(value: Any) -> Any:

@@ -797,6 +797,24 @@ def test_schedulers_and_samplers_are_kept_too(pair: worlds.World) -> None:
     pair.run(takes_over_more)
 
 
+def keeps_losses(me: Rank) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.sum() * (me.rank + 1)
+    state = ac.elastic.state(losses=[loss], best={"loss": loss})
+    state.sync()
+    state.losses.append(weight.sum())
+    state.commit()
+    state.losses.clear()
+    state.restore()
+    assert [x.tolist() for x in (*state.losses, state.best["loss"])] == [2.0, 2.0, 2.0]
+    assert not any(x.requires_grad for x in (*state.losses, state.best["loss"]))
+
+
+def test_losses_are_kept_without_their_history(pair: worlds.World) -> None:
+    """Regression: torch refuses to deepcopy a tensor that autograd has computed."""
+    pair.run(keeps_losses)
+
+
 class _Average:
     """An average of weights as users write it: it keeps what it loads, and changes it in place."""
 
