@@ -87,7 +87,8 @@ class _Kept:
     def sync(self) -> None:
         """Give every worker what rank 0 has now; all keep a copy of it, if the next loss comes first."""
         hvd = load()
-        self.save()
+        if hvd.rank() == 0:
+            self.save()
         self._saved = _from_first(hvd, self._saved)
         for name in self._names:
             if isinstance(sampler := vars(self)[name], Resumable):
@@ -129,8 +130,10 @@ def _from_first(hvd: Any, kept: T) -> T:
     written.write(bytes(size - written.tell()))
     sent = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
     hvd.broadcast_(sent, 0, name="asynccoll.elastic.state")
-    written.seek(0)
     own_device(hvd.local_rank())  # as in ``initialize``; else all workers of a host would use rank 0's
+    if hvd.rank() == 0:
+        return kept
+    written.seek(0)
     return cast("T", torch.load(written, map_location=_to_own, weights_only=False))
 
 
