@@ -61,12 +61,13 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "differing": ("all_reduce",),
     "differing splits": ("all_to_all",),
 }
-#: The payloads of bursts: small ones, ones larger than a slot of simulated memory, and messages. A burst has
-#: one of these kinds, or any.
+#: The payloads of bursts: small ones, ones larger than a slot of simulated memory, messages, and calls of
+#: several native calls, behind which others queue. A burst has one of these kinds, or any.
 _KINDS_IN_BURSTS = (
     ("tensor", "tensor", "number", "nothing", "uneven"),
     ("long", "long", "long uneven", "long uneven"),
     ("message", "message object", "long message"),
+    ("object", "object", "text", "uneven", "tensor"),
 )
 _IN_BURSTS = (*_KINDS_IN_BURSTS, sum(_KINDS_IN_BURSTS, ()), sum(_KINDS_IN_BURSTS, ()))
 #: Common payloads are drawn more often than special ones.
@@ -302,10 +303,11 @@ def _burst(
     begun = chance.choice([0, 1, 2, 2])
     calls[:begun] = [replace(call, wait="now", rests=number) for number, call in enumerate(calls[:begun])]
     calls[begun] = replace(calls[begun], rests=int(begun > 0))
-    if chance.random() < 0.2:
-        place, root = chance.randrange(count // 2, count), chance.randrange(ranks)
-        refused = replace(chance.choice(_REFUSED), wait=calls[place].wait, root=root)
-        calls[place] = replace(refused, seed=chance.randrange(6))
+    if chance.random() < 0.3:
+        kinds = _REFUSED_IN_MEMORY if chance.random() < 0.2 else _REFUSED
+        for place in chance.sample(range(count // 2, count), min(chance.choice([1, 1, 2, 3]), count // 2)):
+            refused = replace(chance.choice(kinds), wait=calls[place].wait, root=chance.randrange(ranks))
+            calls[place] = replace(refused, seed=chance.randrange(6))
     elif waits[0] == "threaded" and count > begun + 1 and chance.random() < 0.7:
         root = chance.randrange(ranks)
         told = min(chance.choice([1, 2, 5]), count - begun - 1)
@@ -315,9 +317,9 @@ def _burst(
     return tuple(calls)
 
 
+#: Only ranks that share memory notice these, so no other transport carries a burst with one.
+_REFUSED_IN_MEMORY = (Call(payload="differing"), Call("all_to_all", "differing splits"))
 _REFUSED = (
-    Call(payload="differing"),
-    Call("all_to_all", "differing splits"),
     Call(payload="wrong on one"),
     Call("recv", "refused message"),
     Call(payload="overwritten"),
