@@ -19,6 +19,7 @@ import random
 import threading
 import traceback
 from collections.abc import Callable
+from struct import Struct
 from threading import get_ident
 
 from asynccoll.testing.stacks import told
@@ -31,6 +32,8 @@ TICK_SECONDS = 5e-7
 _EPOCH = 1000.0
 _STOP_SECONDS = 2.0
 _MOST_EVENTS = 100_000
+#: A switch in the digest: the number of the thread, and when. Text took three times as long.
+_pack = Struct("=Qd").pack
 
 
 class Scheduler:
@@ -376,14 +379,14 @@ class Scheduler:
         before = self.current
         self.current = to
         self.switches += 1
-        self._digest.update(b"%d %.7f " % (to.number, self.now))
+        self._digest.update(_pack(to.number, self.now))
         if before is None or before.rank != to.rank:
             self.entered(to.rank)
         to.baton.release()
 
     def _take(self, me: SimulatedThread) -> None:
         me.baton.acquire()
-        if self.is_gone(me):
+        if self._unwinding or me.rank in self.gone:
             raise Killed
         if me.interrupt is not None:
             self._raise(me)
