@@ -198,7 +198,7 @@ def test_layers_that_are_frozen_and_unfrozen_in_the_model() -> None:
         assert same == [frozen is block for block in blocks]
     blocks[0].weight.requires_grad_(True)
     with raising(ac.InvalidArgumentError, "'weight' of layer 0 was unfrozen", "'bias'"):
-        iter(layers)
+        list(layers)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -210,7 +210,7 @@ def test_a_hook_on_a_parameter_is_refused(own: bool) -> None:
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
         with raising(ac.InvalidArgumentError, "has a hook", "after backward()"):
-            iter(layers)
+            list(layers)
         with torch.no_grad():
             iter(layers)
         handle.remove()

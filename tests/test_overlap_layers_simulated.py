@@ -253,3 +253,70 @@ def test_a_backward_that_raises_before_it_reaches_other_layers(reshard: bool) ->
             assert told == [False, True, True]
             for parts, model in zip(found, whole, strict=True):
                 assert all(close(parts[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("loops", [1, 2])
+def test_a_backward_that_raises_before_it_reaches_a_layer(loops: int, reshard: bool) -> None:
+    """The ranks are in step again. Regression: on Python 3.11, ranks that are threads waited for a lock."""
+
+    def main(rank: int) -> tuple[list[bool], dict[str, Tensor]]:
+        layers = ac.overlap.shard_layers(blocks(), reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+        told = []
+        for turn in range(4):
+            x = torch.stack([through(layers, rows(rank, turn)) for _ in range(loops)])
+            if turn == 1 and rank == 0:
+                x.register_hook(divided)
+            fine = True
+            try:
+                x.square().sum().backward()
+            except (ZeroDivisionError, ac.PeerRefusedError):
+                fine = False
+            del x
+            told.append(ac.all_reduce(fine, op="and", timeout=100.0).wait())
+            if told[-1]:
+                optimizer.step()
+            optimizer.zero_grad()
+        return told, layers.full_state_dict().wait()
+
+    whole = blocks()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.01)
+    for turn in (0, 2, 3):
+        sum(loops * through(whole, rows(rank, turn)).square().sum() for rank in range(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for seed in range(10):
+        report = simulate(main, world_size=3, loop="none", seed=seed, timeout=300.0)
+        report.check()
+        for told, found in report.results.values():
+            assert told == [True, False, True, True]
+            assert all(close(found[name], x) for name, x in whole.state_dict().items())
+
+
+@pytest.mark.parametrize("told", ["has a hook", "'bias' of layer 0 was frozen"])
+def test_a_loop_that_one_rank_refuses(told: str) -> None:
+    """The others get its reason, and the ranks go on together. Regression: they waited until the timeout."""
+
+    def main(rank: int) -> dict[str, Tensor]:
+        modules = blocks()
+        layers = ac.overlap.shard_layers(modules)
+        hook = next(layers.parameters()).register_hook(lambda _: None)
+        if rank != 1 or told != "has a hook":
+            hook.remove()
+        modules[0].bias.requires_grad_(rank != 1 or told == "has a hook")
+        with raising(ac.InvalidArgumentError if rank == 1 else ac.PeerRefusedError, told):
+            through(layers, rows(rank))
+        layers.finish_loop().wait()
+        hook.remove()
+        modules.requires_grad_(True)
+        through(layers, rows(rank)).square().sum().backward()
+        return whole_gradients(layers)
+
+    whole = blocks()
+    sum(through(whole, rows(rank)).square().sum() for rank in range(3)).backward()
+    for seed in range(3):
+        report = simulate(main, world_size=3, loop="none", seed=seed, operation_timeout=100.0)
+        report.check()
+        for found in report.results.values():
+            assert all(close(found[name], x.grad) for name, x in whole.named_parameters())

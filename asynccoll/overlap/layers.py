@@ -237,14 +237,23 @@ class ShardedLayers(Uncopied, nn.Module):
     def _gathered(self, layers: list[Layer]) -> prefetch[GatheredLayer]:
         self._methods.check_complete("a loop over the layers")
         check_place(self._place, self._call["group"], "the sharding of these layers")
-        for shard in (shard for layer in layers for shard in layer.shards):
-            shard.follow()
-        if torch.is_grad_enabled():
-            _check_unhooked(self.shards)
-            _check_unhooked(x for layer in layers for shard in layer.shards for x in shard.emptied)
-        one = Pass(layers, partial(_start, self._call, self._scattering), self._again, self._turns)
+        wrong = self._wrong(layers)
+        one = Pass(layers, partial(_start, self._call, self._scattering, wrong), self._again, self._turns)
         self._loop = one.starts()
         return _Loop(one, self._loop, ahead=self._ahead)
+
+    def _wrong(self, layers: list[Layer]) -> InvalidArgumentError | None:
+        """Return why no loop can begin here, if so: its first call is refused, since peers may wait in it."""
+        shards = [shard for layer in layers for shard in layer.shards]
+        try:
+            for shard in shards:
+                shard.follow()
+            if torch.is_grad_enabled():
+                _check_unhooked(self.shards)
+                _check_unhooked(x for shard in shards for x in shard.emptied)
+        except InvalidArgumentError as error:
+            return error
+        return None
 
     def finish_loop(self) -> Pending[None]:
         """Gather the layers that remain of a loop which ended early, as the other ranks do."""
@@ -433,10 +442,21 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         layers.stepped(optimizer)
 
 
-def _start(call: dict[str, object], scattering: Scattering, layer: Layer, loop: Pass) -> Work[GatheredLayer]:
-    """Start to gather the next layer of a loop. If it is refused, the one after it follows on every rank."""
+def _start(
+    call: dict[str, Any],
+    scattering: Scattering,
+    wrong: InvalidArgumentError | None,
+    layer: Layer,
+    loop: Pass,
+) -> Work[GatheredLayer]:
+    """Start to gather the next layer of a loop. If it is refused, the one after it follows on every rank.
+
+    ``wrong``: why the first one is.
+    """
     compared = loop.compared()
     try:
+        if compared is not None and wrong is not None:
+            refuse(wrong, name="all_gather", **call)
         work = layer.gathered(compared, **call)
     except Exception:
         loop.expect(layer, scattering.lane)
