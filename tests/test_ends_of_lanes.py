@@ -163,7 +163,7 @@ def test_whatever_one_communicator_raises_the_others_are_ended(struck: str) -> N
     assert replaced is not None
     connection.retire(replaced)
     with pytest.raises(KeyboardInterrupt):
-        connection.close(abort=False)
+        connection.close(abort=False, in_step=True)
     assert ended == ["abort first", "close first", "close last"]
 
 
@@ -312,7 +312,7 @@ def test_a_retired_communicator_without_a_successor_is_aborted_and_closed_once()
     assert replaced is not None
     connection.retire(replaced)
     closing.set()
-    connection.close(abort=False)
+    connection.close(abort=False, in_step=True)
     assert said == ["abort", "close"]
 
 

@@ -348,6 +348,30 @@ def test_refused_messages_leave_nothing_behind(pair: worlds.World) -> None:
     pair.run(refused_often, runner="blocking")
 
 
+async def refused_and_reopened(me: Rank) -> None:
+    for turn in range(6):
+        await me.get(ac.all_reduce(1, lane="short"))
+        if me.rank == 0:
+            work = ac.broadcast(torch.full((3,), 7.0), src=0, lane="short")
+            with contextlib.suppress(ac.PeerRefusedError):  # it may have heard of the refusal, or not
+                await me.get(work)
+            me.show(f"sent {turn}")
+        else:
+            me.see(f"sent {turn}")
+            with raising(ac.InvalidArgumentError, "timeout"):
+                ac.broadcast(torch.zeros(3), src=0, lane="short", timeout=-1)
+        ac.close_lane("short")
+        await me.get(ac.all_reduce(1, lane="short"))  # so that MPI gives the next call the same number
+        own = torch.full((3,), 1.0 + me.rank)
+        oracle.same(await me.get(ac.broadcast(own, src=1, lane="short")), torch.full((3,), 2.0))
+        ac.close_lane("short")
+
+
+def test_what_nobody_has_received_reaches_no_other_lane(pair: worlds.World) -> None:
+    """Regression: a lane got the context of a closed one, and with it the data of a call that was refused."""
+    pair.run(refused_and_reopened, runner="blocking")
+
+
 async def relayed(me: Rank) -> None:
     x = torch.full((1 << 18,), float(me.rank))
     await me.get(ac.barrier())

@@ -137,16 +137,18 @@ class Connection:
         for opener in self._openers:
             opener.join(max(0.0, until - host.monotonic()))
 
-    def close(self, *, abort: bool) -> None:
+    def close(self, *, abort: bool, in_step: bool) -> None:
         """Close all communicators. First abort the retired ones, because they have half-matched calls.
 
-        With ``abort``, abort the latest one as well.
+        With ``abort``, abort the latest one as well. ``in_step``: every rank has made all calls on that one.
         """
         self._given_up = True
         self.join()
         last = self.communicator or self._previous
         retired = self._retired
         communicators = [*retired, *([last] if last is not None and last not in retired else [])]
+        if not in_step and (half_matched := getattr(last, "half_matched", None)) is not None:
+            half_matched()
         self._retired, self.communicator, self._previous = [], None, None
         with ExitStack() as ends:  # closes all of them even if one raises; the last one added is closed first
             for communicator in reversed(communicators):

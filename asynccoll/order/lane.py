@@ -481,10 +481,12 @@ class Lane:
     def close(self, *, abort: bool = False) -> None:
         """Fail operations in flight (none, unless ``abort`` or another thread calls), and close the lane."""
         why = "was aborted" if abort else "was closed; its name may be reused"
+        # A peer may have made the refused call, and even completed it: it need not have heard of the refusal.
+        in_step = self._epochs.unsettled is None and self.broken is None
         steps: list[Callable[[], object]] = [
             partial(self.break_off, AbortedError(f"{self} {why}")),
             self.records.forget,
             self._out.clear,
-            partial(self._connection.close, abort=abort),
+            partial(self._connection.close, abort=abort, in_step=in_step),
         ]
         host.call_each(steps)

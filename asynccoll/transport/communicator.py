@@ -78,7 +78,8 @@ class Communicator(Protocol):
     # A communicator that detects by itself that ranks call different operations also has ``announce(what,
     # spot, place, part, shares)``. The arguments are the call about to be issued, the line that made it, its
     # place in the lane's order, which part of the call at that place it is, and whether other parts share the
-    # place.
+    # place. One whose messages could reach a later communicator after it is closed has ``half_matched()``:
+    # called before ``close`` if some ranks may have made a call that others have refused.
 
     def all_reduce(self, x: torch.Tensor, op: ReduceOp) -> Completion:
         """Reduce ``x`` in place.

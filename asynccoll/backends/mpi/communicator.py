@@ -61,6 +61,7 @@ class MpiCommunicator:
         self._rank = rank
         self._size = size
         self._messages = native  # the same in every epoch of a lane
+        self._half_matched = False
 
     def _start(
         self, call: Callable[..., Any], arguments: Sequence[object], x: torch.Tensor, keep: object = None
@@ -258,6 +259,7 @@ class MpiCommunicator:
         ahead = partial(self._messages.Isend, (said, BYTE), *where)
         body = partial(self._messages.Isend, NO_BYTES, *where)
         self._begin([ahead, body], Many(), _NOTHING, said)
+        self._half_matched = True  # nobody may ever receive it
 
     def barrier(self) -> Completion:
         return self._start(self.native.Ibarrier, (), _NOTHING)
@@ -272,9 +274,17 @@ class MpiCommunicator:
         previous._common.make_left()  # it may be a message, which precedes those of this epoch
         self._messages = previous._messages
 
+    def half_matched(self) -> None:
+        """Note that what some rank has sent on it may not have been received.
+
+        Once all ranks have freed a communicator, MPI gives its context to another one, which would receive
+        that: as the data of other calls, even on the root of a broadcast.
+        """
+        self._half_matched = True
+
     def close(self) -> None:
-        """Free it, unless operations on it will never end: MPI then keeps it until the job ends."""
-        if not self._common.abandoned and not MPI.Is_finalized():
+        """Free it, unless something on it will never end: MPI then keeps it until the job ends."""
+        if not (self._common.abandoned or self._half_matched or MPI.Is_finalized()):
             with contextlib.suppress(MPI.Exception):
                 self._library.call(self.native.Free)
 
