@@ -320,3 +320,28 @@ def test_a_loop_that_one_rank_refuses(told: str) -> None:
         report.check()
         for found in report.results.values():
             assert all(close(found[name], x.grad) for name, x in whole.named_parameters())
+
+
+def test_a_rank_may_have_parameters_of_its_own_in_the_optimizer() -> None:
+    """Regression: the groups behind these had other numbers, which were taken for other hyperparameters."""
+
+    def main(rank: int) -> dict[str, Tensor]:
+        layers = ac.overlap.shard_layers(blocks())
+        own = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5}] if rank == 1 else []
+        optimizer = torch.optim.SGD([*own, {"params": list(layers.parameters())}], lr=0.1)
+        for turn in range(2):
+            through(layers, rows(rank, turn)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(layers.full_state_dict().wait())
+
+    whole = blocks()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for turn in range(2):
+        sum(through(whole, rows(rank, turn)).square().sum() for rank in range(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = simulate(main, world_size=2, loop="none")
+    report.check()
+    for found in report.results.values():
+        assert all(close(found[name], x) for name, x in whole.state_dict().items())

@@ -52,11 +52,16 @@ def states_of(optimizer: Optimizer, among: Container[int] | None = None) -> list
 def _groups(
     optimizer: Optimizer, among: Container[int] | None
 ) -> Iterator[tuple[int, dict[str, Any], list[torch.Tensor]]]:
-    """Yield the groups with their numbers, and those of their parameters that are ``among`` these, if any."""
-    for index, given in enumerate(optimizer.param_groups):
+    """Yield the groups, and those of their parameters that are ``among`` these, if any.
+
+    Only such groups are numbered: a rank may have more of its own in the optimizer.
+    """
+    index = 0
+    for given in optimizer.param_groups:
         parts = [x for x in given["params"] if among is None or id(x) in among]
         if parts or among is None:
             yield index, given, parts
+            index += 1
 
 
 def _plain(value: object) -> str:
