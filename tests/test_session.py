@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 import asynccoll as ac
 import worlds
+from asynccoll.backends import choosing
+from asynccoll.runtime.process import current
 from ranks import Rank, raising
 from worlds import World
 
@@ -146,3 +150,25 @@ def test_a_program_that_exits_with_0_leaves_its_world_in_order(bare: World, tmp_
     assert bare.run(left_by_exit, str(tmp_path / "meet"), 0) == ["exits", "1.0"]
     _, heard = bare.run(left_by_exit, str(tmp_path / "again"), 3)
     assert "SystemExit: 3" in heard
+
+
+def test_a_world_that_another_thread_has_joined_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: both threads joined one, and the process went on in the later."""
+    create = choosing.create
+    first: list[object] = []
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ac.initialize, "serial").result()
+        first.append(current())
+        return create(*args, **kwargs)
+
+    monkeypatch.setattr(choosing, "create", late)
+    try:
+        with pytest.raises(ac.InvalidArgumentError, match="already initialized"):
+            ac.initialize("serial")
+        assert ac.all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+        assert first == [current()]
+    finally:
+        ac.finalize()

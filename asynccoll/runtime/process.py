@@ -216,8 +216,7 @@ def initialize(
     check_timeout(timeout, optional=False)
     with process.lock:
         if rank_here() is not None or process.context is not None:
-            here = current()
-            raise InvalidArgumentError(f"asynccoll is already initialized ({here!r}): {here.instead}")
+            raise _initialized()
         if backend is None:
             backend = os.environ.get(BACKEND_VARIABLE) or None
         if forked():
@@ -241,6 +240,11 @@ def initialize(
         raise
 
 
+def _initialized() -> InvalidArgumentError:
+    here = current()
+    return InvalidArgumentError(f"asynccoll is already initialized ({here!r}): {here.instead}")
+
+
 def _enter(context: Context) -> None:
     """Make ``context`` the world that calls run in."""
     context.begin()
@@ -248,6 +252,8 @@ def _enter(context: Context) -> None:
         if context.thread_rank:
             process.thread_ranks.append(context)
             of_thread.set(context)
+        elif process.context is not None:  # another thread has joined a world meanwhile
+            raise _initialized()
         else:
             process.context = context
         process.left = None
