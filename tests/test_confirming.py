@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from asynccoll import host
 from asynccoll.flight import Headers, Recorder
 from asynccoll.flight.layout import TEXT_BYTES
 from asynccoll.health import confirming
+from asynccoll.health.accounts import NOTE
 from asynccoll.health.prediction import Prediction
 from asynccoll.order.queue import Queue
 from asynccoll.testing import Kill, Link, Stop, simulate
@@ -430,3 +432,24 @@ def test_a_call_that_fails_to_be_made_keeps_no_other_from_being_made() -> None:
     with pytest.raises(RuntimeError, match="new thread"):
         every._settle()
     assert all(one.promise.done() for one in held)
+
+
+def test_an_earlier_note_is_sent_again_to_a_rank_that_answers_a_later_one() -> None:
+    """Regression: it was sent again only to ranks that had not answered since, and calls waited for it."""
+    asked: list[int] = []
+
+    def ask(ranks: Any, question: str, _: float) -> Any:
+        asked.append(json.loads(question.removeprefix(NOTE))["place"])
+        return {rank: {} for rank in ranks} if len(asked) > 1 else {}
+
+    every = confirming.Confirmations(0, ask)
+    lane: Any = SimpleNamespace(name="a lane", is_broken=False)
+    every._held = [
+        confirming._Held(lane, confirming.Where(0, nth), confirming.Announced(1, 1, nth, 1, str), {1}, [(1,)])
+        for nth in (2, 3)
+    ]
+    while every.is_telling:
+        assert not asked or every._wanted.is_set()
+        every._wanted.clear()
+        every._look()
+    assert asked == [2, 3, 2]

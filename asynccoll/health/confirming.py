@@ -258,6 +258,8 @@ class Confirmations:
         )
         answers = self._ask(frozenset(ranks), question, TELL_SECONDS)
         with self.lock:
+            if self._silent & answers.keys():  # there may be earlier notes that it has not answered
+                self._wanted.set()
             self._silent = (self._silent | set(ranks)) - answers.keys()
             for rank, answer in answers.items():
                 held.untold.discard(rank)
