@@ -399,3 +399,31 @@ def test_a_rank_that_is_blocked_in_a_call_still_announces_it_to_other_hosts() ->
         schedule = PCT(3) if seed % 2 else RandomWalk()
         found, _ = complaints(program, seed, transport="nccl", nodes=2, schedule=schedule)
         assert not found, found
+
+
+async def five_at_once(rank: int) -> list[str]:
+    """Issue five calls of two steps each, and say how each of them ended."""
+    works = [ac.all_reduce(torch.ones(2)) for _ in range(5)]
+    return [await ended(work) for work in works]
+
+
+async def ended(work: ac.Work[torch.Tensor]) -> str:
+    try:
+        return str((await work).tolist())
+    except ac.CollectiveError as error:
+        return type(error).__name__
+
+
+def test_a_refusal_is_settled_although_a_thread_waits_for_the_device() -> None:
+    """The thread that issues calls waited for a step of a lost call, so its rank could make no statement."""
+    for seed in range(12):
+        faults = [Fail(1, after_call=4)]  # the second step of the second call
+        report = simulate(
+            five_at_once, world_size=3, seed=seed, transport="nccl", check="full", faults=faults
+        )
+        report.check()
+        assert report.virtual_seconds < 10.0
+        for rank, said in report.results.items():
+            refused = "CollectiveError" if rank == 1 else "PeerRefusedError"
+            assert said[:2] == ["[3.0, 3.0]", refused], said
+            assert set(said[2:]) <= {"[3.0, 3.0]", "PeerRefusedError"}, said

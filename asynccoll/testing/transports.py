@@ -143,6 +143,9 @@ class Launched(Completion):
     def __init__(self, promise: Promise, device: Device) -> None:
         self._promise = promise
         self._patience_seconds = device.patience_seconds
+        #: settled once the call has landed, or the library has given it up
+        self._ends = Promise()
+        self._ends.follow(promise)
         device.launch(promise)
 
     def done(self) -> bool:
@@ -162,14 +165,18 @@ class Launched(Completion):
 
     def synchronize(self) -> None:
         # There is no device: this thread computes what depends on the call, so it must wait for it. A real
-        # thread would not block here, but go on to issue calls that others may wait for. So the wait is
-        # bounded, as torch's watchdog aborts what is in flight for too long.
-        if not self._promise.wait(self._patience_seconds):
+        # thread would not block here, but go on to issue calls that others may wait for, or settle that this
+        # one is lost. So the wait ends when the library gives the call up; and it is bounded, as torch's
+        # watchdog aborts what is in flight for too long.
+        if not self._ends.wait(self._patience_seconds):
             raise RuntimeError(
                 f"the device has been behind for {self._patience_seconds} s: aborted by its watchdog"
             )
-        if (error := self._promise.error()) is not None:
+        if (error := self._ends.error()) is not None:
             raise RuntimeError(str(error)) from error
+
+    def abandon(self) -> None:
+        self._ends.settle(RuntimeError("the call was given up before the device had run it"))
 
 
 def _told(device: Device, within: Within) -> Over:
