@@ -411,7 +411,7 @@ async def ended(work: ac.Work[torch.Tensor]) -> str:
     try:
         return str((await work).tolist())
     except ac.CollectiveError as error:
-        return type(error).__name__
+        return f"{type(error).__name__}: {error}"
 
 
 def test_a_refusal_is_settled_although_a_thread_waits_for_the_device() -> None:
@@ -424,6 +424,23 @@ def test_a_refusal_is_settled_although_a_thread_waits_for_the_device() -> None:
         report.check()
         assert report.virtual_seconds < 10.0
         for rank, said in report.results.items():
-            refused = "CollectiveError" if rank == 1 else "PeerRefusedError"
-            assert said[:2] == ["[3.0, 3.0]", refused], said
-            assert set(said[2:]) <= {"[3.0, 3.0]", "PeerRefusedError"}, said
+            kinds = [one.partition(":")[0] for one in said]
+            assert kinds[:2] == ["[3.0, 3.0]", "CollectiveError" if rank == 1 else "PeerRefusedError"], said
+            assert set(kinds[2:]) <= {"[3.0, 3.0]", "PeerRefusedError"}, said
+
+
+async def three_in_turn(rank: int) -> list[str]:
+    return [await ended(ac.all_reduce(torch.ones(2), timeout=100.0)) for _ in range(3)]
+
+
+def test_who_leaves_without_having_issued_a_held_call_is_told_has_left() -> None:
+    """The held call counted as made, and a rank that had been stopped waited for it until the deadline."""
+    said = []
+    for seed in range(6):
+        faults = [Fail(1, after_call=2), Stop(0, 25.0, after_call=2)]
+        report = simulate(three_in_turn, world_size=3, seed=seed, transport="mpi", nodes=3, faults=faults)
+        report.check()
+        assert report.virtual_seconds < 40.0
+        said.append(report.results[0][-1])
+    assert any("PeerLostError" in one and "rank 1 (" in one for one in said), said
+    assert not any("skipped" in one for one in said), said

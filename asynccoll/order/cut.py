@@ -234,7 +234,7 @@ class Epochs:
     without it, but may then be out of date.
     """
 
-    __slots__ = ("cut", "is_over", "issued", "number", "places", "settled")
+    __slots__ = ("_made", "cut", "is_over", "issued", "number", "places", "settled")
 
     def __init__(self, places: Places) -> None:
         self.places: Places = places
@@ -244,6 +244,7 @@ class Epochs:
         #: the latest place that was issued from the queue, or whose call failed while it was being issued
         self.issued: int = 0
         self.is_over: bool = False  # the lane accepts no more calls
+        self._made: int = 0  # once it is over: see ``announced``
 
     @property
     def unsettled(self) -> Cut | None:
@@ -258,6 +259,8 @@ class Epochs:
         Peers are told of a refusal that is held for the next epoch when that epoch begins; never if this rank
         leaves before.
         """
+        if self.is_over:
+            return self._made
         cut = self.unsettled
         held = () if cut is None else (one.place - 1 for one in cut.held if isinstance(one, Refusal))
         return min(held, default=self.places.latest)
@@ -353,10 +356,16 @@ class Epochs:
                 following.hold(one)
         return jobs
 
-    def end(self) -> list[Job]:
-        """Stop accepting calls. Returns the calls that were held."""
-        self.is_over = True
+    def end(self, queued: Sequence[Job] = (), *, blamed: bool = False) -> list[Job]:
+        """Stop accepting calls. Returns the calls that were held.
+
+        Like those ``queued``, they are never issued. Peers that wait for them name this rank once it has
+        left, unless another rank is ``blamed`` for the end: then they count as made.
+        """
         held = [] if self.cut is None else [one for one in self.cut.held if not isinstance(one, Refusal)]
+        unmade = () if blamed else (one.place - 1 for one in (*queued, *held) if one.place)
+        self._made = min(self.announced, *unmade, self.places.latest)
+        self.is_over = True
         if self.cut is not None:
             self.cut.held.clear()
         return held

@@ -418,7 +418,8 @@ class Lane:
             if self.broken is None:
                 self.broken = error
             self._connection.give_up()
-            jobs = [*self.queue.clear(), *self._epochs.end()]
+            queued = self.queue.clear()
+            jobs = [*queued, *self._epochs.end(queued, blamed=isinstance(self.broken, PeerLostError))]
         ends = [*(job.fail for job in jobs), *(operation.fail for operation in self.outstanding())]
         # If this lane has the turn to start, ``drive`` passes it on to other lanes.
         host.call_each([*(partial(end, error) for end in ends), self.queue.drive])

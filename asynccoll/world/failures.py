@@ -27,7 +27,7 @@ from asynccoll.host.words import enumerated, listed
 from asynccoll.order.lane import DEFAULT, Lane
 from asynccoll.order.operation import Operation
 from asynccoll.transport.backend import Backend
-from asynccoll.world.farewells import Farewells
+from asynccoll.world.farewells import Farewells, failed_on, made_on
 from asynccoll.world.group import Group
 
 #: How long to probe whether rank 0, which may have served the store, is gone along with it.
@@ -178,7 +178,7 @@ class Failures:
         error: CollectiveError | None,
     ) -> tuple[int, ...]:
         """Return those of ``lost`` that may explain ``error``: not ranks that left after all their calls."""
-        made = _made(lane, left)
+        made = made_on(lane, left)
         if error is None:  # operations in flight may still complete
             guilty = tuple(r for r in lost if r not in made or lane.needs(r, made[r]))
         else:  # a call has failed: because of the ranks that never made it, if there are any
@@ -188,7 +188,7 @@ class Failures:
 
     def _skipped(self, lane: Lane, lost: tuple[int, ...], left: Mapping[int, Mapping[str, int]]) -> str:
         """Return where one of ``lost`` may have skipped a call, if it made fewer than this rank; else ""."""
-        made = _made(lane, left)
+        made = made_on(lane, {rank: said for rank, said in left.items() if not failed_on(lane, said)})
         fewer = {rank: number for rank, number in made.items() if 0 < number < lane.sequence}
         rank = next((rank for rank in lost if rank in fewer), None)
         if rank is None:
@@ -301,9 +301,3 @@ def _refused_after(place: int, lane: Lane, flight: Flight | None) -> Call | None
     calls = () if flight is None else flight.on_lane(*lane_id(lane.group.key, lane.key))
     after = next((call for call in calls if call.sequence > place), None)
     return after if after is not None and after.was_refused else None
-
-
-def _made(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
-    """Return how many calls each member that has ``left`` had made on the lane."""
-    key, members = f"{lane.group.key}/{lane.key}", lane.group.ranks
-    return {rank: told.get(key, 0) for rank, told in left.items() if rank in members}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from asynccoll.health.liveness import Liveness
 from asynccoll.host.store import Clients
@@ -37,11 +37,14 @@ class Farewells:
         """Publish how many calls this rank has made on each lane: for those calls it does not count as lost.
 
         A refused call counts as made if the peers have been told of it, or will learn of it from what has
-        already been published.
+        already been published. A lane that failed before it had issued all of its calls is marked.
         """
         if self._clients is None:
             return
-        made = {f"{lane.group.key}/{lane.key}": lane.halting.announced for lane in self._lanes()}
+        lanes = list(self._lanes())
+        made = {_name(lane): lane.halting.announced for lane in lanes}
+        failed = [one for one in lanes if one.broken is not None and made[_name(one)] < one.sequence]
+        made |= dict.fromkeys(map(_failed, failed), 1)
         with contextlib.suppress(RuntimeError), self._clients.borrow() as store:
             store.set(_farewell(self._rank), json.dumps(made))
 
@@ -84,6 +87,24 @@ class Farewells:
                 return False
             self._staying = [rank for rank in self._staying if not store.check([_left(rank)])]
         return set(self._staying) <= set(self._liveness.lost(tuple(self._staying)))
+
+
+def made_on(lane: Lane, left: Mapping[int, Mapping[str, int]]) -> dict[int, int]:
+    """Return how many calls each member of the lane that has ``left`` had made there."""
+    return {rank: told.get(_name(lane), 0) for rank, told in left.items() if rank in lane.group.ranks}
+
+
+def failed_on(lane: Lane, said: Mapping[str, int]) -> bool:
+    """Whether the rank that ``said`` this as it left had made more calls there: it skipped none."""
+    return _failed(lane) in said
+
+
+def _name(lane: Lane) -> str:
+    return f"{lane.group.key}/{lane.key}"
+
+
+def _failed(lane: Lane) -> str:
+    return f"{_name(lane)} failed"
 
 
 def _left(rank: int) -> str:
