@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,8 @@ def complaints(
     ]
     raised = [(rank, error) for rank, errors in told.items() for error in errors]
     found += [one for rank, error in [*report.errors.items(), *raised] for one in untrue(rank, error, report)]
+    if [*map(type, faults)] == [Fail] and not _may_part(program):
+        found += unheard([*report.errors.items(), *raised])
     if report.deadlock is not None:
         found.append(f"[hang] {report.deadlock}")
     found += [f"[mismatch] {one}" for one in report.mismatches]
@@ -247,6 +249,16 @@ def untrue(rank: int, error: BaseException, report: Report) -> list[str]:
     named = [one for one in leaves(error) if isinstance(one, ac.PeerLostError)]
     return [
         f"[untrue] rank {rank}: {one!r}" for one in named if rank in one.ranks or not set(one.ranks) <= gone
+    ]
+
+
+def unheard(errors: Iterable[tuple[int, BaseException]]) -> list[str]:
+    """Complain about timeouts where a call failed on one rank: the others must hear of it at once."""
+    return [
+        f"[unheard] rank {rank}: {one!r}"
+        for rank, error in errors
+        for one in leaves(error)
+        if isinstance(one, ac.CollectiveTimeoutError)
     ]
 
 
