@@ -514,6 +514,12 @@ def test_an_error_of_a_call_that_does_not_fit_shows_the_line_of_the_call() -> No
     assert [one.filename == __file__ for one in frames] == [True, False]
 
 
+def test_an_error_that_mentions_another_function_names_its_own() -> None:
+    """``recv_any``, which the error recommends, is not a mention of ``recv``."""
+    with raising(ac.InvalidArgumentError, "recv: pass src=", "ac.recv_any"):
+        called.recv(X)
+
+
 def test_what_is_not_understood_is_not_left_out_of_the_right_call() -> None:
     """The suggested call would mean something else without it, so none is suggested."""
     with raising(ac.InvalidCallError, "wire_dtype", "keyword arguments: op") as caught:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from numbers import Integral
@@ -56,7 +57,7 @@ def fitting(
                 said = error
             (refuse or partial(_refuse, left_out=left_out or {}))(function, args, given, said)
         except (AsyncCollError, KeyboardInterrupt) as error:
-            if isinstance(error, _REFUSALS) and name not in str(error):
+            if isinstance(error, _REFUSALS) and name and not re.search(rf"\b{name}\b", str(error)):
                 error.args = (f"{name}: {error}",)
             raise without_ours(error)  # noqa: B904  # it is the same one
 
