@@ -453,3 +453,25 @@ def test_an_earlier_note_is_sent_again_to_a_rank_that_answers_a_later_one() -> N
         every._wanted.clear()
         every._look()
     assert asked == [2, 3, 2]
+
+
+def test_an_answer_that_comes_while_a_call_is_settled_does_not_change_what_is_read() -> None:
+    """Regression: "dictionary changed size during iteration" broke the lane, instead of a mismatch."""
+    answer = {"word": 2, "place": 1, "part": 1, "text": "another call"}
+    every = confirming.Confirmations(0, lambda ranks, *_: dict.fromkeys(ranks, answer))
+    told: list[int] = []
+
+    def error(_: object, others: Any) -> Exception:
+        for rank in others:
+            told.append(rank)
+            every._tell(held, {2})  # as the thread does that sends notes
+        return RuntimeError("a mismatch")
+
+    lane: Any = SimpleNamespace(name="a lane", is_broken=False, error=error)
+    call = confirming.Announced(1, 1, 1, 1, str)
+    held = confirming._Held(lane, confirming.Where(0, 1), call, {2}, [(1, 2)])
+    held.learn(1, confirming.Note.of(answer))
+    every._held = [held]
+    every._decide()
+    every._settle()
+    assert (told, held.promise.done(), every.is_telling) == ([1], True, False)

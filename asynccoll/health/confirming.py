@@ -104,7 +104,12 @@ class _Held:
     settled: bool = False
 
     def learn(self, rank: int, note: Note) -> None:
-        """Take into account that ``rank`` announced the call of ``note``."""
+        """Take into account that ``rank`` announced the call of ``note``, unless that is decided already.
+
+        With the lock held. ``settle`` reads ``differ`` without it, on another thread.
+        """
+        if self.settled:
+            return
         if note.word != self.call.word:
             self.differ[rank] = note
         self.unheard = [ranks for ranks in self.unheard if rank not in ranks]
