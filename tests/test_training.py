@@ -185,7 +185,8 @@ def refused_then_trained(me: Rank) -> None:
     parameter = scalar()
     old = reducing(torch.optim.SGD([parameter], lr=1.0))
     for wrong in ({"bucket_byte": 8}, {"bucket_bytes": 0}, {"op": "nonsense"}):
-        with raising(ac.AsyncCollError):
+        # On Horovod, its own optimizer gets the options that ours does not know.
+        with pytest.raises((ac.AsyncCollError, TypeError)):
             reducing(torch.optim.Adam([parameter], lr=1.0), **wrong)
     (parameter.sum() * (me.rank + 1)).backward()
     assert parameter.grad.tolist() == [(me.size + 1) / 2] * 2
