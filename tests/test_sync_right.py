@@ -222,6 +222,26 @@ def first_fails(me, local):
     same(idist.all_reduce(1), me.size)
 
 
+def no_such_rank_on_one(me):
+    """As on nodes of different sizes: what is a rank on the others is none on the last."""
+    ran = []
+
+    def body():
+        with idist.one_rank_first(rank=me.size if me.rank == me.size - 1 else 0):
+            ran.append(me.rank)
+
+    if me.rank == me.size - 1:
+        with raising(ValueError, f"between 0 and {me.size - 1}, but given {me.size}"):
+            body()
+    elif me.rank == 0:
+        body()
+    else:
+        with raising(ac.CollectiveError, f"rank {me.size - 1}: InvalidArgumentError"):
+            body()
+    assert ran == ([0] if me.rank == 0 else [])
+    same(idist.all_reduce(1), me.size)
+
+
 def refused_by_one(me):
     wrong = {
         "all_reduce": lambda: idist.all_reduce("abc"),
@@ -265,6 +285,10 @@ def test_right(world, case):
 @pytest.mark.parametrize("local", [False, True])
 def test_one_rank_first_lets_nobody_hang(world, local):
     world.run(first_fails, local)
+
+
+def test_one_rank_first_of_a_rank_that_one_node_lacks(world):
+    world.run(no_such_rank_on_one)
 
 
 # Contexts that are created and destroyed

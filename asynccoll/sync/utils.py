@@ -254,25 +254,26 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     """Run a block on ``rank`` before the others: ``with idist.one_rank_first(): download()``.
 
     With ``local=True``, ``rank`` is a local rank, so one rank of each node goes first. If the block raises
-    there, it does not run on the others: they get a ``CollectiveError`` that says why.
+    there, or a rank's node has no such rank, the block does not run on the others: they get a
+    ``CollectiveError`` that says why.
     """
     current = get_local_rank() if local else get_rank()
     size = get_nproc_per_node() if local else get_world_size()
-    if rank >= size or rank < 0:
-        raise InvalidArgumentError(f"rank should be between 0 and {size - 1}, but given {rank}")
+    outcome = ""
+    try:
+        if rank >= size or rank < 0:
+            raise InvalidArgumentError(f"rank should be between 0 and {size - 1}, but given {rank}")
+        if current == rank:
+            yield
+    except BaseException as error:
+        outcome = f"rank {get_rank()}: {in_full(error)}"
+        raise
+    finally:
+        outcomes = all_gather(outcome)
     if current != rank:
-        failed = [text for text in all_gather("") if text]
+        failed = [text for text in outcomes if text]
         if failed:
             raise CollectiveError(
                 f"one_rank_first: the block was not run here, because it failed on {failed[0]}"
             )
         yield
-        return
-    outcome = ""
-    try:
-        yield
-    except BaseException as error:
-        outcome = f"rank {get_rank()}: {in_full(error)}"
-        raise
-    finally:
-        all_gather(outcome)
