@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -131,6 +133,16 @@ def _close_worlds() -> Iterator[None]:
     """Let no rank outlive the session."""
     yield
     worlds.close_all()
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list to which errors raised in finalizers are added, of objects that this test makes."""
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    gc.collect()  # what earlier tests have left
+    told.clear()
+    return told
 
 
 @pytest.fixture

@@ -551,11 +551,9 @@ def test_a_message_does_not_end_what_the_thread_of_the_transport_waits_for() -> 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.TaskGroup came with 3.11")
 def test_tasks_that_nobody_can_wake_are_not_told_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, unraisable: list[object]
 ) -> None:
     """The report shows where they stood; asyncio would log each as destroyed, and each would complain."""
-    heard: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", heard.append)
 
     async def main(rank: int) -> None:
         async def called(lane: str) -> None:
@@ -571,7 +569,7 @@ def test_tasks_that_nobody_can_wake_are_not_told_again(
     report = simulate(main, world_size=3, timeout=5.0)
     gc.collect()
     assert report.deadlock is not None
-    assert (caplog.messages, heard) == ([], [])
+    assert (caplog.messages, unraisable) == ([], [])
 
 
 async def split(rank: int) -> list[float]:
