@@ -92,10 +92,14 @@ def check_function(name: str, given: object, expected: str = "a function", inste
 def check_options(called: str, given: Collection[str], known: Collection[str]) -> None:
     """Raise an error for keywords in ``given`` that ``called``, to which they are passed, does not take."""
     if unknown := sorted({*given} - {*known}):
-        meant = {one: near(one, sorted(known)) for one in unknown}
         what = f"{called} takes no {', '.join(f'{one}=' for one in unknown)}"
-        advice = [f"did you mean {right}=?" for right in meant.values() if right]
-        raise InvalidCallError("; ".join([what, *advice, _keywords([*known])]))
+        raise InvalidCallError("; ".join([what, *meant(unknown, known), _keywords([*known])]))
+
+
+def meant(unknown: Sequence[str], known: Collection[str], cutoff: float = 0.6) -> list[str]:
+    """Return a question for each of the ``unknown`` keywords that is spelled much like a ``known`` one."""
+    found = (near(one, sorted(known), cutoff) for one in unknown)
+    return [f"did you mean {right}=?" for right in found if right]
 
 
 def named_type(given: object) -> str:

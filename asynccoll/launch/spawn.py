@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
 import os
 import pickle
 import signal
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from asynccoll.backends.api.request import check_options
+from asynccoll.backends.api.request import ARGUMENTS, check_backend_options
 from asynccoll.backends.choosing import options_of
 from asynccoll.backends.table import starting, usable
 from asynccoll.backends.xla import threads as xla_threads
@@ -48,9 +47,6 @@ _START_METHODS = ("spawn", "fork", "forkserver")
 #: Arguments of ``spawn`` that ``initialize`` does not take.
 ABOUT_STARTING = frozenset({"start_method", "daemon", "join", "hosts"})
 _NODES = ("nnodes", "node_rank", "master_addr", "master_port", "init_method")
-_OF_INITIALIZE = [
-    name for name, one in inspect.signature(initialize).parameters.items() if one.kind is one.KEYWORD_ONLY
-]
 
 
 @fitting
@@ -99,8 +95,8 @@ def check_keywords(backend: str, given: Collection[str]) -> None:
     """Refuse keywords that neither ``spawn`` nor ``initialize`` takes, before a rank starts."""
     known = options_of(backend)
     if known is not None:  # otherwise only the backend knows them, and refuses them in the ranks
-        arguments = {"nproc_per_node", *_NODES, *ABOUT_STARTING, *_OF_INITIALIZE}
-        check_options(backend, {*given} - arguments, known, arguments)
+        arguments = {"nproc_per_node", *_NODES, *ABOUT_STARTING, *ARGUMENTS}
+        check_backend_options(backend, {*given} - arguments, known, arguments)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asynccoll.environment.info import LaunchInfo
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.host.misfits import near
+from asynccoll.host.misfits import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Request:
 
     def take_options(self, *known: str) -> dict[str, Any]:
         """Return the backend options; raise if one is not ``known``."""
-        check_options(self.backend, self.options, known, _ARGUMENTS)
+        check_backend_options(self.backend, self.options, known, ARGUMENTS)
         return dict(self.options)
 
 
 #: The arguments of ``initialize`` that a misspelled option may have been meant to be.
-_ARGUMENTS = ("check", "init_method", "memory", "rank", "stall_warning", "store", "timeout", "world_size")
+ARGUMENTS = ("check", "init_method", "memory", "rank", "stall_warning", "store", "timeout", "world_size")
 
 
-def check_options(
+def check_backend_options(
     backend: str, given: Collection[str], known: Collection[str], arguments: Collection[str]
 ) -> None:
     """Raise ``InvalidArgumentError`` for the keywords ``given`` that ``backend`` does not know as options.
@@ -48,8 +48,7 @@ def check_options(
     """
     if unknown := sorted({*given} - {*known}):
         # Half of the letters are enough: ``nproc`` for ``nproc_per_node``.
-        meant = [near(one, sorted({*known, *arguments}), 0.5) for one in unknown]
-        hints = [f"did you mean {right}=?" for right in dict.fromkeys(meant) if right]
+        hints = dict.fromkeys(meant(unknown, {*known, *arguments}, 0.5))
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         what = f"backend {backend!r} has no option {', '.join(map(repr, unknown))}"
         raise InvalidArgumentError("; ".join([what, *hints, takes]))
