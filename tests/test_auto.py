@@ -32,7 +32,7 @@ import asynccoll as ac
 import parity
 import worlds
 from asynccoll.auto.data import dataloader_for
-from asynccoll.auto.models import load_in_place, optim_for
+from asynccoll.auto.models import load_in_place, model_for, optim_for
 from asynccoll.auto.place import here
 from ranks import raising
 from training_helpers import without_ddp
@@ -690,6 +690,12 @@ def reduced_already(me):
     with ac.overlap_gradients(model), pytest.raises(ac.InvalidArgumentError, match="already reduces"):
         ac.auto_model(model)
     assert ac.auto_model(model).module is model
+    with (
+        ac.overlap_gradients(model := network()),
+        pytest.raises(ac.InvalidArgumentError, match="already reduces"),
+    ):
+        model_for(replace(here(), device=torch.device("meta")), model, True, {})
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_a_model_that_is_reduced_already_is_not_wrapped(two):

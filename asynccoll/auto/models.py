@@ -84,6 +84,8 @@ def model_for(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, A
     """Do what ``auto_model`` does, for a given place."""
     _refuse_apex(model)
     check_whole(model.parameters())
+    if place.world_size > 1 and place.training.ddp:
+        _check_parallel(place, model, kwargs)
     if not all(parameter.device == place.device for parameter in model.parameters()):
         move(model, place.device)
     if place.world_size == 1:
@@ -117,15 +119,19 @@ def move(model: nn.Module, device: torch.device) -> None:
             setattr(module, other, getattr(first, name))
 
 
+def _check_parallel(place: Place, model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse what ``_parallel`` could not wrap, before the model is moved or its layers are replaced."""
+    check_unreduced(model.parameters())
+    if place.device.type == "cuda" and "device_ids" in kwargs:
+        raise InvalidArgumentError(f"Argument kwargs should not contain 'device_ids', but got {kwargs}")
+
+
 def _parallel(place: Place, model: nn.Module, sync_bn: bool, kwargs: dict[str, Any]) -> nn.Module:
     """Return the model in torch's ``DistributedDataParallel``."""
-    check_unreduced(model.parameters())
     if sync_bn:
         place.log.info("Convert batch norm to sync batch norm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch's
     if place.device.type == "cuda":
-        if "device_ids" in kwargs:
-            raise InvalidArgumentError(f"Argument kwargs should not contain 'device_ids', but got {kwargs}")
         place.log.info("Apply torch DistributedDataParallel on model, device id: %s", place.device.index)
         kwargs["device_ids"] = [place.device.index]
     else:
