@@ -21,7 +21,7 @@ from asynccoll import host
 from asynccoll.auto.place import Place, here
 from asynccoll.errors import InvalidArgumentError, InvalidCallError
 from asynccoll.host.forks import renew
-from asynccoll.host.misfits import check_count, misfit
+from asynccoll.host.misfits import check_count, integer, misfit
 from asynccoll.runtime.process import get_rank, get_world_size
 
 
@@ -103,9 +103,10 @@ class Resumable(distributed.DistributedSampler[Any]):
             if now.ahead and now.taken is None:
                 _warn_of_workers(now.drawn)
             taken = now.drawn if now.taken is None else now.taken
-        if not isinstance(taken, int) or not 0 <= taken <= now.drawn:
+        count = integer(taken)
+        if count is None or not 0 <= count <= now.drawn:
             raise InvalidArgumentError(f"state_dict: taken={taken!r}, but {now.drawn} samples were drawn")
-        seen = min(now.began + taken * self.num_replicas, self._length)
+        seen = min(now.began + count * self.num_replicas, self._length)
         return {"epoch": self.epoch, "seen": seen, "length": self._length}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
-from asynccoll.host.misfits import fitting
+from asynccoll.host.misfits import fitting, integer
 from asynccoll.ops.collectives import all_gather, refuse
 from asynccoll.plan.trees import flatten, unflatten
 from asynccoll.runtime.process import get_world_size
@@ -68,9 +68,10 @@ def gather_for_metrics(
 
 def _wrong(leaves: list[object], samples: object, size: int) -> AsyncCollError | None:
     """Return the error if these cannot be a rank's predictions of that many samples; else None."""
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+    length = integer(samples)
+    if length is None or length < 1:
         return InvalidArgumentError(f"gather_for_metrics: samples={samples!r}; expected the dataset's length")
-    share = math.ceil(samples / size) if size > 0 else math.inf  # outside the group, the call is refused
+    share = math.ceil(length / size) if size > 0 else math.inf  # outside the group, the call is refused
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             what = f"a {type(leaf).__name__}" if not isinstance(leaf, torch.Tensor) else "a 0-d tensor"

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from asynccoll.errors import InvalidArgumentError
-from asynccoll.host.misfits import fitting
+from asynccoll.host.misfits import fitting, integer
 from asynccoll.runtime.process import get_rank
 
 #: NumPy takes only seeds below this.
@@ -31,10 +31,11 @@ def manual_seed(seed: int, *, by_rank: bool = False) -> int:
     Raises:
         InvalidArgumentError: the seed is not between 0 and 2**32 - 1, NumPy's range.
     """
-    if not isinstance(seed, int):
+    first = integer(seed)
+    if first is None:
         raise InvalidArgumentError(f"a seed must be an int, got {seed!r}")
-    used = seed + get_rank() if by_rank else seed
-    if not 0 <= seed <= used < _SEEDS:
+    used = first + get_rank() if by_rank else first
+    if not 0 <= first <= used < _SEEDS:
         raise InvalidArgumentError(
             f"a seed must be from 0 to {_SEEDS - 1}, also with the rank added, got {used}"
         )

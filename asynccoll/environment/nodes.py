@@ -15,6 +15,7 @@ from pathlib import Path
 from asynccoll import host
 from asynccoll.environment.info import LAST_PORT, Variables
 from asynccoll.errors import InvalidArgumentError
+from asynccoll.host.misfits import integer
 
 _PORT = 15000
 
@@ -35,8 +36,8 @@ class Nodes:
         nnodes = 1 if self.nnodes is None else _positive("nnodes", self.nnodes)
         if nnodes > 1 and self.node_rank is None:
             raise InvalidArgumentError(f"nnodes={nnodes} needs node_rank=, this node's number")
-        rank = self.node_rank or 0
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nnodes:
+        rank = 0 if self.node_rank is None else integer(self.node_rank)
+        if rank is None or not 0 <= rank < nnodes:
             raise InvalidArgumentError(f"node_rank must be from 0 to {nnodes - 1}, got {self.node_rank!r}")
         if self.master_port is not None and _positive("master_port", self.master_port) > LAST_PORT:
             raise InvalidArgumentError(f"master_port must be at most {LAST_PORT}, got {self.master_port!r}")
@@ -81,9 +82,10 @@ class Nodes:
 
 
 def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    number = integer(value)
+    if number is None or number < 1:
         raise InvalidArgumentError(f"{name} must be a positive number, got {value!r}")
-    return value
+    return number
 
 
 #: Overrides the name: containers may know that they share a host, and tests make two nodes of one kernel.

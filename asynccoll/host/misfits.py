@@ -70,9 +70,17 @@ def check(name: str, given: object, kinds: type | tuple[type, ...], expected: st
         raise misfit(name, expected, given, instead)
 
 
+def integer(given: object) -> int | None:
+    """Return an integer, NumPy's as well, as an ``int``; None for all else, also for a bool or a tensor."""
+    if type(given) is int:
+        return given
+    return int(given) if isinstance(given, Integral) and not isinstance(given, bool) else None
+
+
 def check_count(name: str, given: object, least: int = 1) -> None:
-    """Raise ``misfit`` unless ``given`` is an integer, not a bool, of at least ``least``."""
-    if isinstance(given, bool) or not isinstance(given, Integral) or int(given) < least:
+    """Raise ``misfit`` unless ``given`` is an ``integer`` of at least ``least``."""
+    count = integer(given)
+    if count is None or count < least:
         raise misfit(name, f"an int of {least} or more" if least else "an int from 0 up", given)
 
 

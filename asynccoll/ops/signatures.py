@@ -52,7 +52,7 @@ def _is_group(x: object) -> bool:
 
 
 def _is_rank(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return misfits.integer(x) is not None
 
 
 def _are_ranks(x: object) -> bool:

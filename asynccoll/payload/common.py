@@ -10,7 +10,7 @@ import torch
 
 from asynccoll import tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
-from asynccoll.host.misfits import named_type
+from asynccoll.host.misfits import integer, named_type
 from asynccoll.memory.plain import all_plain, plain_tensor, sharing, writable
 from asynccoll.memory.unwritten import beside
 from asynccoll.order.lane import Lane
@@ -317,8 +317,9 @@ def no_gradient(started: Started[Any], x: object, name: str, instead: str) -> St
 
 def normal_dim(name: str, x: torch.Tensor, dim: int) -> int:
     """Return ``dim`` counted from the front; refuse one that ``x`` does not have."""
-    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+    number = integer(dim)
+    if number is None or not -x.dim() <= number < x.dim():
         raise InvalidArgumentError(
             f"{name}: dim={dim!r} is not a dimension of a tensor of shape {list(x.shape)}"
         )
-    return dim % x.dim()
+    return number % x.dim()

@@ -10,6 +10,7 @@ import torch
 
 from asynccoll import tensors
 from asynccoll.errors import AsyncCollError, InvalidArgumentError, PayloadTypeError
+from asynccoll.host.misfits import integer
 from asynccoll.order.lane import Lane
 from asynccoll.order.needs import Members
 from asynccoll.payload.common import (
@@ -96,13 +97,13 @@ def check_splits(name: str, splits: Sequence[int] | None, size: int, total: int 
     if splits is None:
         return None
     listed = list(splits) if isinstance(splits, Iterable) else [splits]
-    whole = all(isinstance(count, int) and count >= 0 for count in listed)
-    if len(listed) != size or not whole or (total is not None and sum(listed) != total):
+    counts = [count for count in map(integer, listed) if count is not None and count >= 0]
+    if not len(counts) == len(listed) == size or (total is not None and sum(counts) != total):
         wanted = f", adding up to {total}" if total is not None else ""
         raise InvalidArgumentError(
             f"all_to_all: {name}={listed!r}; expected {size} counts of rows, none negative{wanted}"
         )
-    return listed
+    return counts
 
 
 def permute(
@@ -185,6 +186,7 @@ def peer_of(lane: Lane, rank: int, role: str) -> int:
 
 def check_tag(tag: int) -> int:
     """Return ``tag``; refuse one that a message cannot have."""
-    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31 - 1:
-        return tag
+    number = integer(tag)
+    if number is not None and 0 <= number < 2**31 - 1:
+        return number
     raise InvalidArgumentError(f"tag must be an int from 0 to {2**31 - 2}, got {tag!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Scaling:
 
     def __post_init__(self) -> None:
         for name, factor in (("prescale", self.prescale), ("postscale", self.postscale)):
-            if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            if isinstance(factor, bool) or not isinstance(factor, Real):
                 raise PayloadTypeError(f"{name} must be a number, got {factor!r}")
         if self.compression is not None and (
             not isinstance(self.compression, str) or self.compression not in _COMPRESSIONS

@@ -33,7 +33,7 @@ from asynccoll.health.stalls import stall_seconds
 from asynccoll.host import actors
 from asynccoll.host import exits as exiting
 from asynccoll.host.endings import is_failure
-from asynccoll.host.misfits import fitting
+from asynccoll.host.misfits import fitting, integer
 from asynccoll.host.timeouts import NEVER_SECONDS, check_timeout
 from asynccoll.runtime.forked import forget_torch, forked, parent, refused
 from asynccoll.runtime.state import of_thread, process, rank_here, torch_group
@@ -502,11 +502,11 @@ def new_subgroups(group_size: int | None = None) -> tuple[Group, list[Group]]:
     Source: ``torch.distributed.new_subgroups``.
     """
     context = current()
-    size, ranks = get_nproc_per_node() if group_size is None else group_size, context.world_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or ranks % size:
+    size, ranks = get_nproc_per_node() if group_size is None else integer(group_size), context.world_size
+    if size is None or size < 1 or ranks % size:
         raise InvalidArgumentError(
-            f"new_subgroups: {ranks} ranks cannot be divided into groups of {size!r}; pass a group_size "
-            f"that divides {ranks}, or make the groups by ac.new_group"
+            f"new_subgroups: {ranks} ranks cannot be divided into groups of {group_size!r}; pass a "
+            f"group_size that divides {ranks}, or make the groups by ac.new_group"
         )
     groups = [new_group(range(first, first + size)) for first in range(0, ranks, size)]
     return groups[context.rank // size], groups

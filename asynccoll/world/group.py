@@ -26,6 +26,7 @@ from asynccoll.errors import (
     UnsupportedOpError,
 )
 from asynccoll.host.looks import looks
+from asynccoll.host.misfits import integer
 from asynccoll.host.store import Clients
 from asynccoll.order.lane import BACKWARD, DEFAULT, Lane
 from asynccoll.order.needs import World
@@ -405,15 +406,16 @@ class Group:
 
     def rank_at(self, index: int, role: str) -> int:
         """Return the global rank at ``index`` of the group; ``role`` names the argument of the call."""
-        if isinstance(index, bool) or not isinstance(index, int):
+        position = integer(index)
+        if position is None:
             raise PayloadTypeError(f"{role} must be an index in the group (int), got {index!r}")
-        if not 0 <= index < self.size:
+        if not 0 <= position < self.size:
             raise InvalidArgumentError(f"{role}={index} is not in {self!r}; expected 0 to {self.size - 1}")
-        return self.ranks[index]
+        return self.ranks[position]
 
     def index(self, rank: int, role: str) -> int:
         """Return the index in the group of the global ``rank``; ``role`` names the argument of the call."""
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        if integer(rank) is None:
             raise PayloadTypeError(f"{role} must be a global rank (int), got {rank!r}")
         index = self._indices.get(rank)
         if index is None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from asynccoll.errors import InvalidArgumentError, PayloadTypeError, UnsupportedOpError
+from asynccoll.host.misfits import integer
 from asynccoll.world.context import Context
 from asynccoll.world.group import Group, GroupLike, ranks_of
 
@@ -50,9 +51,10 @@ def check_ranks(context: Context, ranks: object) -> tuple[int, ...]:
             f"DeviceMesh or a torch ProcessGroup, got {type(ranks).__name__}: {ranks!r}"
         )
     listed = list(ranks)
-    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in listed):
+    whole = [rank for rank in map(integer, listed) if rank is not None]
+    if len(whole) != len(listed):
         raise PayloadTypeError(f"a group lists global ranks (int), got {listed!r}")
-    wanted = tuple(sorted(set(listed)))
+    wanted = tuple(sorted(set(whole)))
     if not wanted or len(wanted) != len(listed):
         raise InvalidArgumentError(f"a group lists each rank once and at least one, got {listed!r}")
     if wanted[0] < 0 or wanted[-1] >= context.world_size:
